@@ -470,13 +470,20 @@ mod tests {
     }
 
     #[test]
-    fn idle_service_saves_no_share() {
-        let mut feo = FirstEligibleOut::new(&config(Ranking::WeightedShare, &[1, 1])).unwrap();
-        (0..200).for_each(|request| assert_eq!(feo.push(0, 0, request), None));
-        popped(&mut feo, 0, 100);
-        (0..50).for_each(|request| assert_eq!(feo.push(0, 1, request), None));
-        let ones = popped(&mut feo, 0, 20).into_iter().filter(|service| *service == 1).count();
-        assert!((9..=11).contains(&ones), "{ones} of 20");
+    fn idle_service_or_group_saves_no_share() {
+        let one_group = config(Ranking::WeightedShare, &[1, 1]);
+        let mut two_groups = one_group.clone();
+        let group = GroupConfig { member: Member::new(1), ranking: Ranking::StrictPriority };
+        (two_groups.ranking, two_groups.groups) = (Ranking::WeightedShare, vec![group; 2]);
+        two_groups.queues[1].group = 1;
+        for config in [one_group, two_groups] {
+            let mut feo = FirstEligibleOut::new(&config).unwrap();
+            (0..200).for_each(|request| assert_eq!(feo.push(0, 0, request), None));
+            popped(&mut feo, 0, 100);
+            (0..50).for_each(|request| assert_eq!(feo.push(0, 1, request), None));
+            let ones = popped(&mut feo, 0, 20).into_iter().filter(|service| *service == 1).count();
+            assert!((9..=11).contains(&ones), "{ones} of 20");
+        }
     }
 
     #[test]

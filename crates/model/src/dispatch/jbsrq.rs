@@ -225,6 +225,28 @@ mod tests {
         assert_eq!(jbsrq.next(0), None);
     }
 
+    #[test]
+    fn pifo_holds_a_request_behind_a_blocked_head() {
+        for (selection, core) in [(Selection::FirstEligible, Some(1)), (Selection::Pifo, None)] {
+            let config = FeoConfig { selection, ..FeoConfig::strict(0..2) };
+            let mut jbsrq = JoinBoundedShortestRankedQueue::with(dispatcher(2, 1).ranks, &config).unwrap();
+            jbsrq.set_runs(0, 1, false);
+            assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(0, 0, 'b').sent.is_none());
+            let sent = jbsrq.submit(0, 1, 'c').sent;
+            assert_eq!(sent, core.map(|core| (Release { service: 1, core }, 'c')), "{selection:?}");
+        }
+    }
+
+    #[test]
+    fn rate_limit_applies_to_idle_cores() {
+        let mut config = FeoConfig::strict(0..2);
+        config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 1 });
+        let mut jbsrq = JoinBoundedShortestRankedQueue::with(dispatcher(2, 4).ranks, &config).unwrap();
+        assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(1, 0, 'b').sent.is_none());
+        assert_eq!((jbsrq.next(9), jbsrq.queue().next_allowed()), (None, Some(10)));
+        assert_eq!(jbsrq.next(10), Some((Release { service: 0, core: 1 }, 'b')));
+    }
+
     proptest! {
         /// A rate limit that limits nothing makes every request pass the queue.
         #[test]
