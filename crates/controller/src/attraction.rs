@@ -15,16 +15,18 @@ use super::service::Service;
 use super::traffic::NewlyOpened;
 use super::{Controller, Now};
 
-/// Time between two looks.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between two updates of the allowances: within it a server can exceed its own.
+const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
+/// A longer pause counts as this.
+const MAX_ELAPSED: Duration = Duration::from_secs(1);
 
 /// What servers took of new connections.
 #[derive(Debug, Default)]
 pub struct Attraction {
-    /// Connections that were opened since the last look.
+    /// Connections that were opened since the last update.
     services: HashMap<ServiceIndex, u64>,
     servers: HashMap<ServerId, u64>,
-    looked: Duration,
+    updated: Duration,
     allowances: HashMap<ServerId, Allowance>,
     /// Servers that get no new connections of a service for now.
     excluded: HashSet<(ServiceIndex, ServerId)>,
@@ -52,7 +54,7 @@ impl Attraction {
         self.allowances.iter().filter(|(_, allowance)| allowance.is_limited()).map(|(id, _)| *id)
     }
 
-    /// Returns whether the server took too many: it may be excluded at any second.
+    /// Returns whether the server took too many: it may be excluded at any time.
     pub fn is_limited(&self, id: ServerId) -> bool {
         self.allowances.get(&id).is_some_and(Allowance::is_limited)
     }
@@ -61,16 +63,17 @@ impl Attraction {
         self.allowances.get(&id).is_some_and(Allowance::is_spent)
     }
 
-    /// Takes in the time since the last look. `expected`: each server's fair part of what was opened.
-    fn update(&mut self, expected: &HashMap<ServerId, f64>) {
+    /// Updates the allowances after `elapsed`. `expected`: each server's fair part of the connections that were opened.
+    fn update(&mut self, expected: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened = std::mem::take(&mut self.servers);
         for id in expected.keys().chain(opened.keys()) {
             let fair = expected.get(id).copied().unwrap_or(0.0);
-            self.allowances.entry(*id).or_insert_with(|| Allowance::full(fair));
+            let per_second = fair / elapsed.as_secs_f64();
+            self.allowances.entry(*id).or_insert_with(|| Allowance::full(per_second));
         }
         for (id, allowance) in &mut self.allowances {
             let fair = expected.get(id).copied().unwrap_or(0.0);
-            allowance.update(fair, opened.get(id).copied().unwrap_or(0) as f64);
+            allowance.update(fair, opened.get(id).copied().unwrap_or(0) as f64, elapsed.as_secs_f64());
         }
     }
 }
@@ -83,12 +86,13 @@ impl Controller {
         if is_excluded { 0.0 } else { service.ramp(id, now) }
     }
 
-    /// Looks at what servers took, once per second.
+    /// Updates what servers may take, once per [`UPDATE_INTERVAL`].
     pub(super) fn update_attraction(&mut self, now: Now) {
-        if now.monotonic.saturating_sub(self.attraction.looked) < LOOK_INTERVAL {
+        let elapsed = now.monotonic.saturating_sub(self.attraction.updated);
+        if elapsed < UPDATE_INTERVAL {
             return;
         }
-        self.attraction.looked = now.monotonic;
+        self.attraction.updated = now.monotonic;
         let mut expected: HashMap<ServerId, f64> = HashMap::new();
         for (index, opened) in std::mem::take(&mut self.attraction.services) {
             let Some(position) = self.positions.get(&index) else { continue };
@@ -99,7 +103,7 @@ impl Controller {
         let before: HashSet<ServerId> = self.attraction.limited().collect();
         let servers = &self.fleet.servers;
         self.attraction.allowances.retain(|id, _| servers.contains_key(id));
-        self.attraction.update(&expected);
+        self.attraction.update(&expected, elapsed.min(MAX_ELAPSED));
         let limited: HashSet<ServerId> = self.attraction.limited().collect();
         self.report_limited(&before, &limited);
         self.exclude_spent(&limited, now);

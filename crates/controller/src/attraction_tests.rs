@@ -138,6 +138,25 @@ fn lying_agent_attracts_at_most_twice_its_fair_part() {
     }
 }
 
+/// An exclusion that is decided late lets connections through in a burst.
+#[test]
+fn liar_attracts_twice_its_fair_part_in_any_ten_seconds() {
+    let mut harness = Harness::new("least:cpu", true);
+    let opened: Vec<[u64; 2]> = (0..1_200)
+        .map(|interval| {
+            harness.step(interval);
+            [harness.opened[LIAR], harness.opened.iter().sum()]
+        })
+        .collect();
+    let part = |window: &[[u64; 2]]| {
+        let [[liar, all], [later_liar, later_all]] = [window[0], window[window.len() - 1]];
+        (later_liar - liar) as f64 / (later_all - all) as f64
+    };
+    let most = opened[600..].windows(101).map(part).fold(0.0, f64::max);
+    // A quarter of a second's connections may come after the allowance is spent.
+    assert!(most < 0.2 + 0.25 / 10.0, "{most}");
+}
+
 /// All keys that hash every connection alike (zeros do) put it into one bucket.
 #[test]
 fn liar_with_a_key_that_hashes_all_connections_alike_attracts_no_more() {

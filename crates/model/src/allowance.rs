@@ -8,7 +8,7 @@ pub const TIMES_FAIR: f64 = 2.0;
 const WINDOW_SECONDS: f64 = 10.0;
 /// The smallest full allowance: few connections show nothing.
 const MIN_CONNECTIONS: f64 = 64.0;
-/// Weight of the newest second in what is expected per second.
+/// Weight of the newest second in the expected connections per second.
 const EXPECTED_ALPHA: f64 = 0.1;
 
 /// The allowance of one server, in connections.
@@ -30,9 +30,10 @@ impl Allowance {
         (TIMES_FAIR * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
     }
 
-    /// A second has passed, in which so many connections were its fair part, and so many were opened.
-    pub fn update(&mut self, expected: f64, opened: f64) {
-        self.expected += EXPECTED_ALPHA * (expected - self.expected);
+    /// `seconds` (at most 10) have passed, in which `expected` connections were the server's fair part, and `opened` were
+    /// opened.
+    pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
+        self.expected += EXPECTED_ALPHA * (expected - self.expected * seconds);
         let most = Self::most(self.expected);
         self.left = (self.left + TIMES_FAIR * expected - opened).clamp(-most, most);
         self.is_limited = self.left < if self.is_limited { most / 2.0 } else { 0.0 };
@@ -58,7 +59,7 @@ mod tests {
         let mut allowance = Allowance::full(100.0);
         let seconds_until = |allowance: &mut Allowance, opened, limited| {
             (1..100).find(|_| {
-                allowance.update(100.0, opened);
+                allowance.update(100.0, opened, 1.0);
                 allowance.is_limited() == limited
             })
         };
@@ -73,7 +74,7 @@ mod tests {
         let mut taken = |seconds: u32| {
             let opened = (0..seconds).map(|_| {
                 let opened = if allowance.is_spent() { 0.0 } else { 1_000.0 };
-                allowance.update(100.0, opened);
+                allowance.update(100.0, opened, 1.0);
                 opened
             });
             opened.sum::<f64>()
@@ -83,10 +84,21 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_a_second_count_as_the_second() {
+        let (mut whole, mut parts) = (Allowance::full(100.0), Allowance::full(100.0));
+        for _ in 0..30 {
+            whole.update(200.0, 300.0, 1.0);
+            (0..4).for_each(|_| parts.update(50.0, 75.0, 0.25));
+        }
+        assert!((whole.expected / parts.expected - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
+        assert!((whole.left / parts.left - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
+    }
+
+    #[test]
     fn twice_the_fair_part_is_allowed_for_ever() {
         let mut allowance = Allowance::full(100.0);
         for _ in 0..1_000 {
-            allowance.update(100.0, TIMES_FAIR * 100.0);
+            allowance.update(100.0, TIMES_FAIR * 100.0, 1.0);
             assert!(!allowance.is_limited());
         }
     }

@@ -15,8 +15,9 @@ const LASTS: usize = 30;
 const BEGINNING: usize = 5;
 /// ... and so many at the end, when the limit must be in force.
 const END: usize = 10;
-/// The controller counts once a second: by the connections of so many seconds the share may be over the limit.
-const LAG: f64 = 1.0;
+/// Seconds by whose connections the share may be over the limit: the controller counts four times a second, and load
+/// balancers report ten times a second.
+const LAG: f64 = 0.35;
 /// Between two connections.
 const INTERVAL: Duration = Duration::from_millis(8);
 /// Standard deviations by which a share may be over the limit by chance.
