@@ -35,7 +35,7 @@ mod health_tests;
 mod input_fingerprints;
 pub mod load_balancers;
 pub mod metrics;
-mod on_change;
+pub mod on_change;
 #[cfg(test)]
 mod on_change_tests;
 pub mod pool;

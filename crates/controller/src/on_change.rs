@@ -19,8 +19,17 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Servers that are looked at before others have their turn, some more where a service has more: about a millisecond.
+/// Servers that are looked at before others have their turn, and at most one shard more: some milliseconds.
 const MEMBERS_AT_ONCE: usize = 4096;
+
+/// Where [`Controller::look_from`] goes on; by default at the beginning.
+#[derive(Debug, Default)]
+pub struct InputCursor {
+    /// Of the service.
+    position: usize,
+    /// Those of its servers that are still to be looked at.
+    shards: VecDeque<Shard>,
+}
 
 /// A table, and what made it due.
 #[derive(Debug, Clone)]
@@ -85,38 +94,57 @@ impl Controller {
     /// what checks say.
     /// `interval_ended`: whether a report interval has.
     pub fn look(&mut self, now: Now, interval_ended: bool) {
-        let mut next = 0;
-        while let Some(position) = self.look_from(next, now, interval_ended) {
-            next = position;
+        let mut next = Some(InputCursor::default());
+        while let Some(from) = next {
+            next = self.look_from(from, now, interval_ended);
         }
     }
 
-    /// The same from the service at this position on, of some: gives where to go on. Of all at once reports had to wait.
-    pub fn look_from(&mut self, first: usize, now: Now, interval_ended: bool) -> Option<usize> {
-        if first == 0 {
+    /// The same of the next [`MEMBERS_AT_ONCE`] servers; returns where to go on. Reports would have to wait for all at once.
+    pub fn look_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
+        let InputCursor { mut position, mut shards } = from;
+        if position == 0 && shards.is_empty() {
             self.update_health(now);
             self.update_attraction(now);
         }
-        let (mut position, mut members) = (first, 0);
-        while position < self.services.len() && members < MEMBERS_AT_ONCE {
-            members += self.services[position].fleet().members.len();
-            self.look_at(position, now, interval_ended);
+        let mut members = 0;
+        while position < self.services.len() {
+            if shards.is_empty() {
+                shards = self.begin_look(position, now, interval_ended);
+            }
+            while members < MEMBERS_AT_ONCE
+                && let Some(shard) = shards.pop_front()
+            {
+                members += shard.members(&self.services[position].fleet().members).count();
+                self.look_at(position, Some(shard), now);
+            }
+            if members >= MEMBERS_AT_ONCE && !shards.is_empty() {
+                return Some(InputCursor { position, shards });
+            }
             position += 1;
         }
-        (position < self.services.len()).then_some(position)
+        None
     }
 
-    fn look_at(&mut self, position: usize, now: Now, interval_ended: bool) {
+    /// Returns the shards of the service's servers to look at.
+    fn begin_look(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
         if interval_ended {
             self.begin_interval(position);
             self.renew_unreported(position, now);
         }
         let shards = self.services[position].next_shards(!interval_ended);
-        let found =
-            shards.into_iter().map(|shard| (shard, self.server_inputs(position, shard, now))).collect::<Vec<_>>();
+        if shards.is_empty() {
+            self.look_at(position, None, now);
+        }
+        shards.into()
+    }
+
+    /// `shard`: none of a service without servers.
+    fn look_at(&mut self, position: usize, shard: Option<Shard>, now: Now) {
+        let found = shard.map(|shard| (shard, self.server_inputs(position, shard, now)));
         let inputs = self.inputs(position, now);
         let service = &mut self.services[position];
-        if !service.update_fingerprints(inputs, &found) {
+        if !service.update_fingerprints(inputs, found.as_slice()) {
             return;
         }
         service.forget_servers();

@@ -2,6 +2,7 @@
 //! known; all of them when what else a table is made of has changed (`inputs` of [`super::on_change`]).
 
 use std::borrow::Cow;
+use std::ops::Bound;
 
 use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
@@ -43,6 +44,27 @@ impl Controller {
     /// keep reports waiting.
     pub(super) fn cached_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
         service.cached_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
+    }
+
+    /// Returns whether a pool of the service at this position must be made: nothing has changed since its newest table
+    /// otherwise. `None`: there is no such service.
+    pub fn lacks_pool(&self, position: usize) -> Option<bool> {
+        Some(self.services.get(position)?.cached_pool().is_none())
+    }
+
+    /// Adds the servers that follow those in `servers`, at most `count`, in order of their ids. Returns whether it has all.
+    pub fn add_pool_servers(&self, position: usize, servers: &mut Vec<PoolServer>, count: usize, now: Now) -> bool {
+        let Some(service) = self.services.get(position) else { return true };
+        let after = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
+        let before = servers.len();
+        let ids = service.fleet().members.range((after, Bound::Unbounded)).map(|(id, _)| *id).take(count);
+        servers.extend(ids.map(|id| self.pool_server(service, id, now)));
+        servers.len() < before + count
+    }
+
+    /// Returns the pool of the service at this position with these servers.
+    pub fn pool_of(&self, position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
+        Some(self.with_context(self.services.get(position)?, Pool::new(servers, 1), now))
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {

@@ -1,5 +1,6 @@
 //! What `coreward status` shows.
 
+use std::borrow::Cow;
 use std::ops::Bound;
 use std::time::Duration;
 
@@ -47,7 +48,7 @@ impl Controller {
     #[cfg(test)]
     pub fn status(&self, now: Now) -> Status {
         let services =
-            (0..self.services.len()).filter_map(|position| self.service_status(position, false, now)).collect();
+            (0..self.services.len()).filter_map(|position| self.service_status(position, None, false, now)).collect();
         let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
         Status { services, servers, ..self.status_head(now) }
     }
@@ -102,15 +103,17 @@ impl Controller {
     }
 
     /// The service at this position, for the overview; `None`: there are no more.
-    pub fn overview_service(&self, position: usize, now: Now) -> Option<OverviewService> {
+    /// `pool`: as for [`Controller::service_status`].
+    pub fn overview_service(&self, position: usize, pool: Option<&Pool>, now: Now) -> Option<OverviewService> {
         let service = self.services.get(position)?;
+        let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
         Some(OverviewService {
             name: service.fleet().name.clone(),
             address: service.fleet().address,
             policy: service.fleet().policy.to_owned(),
             consistency: service.fleet().mode.consistency.name().to_owned(),
             servers: self.names(service.fleet().members.keys().copied()),
-            warnings: self.service_warnings(service, &self.cached_pool(service, now)),
+            warnings: self.service_warnings(service, &pool),
         })
     }
 
@@ -152,10 +155,17 @@ impl Controller {
     }
 
     /// The service at this position; `None`: there are no more. With whole RSS keys where `rss_keys`.
-    pub fn service_status(&self, position: usize, rss_keys: bool, now: Now) -> Option<ShownService> {
+    /// `pool`: the service's, where the controller has none ([`Controller::lacks_pool`]).
+    pub fn service_status(
+        &self,
+        position: usize,
+        pool: Option<&Pool>,
+        rss_keys: bool,
+        now: Now,
+    ) -> Option<ShownService> {
         let service = self.services.get(position)?;
         let fleet = service.fleet();
-        let pool = self.cached_pool(service, now);
+        let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
         let table = service.table(now);
         let groups = self.groups(&pool);
         Some(ShownService {

@@ -12,6 +12,7 @@ use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
+use coreward_model::policy::Pool;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{ServiceIndex, table};
 use parking_lot::{Mutex, MutexGuard};
@@ -19,6 +20,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
 use coreward_controller::explain::{NotExplained, ServiceView};
+use coreward_controller::on_change::InputCursor;
 use coreward_controller::{Controller, Indexed, NewTable, Now, metrics, tables};
 use coreward_fleet::audit::Author;
 use coreward_fleet::clock::{RecordClock, wall_now};
@@ -28,7 +30,6 @@ use coreward_fleet::fleet::{Fleet, FleetServer};
 use super::socket_query_relay::Sockets;
 use super::state_manager::{Change, Counts};
 use super::table_scheduler::TableBudget;
-use super::timed_guard::TimedGuard;
 use super::update_publisher::UpdatePublisher;
 
 /// The controller's decisions, and what they say now.
@@ -59,9 +60,6 @@ pub struct ControllerState {
     started: Instant,
     clock: RecordClock,
     counts: Arc<Counts>,
-    /// Of CPU time, nanoseconds: how long others had to wait for the controller.
-    #[cfg(test)]
-    pub held_longest: std::sync::atomic::AtomicU64,
 }
 
 /// A change of the records, and who waits for it.
@@ -130,8 +128,6 @@ impl ControllerState {
             started: Instant::now(),
             clock,
             counts,
-            #[cfg(test)]
-            held_longest: Default::default(),
         };
         (shared, receiver)
     }
@@ -182,12 +178,9 @@ impl ControllerState {
     }
 
     /// Held for microseconds; never across an await.
-    pub fn controller(&self) -> TimedGuard<'_> {
+    pub fn controller(&self) -> MutexGuard<'_, Controller> {
         // Every call leaves the state whole, so after a panic in one of them the others can go on.
-        let controller = self.controller.lock();
-        #[cfg(test)]
-        let controller = TimedGuard::begin(controller, &self.held_longest);
-        controller
+        self.controller.lock()
     }
 
     /// Everything there is to see; with whole RSS keys where `rss_keys`. Of thousands of servers it takes tens of milliseconds.
@@ -195,7 +188,8 @@ impl ControllerState {
         let now = self.now();
         let mut status = self.controller().status_head(now);
         status.warnings.extend(self.counts.warnings());
-        status.services = self.each_service(|controller, position| controller.service_status(position, rss_keys, now));
+        status.services = self
+            .each_service(now, |controller, position, pool| controller.service_status(position, pool, rss_keys, now));
         status.servers = self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now));
         status
     }
@@ -209,7 +203,8 @@ impl ControllerState {
     /// What changes now and then.
     pub fn overview(&self, now: Now) -> Overview {
         let mut overview = self.controller().overview_head(now);
-        overview.services = self.each_service(|controller, position| controller.overview_service(position, now));
+        overview.services =
+            self.each_service(now, |controller, position, pool| controller.overview_service(position, pool, now));
         overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
         overview
     }
@@ -259,15 +254,29 @@ impl ControllerState {
         }
     }
 
-    /// The same, of each service.
-    fn each_service<T>(&self, look: impl Fn(&Controller, usize) -> Option<T>) -> Vec<T> {
+    /// The same of each service. `look` gets the service's pool where the controller has none.
+    fn each_service<T>(&self, now: Now, look: impl Fn(&Controller, usize, Option<&Pool>) -> Option<T>) -> Vec<T> {
         let mut found = Vec::new();
         loop {
-            let next = look(&self.controller(), found.len());
+            let pool = self.pool_if_unknown(found.len(), now);
+            let next = look(&self.controller(), found.len(), pool.as_ref());
             let Some(service) = next else { return found };
             found.push(service);
             std::thread::yield_now();
         }
+    }
+
+    /// The service's pool where the controller would have to make it, which takes tens of milliseconds for thousands of
+    /// servers.
+    fn pool_if_unknown(&self, position: usize, now: Now) -> Option<Pool> {
+        if !self.controller().lacks_pool(position)? {
+            return None;
+        }
+        let mut servers = Vec::new();
+        while !self.controller().add_pool_servers(position, &mut servers, SERVERS_AT_ONCE, now) {
+            std::thread::yield_now();
+        }
+        self.controller().pool_of(position, servers, now)
     }
 
     /// The cookie keys, without the secrets.
@@ -427,9 +436,9 @@ impl ControllerState {
     }
 
     fn look_at_all(&self, now: Now, interval_ended: bool) {
-        let mut next = Some(0);
-        while let Some(position) = next {
-            next = self.controller().look_from(position, now, interval_ended);
+        let mut next = Some(InputCursor::default());
+        while let Some(from) = next {
+            next = self.controller().look_from(from, now, interval_ended);
         }
     }
 

@@ -2,7 +2,6 @@
 //!
 //! * [`controller_state`]: what all callers share
 //! * [`update_publisher`]: what load balancers are to have
-//! * [`timed_guard`]: the controller's lock
 //! * [`state_manager`]: configuration and records; the only one that writes the store
 //! * [`leader_election`]: who leads, where there are several controllers
 //! * [`socket_query_relay`]: questions and answers between the two
@@ -18,7 +17,6 @@ mod racks;
 mod socket_query_relay;
 pub(crate) mod state_manager;
 mod table_scheduler;
-mod timed_guard;
 mod update_publisher;
 
 use std::convert::Infallible;
