@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * CONSISTENCY_HASH_TABLE: every connection stands in the flow table.
+ */
+#ifndef COREWARD_LB_HASH_TABLE_H
+#define COREWARD_LB_HASH_TABLE_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "decision.h"
+#include "flow_table.h"
+#include "migration.h"
+#include "parse.h"
+#include "placement.h"
+#include "service_mode.h"
+
+/* Whether the service's server is down: by our own checks, or it is not draining, and the placement table has been made without it. */
+static __always_inline bool is_down(server_word server)
+{
+	if (server_has(server, SERVER_KNOWN | SERVER_DOWN))
+		return true;
+	return server_has(server, SERVER_KNOWN | SERVER_ELIGIBLE) && !server_has(server, SERVER_IN_TABLE);
+}
+
+/*
+ * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known, and if the
+ * flow's server is down; a SYN, if no entry has a server that takes new connections: anybody can forge a SYN, which
+ * must not move an open connection. Another TCP packet begins none, or forged ones would fill the table.
+ */
+static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 number, struct service_state *state,
+						 const struct packet *packet, struct decision *decision)
+{
+	bool syn = packet->flags & TCP_SYN;
+	bool udp = udp_in_use && packet->protocol == IPPROTO_UDP;
+	bool first = syn || udp, known = false;
+	struct flow_table_entry entry = {};
+
+	/* A new flow reads both cache lines of the set: the second one is loaded while the look-up waits for the first one. */
+	if (syn)
+		touch_flow_set(decision->service, packet);
+	if (find_flow(decision->service, packet, &entry)) {
+		server_word server = server_at(decision->service, entry.server_id);
+
+		known = server_has(server, syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN);
+		if (known && !(udp && is_down(server))) {
+			if (syn)
+				decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
+			else
+				decide_by_flow(entry, decision);
+			return;
+		}
+	}
+	if (!first && has_other_balancer(number)) {
+		decide_other_balancer(number, decision);
+		return;
+	}
+	decide_by_rule(state, packet, placed_as(first), decision);
+	if (decision->outcome == LB_COUNTER_FIRST) {
+		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
+		insert_flow(ctx, decision->service, packet, entry, 0);
+	} else if (known) {
+		/* No server takes new flows: this one may be up after all. */
+		decide_by_flow(entry, decision);
+	}
+}
+
+#endif

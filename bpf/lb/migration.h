@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * A service that another load balancer serves, too: docs/adopting.md.
+ */
+#ifndef COREWARD_LB_MIGRATION_H
+#define COREWARD_LB_MIGRATION_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "broadcast.h"
+#include "decision.h"
+#include "placement.h"
+#include "service_mode.h"
+
+/* To the load balancer that has some of the service's connections. No server hands such a packet on again. */
+static __always_inline void decide_other_balancer(__u32 number, struct decision *decision)
+{
+	server_word balancer = server_at(decision->service, other_balancer(number));
+
+	/* An address that other services know counts only where it is a member. */
+	decision->outcome = server_has(balancer, SERVER_KNOWN | SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER
+										 : LB_COUNTER_DROP_SERVER_UNRESOLVED;
+	decision->destination = balancer;
+	decision->before = NO_SERVER;
+}
+
+/* Of a connection that nothing here knows. */
+static __always_inline void decide_unknown(__u32 number, __u32 source, struct decision *decision)
+{
+	if (has_other_balancer(number))
+		decide_other_balancer(number, decision);
+	else
+		decide_to_all(BROADCAST_UNKNOWN_COOKIE, source, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+}
+
+#endif

@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * CONSISTENCY_STATEFUL: the cookie holds an index into the connection table of the load balancer that placed the connection.
+ */
+#ifndef COREWARD_LB_STATEFUL_H
+#define COREWARD_LB_STATEFUL_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "broadcast.h"
+#include "connection_table.h"
+#include "cookie.h"
+#include "decision.h"
+#include "migration.h"
+#include "parse.h"
+#include "placement.h"
+#include "service_mode.h"
+#include "state.h"
+#include "stats.h"
+
+/* Whether another load balancer with a connection table sent the frame. */
+static __always_inline bool came_from_owner(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	__u64 source;
+
+	if (data + ETH_HLEN > data_end)
+		return false;
+	source = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
+	for (__u32 i = 0; i < MAX_OWNERS; i++) {
+		server_word owner = *(const server_word *)&lb_state.owners[i];
+
+		if (server_has(owner, SERVER_RESOLVED) && (owner & SERVER_MAC_MASK) == source)
+			return true;
+	}
+	return false;
+}
+
+/*
+ * The index is of another load balancer's table: the packet goes there, once. One that came from a load balancer is not
+ * passed on, so that no disagreement about who is who makes it circle. An owner that is gone, or cannot be reached: to all.
+ */
+static __always_inline void decide_owner(struct xdp_md *ctx, __u32 number, __u32 source, __u32 owner,
+					 struct decision *decision)
+{
+	server_word balancer = *(const server_word *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
+
+	if (!server_has(balancer, SERVER_KNOWN)) {
+		decide_unknown(number, source, decision);
+	} else if (server_has(balancer, SERVER_RESOLVED) && !came_from_owner(ctx)) {
+		decision->outcome = LB_COUNTER_TO_OWNER;
+		decision->destination = balancer;
+	} else {
+		decide_to_all(BROADCAST_OWNER_LOST, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+	}
+}
+
+/* Whether what a cookie of the service holds is an index. */
+static __always_inline bool is_index(__u32 number, __u32 cookie)
+{
+	return mode_is(number, CONSISTENCY_STATEFUL) && cookie & COOKIE_KIND_BIT;
+}
+
+/*
+ * Where the index in `cookie` says, counted as `outcome`. Returns false when the entry is free or another connection's, or
+ * its server was taken out. `found`: the entry, if it is of this load balancer's table.
+ */
+static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, __u32 cookie, const struct packet *packet,
+					 enum lb_counter outcome, struct decision *decision, struct connection **found)
+{
+	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
+	struct connection *connection;
+	__u32 id;
+
+	*found = NULL;
+	if (cookie_owner(cookie) != lb_state.owner) {
+		decide_owner(ctx, number, packet->client_address, cookie_owner(cookie), decision);
+		return true;
+	}
+	connection = find_connection(hash, cookie, decision->service, &id);
+	if (!connection)
+		count_event(ctx, decision->service, LB_EVENT_CONNECTION_UNKNOWN);
+	if (!connection || !server_is_known(decision->service, id))
+		return false;
+	decide_server(id, outcome, decision);
+	*found = connection;
+	return true;
+}
+
+struct connection_takes connection_takes SEC(".bss.takes");
+
+/* How many entries of the connection table the source's prefix (24 bits) holds. */
+static __always_inline __u64 *held_by_source(__u32 client_address)
+{
+	__u64 hash = connection_hash(0, client_address & bpf_htonl(0xffffff00), 0);
+
+	return &connection_takes.held_by_source[hash & (SOURCE_SHARDS - 1)];
+}
+
+/* Whether it may hold another one. CPUs that ask at once may exceed the limit by their number. */
+static __always_inline bool may_take_connection(const __u64 *held)
+{
+	__u64 limit = *(volatile __u64 *)&lb_state.entries_per_source;
+
+	return !limit || *(const volatile __u64 *)held < limit;
+}
+
+/* Why a new connection has no entry. `taken`: what CONNECTION_TABLE_FULL and so on stand for. */
+static __always_inline enum lb_event without_entry(int taken)
+{
+	if (taken == CONNECTION_SOURCE_LIMITED)
+		return LB_EVENT_CONNECTION_SOURCE_LIMITED;
+	return taken == CONNECTION_TABLE_FULL ? LB_EVENT_CONNECTION_TABLE_FULL : LB_EVENT_CONNECTION_CONTENDED;
+}
+
+static __always_inline void count_taken(void)
+{
+	__u32 row = cpu_row();
+
+	barrier_var(row);
+	connection_takes.by_row[row & (MAX_LB_COUNTER_ROWS - 1)].count++;
+}
+
+/*
+ * The first packet of a stateful service: placed, and given an entry whose place its TSecr tells the server. Sent again, it
+ * finds the entry again, if that server still takes first packets. Without an entry it carries none, whatever the client
+ * wrote there, and the server stamps its id.
+ */
+static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
+						  const struct packet *packet, struct decision *decision)
+{
+	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
+	__u32 owner = lb_state.owner, place, id;
+	struct connection *connection;
+	__u64 *held;
+	int taken;
+
+	connection = find_recent_connection(hash, decision->service, &place, &id);
+	if (connection && owner < MAX_OWNERS && server_has(server_at(decision->service, id), TAKES_NEW_CONNECTIONS)) {
+		decide_server(id, LB_COUNTER_FIRST, decision);
+		decision->opens = reopen_connection(connection);
+		decision->echo = syn_echo(owner, place);
+		return;
+	}
+	decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+	decision->echo = packet->echo ? 0 : KEEP_ECHO;
+	if (decision->outcome != LB_COUNTER_FIRST || owner >= MAX_OWNERS)
+		return;
+	held = held_by_source(packet->client_address);
+	taken = may_take_connection(held)
+			? take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx))
+			: CONNECTION_SOURCE_LIMITED;
+	if (taken < 0) {
+		count_event(ctx, decision->service, without_entry(taken));
+		return;
+	}
+	__sync_fetch_and_add(held, 1);
+	count_taken();
+	remember_connection(hash, taken);
+	decision->echo = syn_echo(owner, taken);
+}
+
+#endif

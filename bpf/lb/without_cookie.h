@@ -1,0 +1,97 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Packets without a cookie go by the flow table and the bucket; with CONSISTENCY_BEAMER all packets do.
+ */
+#ifndef COREWARD_LB_WITHOUT_COOKIE_H
+#define COREWARD_LB_WITHOUT_COOKIE_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "broadcast.h"
+#include "decision.h"
+#include "flow_table.h"
+#include "migration.h"
+#include "parse.h"
+#include "placement.h"
+#include "service_mode.h"
+#include "state.h"
+
+/*
+ * A SYN without a cookie that no entry of the flow table sends to a server that takes new connections. `found`: there is an
+ * entry, of `stale`. It goes by the bucket, and is not remembered: the bucket finds its server for the next packet, too. Where the
+ * bucket's server takes no new connections the placement rule names another one, which only the flow table finds again. Whoever may
+ * have an older connection of these ports becomes the server before.
+ */
+static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, struct service_state *state,
+							const struct packet *packet, bool found, __u32 stale,
+							struct decision *decision)
+{
+	struct flow_table_entry entry = decide_by_bucket(state, packet, decision);
+	__u32 hint = FLOW_HINT;
+
+	if (decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER) {
+		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+		if (decision->outcome != LB_COUNTER_FIRST)
+			return;
+		entry.before = entry.server_id;
+		hint = 0;
+	} else if (!found) {
+		return;
+	}
+	if (found && server_is_known(decision->service, stale))
+		entry.before = stale;
+	entry.server_id = decision->server_id;
+	decision->before = entry.before;
+	if (!*(volatile __u64 *)&state->has_flows)
+		*(volatile __u64 *)&state->has_flows = 1;
+	insert_flow(ctx, decision->service, packet, entry, hint);
+}
+
+/*
+ * A packet without a cookie: the client does not do timestamps, the service has them switched off, or it is
+ * CONSISTENCY_BEAMER. Then only a SYN enters a flow (has_flows), and all else goes by the bucket, a reset, too.
+ */
+static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
+						  const struct packet *packet, struct decision *decision)
+{
+	bool syn = packet->flags & TCP_SYN;
+	bool by_bucket = mode_is(number, CONSISTENCY_BEAMER);
+	struct flow_table_entry entry = {.server_id = NO_SERVER};
+	bool found =
+		(!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
+
+	if (found &&
+	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
+		decide_by_flow(entry, decision);
+		decision->before = entry.before;
+		return;
+	}
+	if (syn) {
+		decide_first_without_cookie(ctx, state, packet, found, entry.server_id, decision);
+		return;
+	}
+	if (by_bucket) {
+		decide_by_bucket(state, packet, decision);
+		return;
+	}
+	/* A host that has no such connection resets without timestamps whatever the connection had. */
+	if (packet->flags & TCP_RST) {
+		decide_to_all(BROADCAST_RESET, packet->client_address, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decision->before = NO_SERVER;
+		return;
+	}
+	/* Ours are in the flow table since their second packet; the other one must see all of its own. */
+	if (is_handed_over(number)) {
+		decide_other_balancer(number, decision);
+		return;
+	}
+	entry = decide_by_bucket(state, packet, decision);
+	/* Nothing proves that it is of a connection: the server's answers do not pass here. So the entry is a hint. */
+	if (decision->outcome == LB_COUNTER_CONSISTENT)
+		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
+}
+
+#endif
