@@ -22,37 +22,55 @@
 #include "stateless.h"
 #include "without_cookie.h"
 
+static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct service *service,
+					   struct service_state *state, const struct packet *packet,
+					   struct decision *decision)
+{
+	switch (service->consistency) {
+	case CONSISTENCY_NONE:
+		decide_by_rule(state, packet, placed_as(packet->flags & TCP_SYN), decision);
+		break;
+	case CONSISTENCY_HASH_TABLE:
+		decide_by_hash_table(ctx, service, state, packet, decision);
+		break;
+	case CONSISTENCY_STATEFUL:
+		if (decide_stateful(ctx, service, state, packet, decision))
+			break;
+		/* fallthrough */
+	case CONSISTENCY_STATELESS:
+		if (is_lb_stamped(service)) {
+			decide_lb_stamped(state, packet, decision);
+			break;
+		}
+		if (decide_stateless(service, state, packet, decision))
+			break;
+		/* fallthrough */
+	case CONSISTENCY_BEAMER:
+		decide_without_cookie(ctx, service, state, packet, decision);
+		break;
+	default:
+		break;
+	}
+}
+
 /*
  * `number`: the service's; `decision->service` its index. A global function, so that it is verified once and not once per
  * path that leads here: with all modes in use kernel 6.1's verifier would run out of instructions.
  */
 __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *packet, struct decision *decision)
 {
-	struct service_state *state;
+	struct service service = decode_service(number);
 
 	if (!packet || !decision)
 		return 0;
-	state = &lb_state.services[service_index(number)];
-	decision->service = service_index(number);
-	if (is_handed_over(number) && packet->flags & TCP_SYN)
-		decide_other_balancer(number, decision);
-	else if (mode_is(number, CONSISTENCY_NONE))
-		decide_by_rule(state, packet, placed_as(packet->flags & TCP_SYN), decision);
-	else if (mode_is(number, CONSISTENCY_HASH_TABLE))
-		decide_by_hash_table(ctx, number, state, packet, decision);
-	else if (is_corrected(number) && !(packet->has_timestamp && packet->flags & TCP_SYN))
-		decide_corrected(state, packet, decision);
-	else if (!packet->has_timestamp || (!has_cookies(number) && !is_corrected(number)))
-		decide_without_cookie(ctx, number, state, packet, decision);
-	else if (!(packet->flags & TCP_SYN))
-		decide_by_cookie(ctx, number, packet, decision);
-	else if (mode_is(number, CONSISTENCY_STATEFUL))
-		decide_first_stateful(ctx, state, packet, decision);
-	else if (!is_corrected(number) || !decide_half_open(packet, decision))
-		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
-	/* What says whose a packet is may err: the echo of a foreign connection looks like some server's now and then. */
-	if (has_other_balancer(number) && decision->server_id != NO_SERVER && !(packet->flags & TCP_SYN))
-		decision->before = other_balancer(number);
+	decision->service = service.index;
+	if (is_handed_over(&service) && packet->flags & TCP_SYN)
+		decide_other_balancer(&service, decision);
+	else
+		decide_by_mode(ctx, &service, &lb_state.services[service.index], packet, decision);
+	/* A cookie may name a server by chance: the echo of a connection of the other load balancer can be any value. */
+	if (has_other_balancer(&service) && decision->server_id != NO_SERVER && !(packet->flags & TCP_SYN))
+		decision->before = other_balancer_id(&service);
 	return 0;
 }
 

@@ -30,14 +30,17 @@ static __always_inline bool is_down(server_word server)
  * flow's server is down; a SYN, if no entry has a server that takes new connections: anybody can forge a SYN, which
  * must not move an open connection. Another TCP packet begins none, or forged ones would fill the table.
  */
-static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 number, struct service_state *state,
-						 const struct packet *packet, struct decision *decision)
+static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struct service *service,
+						 struct service_state *state, const struct packet *packet,
+						 struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
 	bool udp = udp_in_use && packet->protocol == IPPROTO_UDP;
 	bool first = syn || udp, known = false;
 	struct flow_table_entry entry = {};
 
+	if (!mode_in_use(CONSISTENCY_HASH_TABLE))
+		return;
 	/* A new flow reads both cache lines of the set: the second one is loaded while the look-up waits for the first one. */
 	if (syn)
 		touch_flow_set(decision->service, packet);
@@ -53,8 +56,8 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, __u32 numbe
 			return;
 		}
 	}
-	if (!first && has_other_balancer(number)) {
-		decide_other_balancer(number, decision);
+	if (!first && has_other_balancer(service)) {
+		decide_other_balancer(service, decision);
 		return;
 	}
 	decide_by_rule(state, packet, placed_as(first), decision);

@@ -119,14 +119,14 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 }
 
 /* Whose quoted packet it is: the cookie in its own timestamp, the flow table, or all. `source`: the error's sender. */
-static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, __u32 source, const struct packet *quoted,
-					  struct decision *decision)
+static __always_inline void decide_quoted(struct xdp_md *ctx, const struct service *service, __u32 source,
+					  const struct packet *quoted, struct decision *decision)
 {
 	struct connection *connection;
 	struct flow_table_entry entry = {};
 
 	/* A plain connection's timestamp may look like any cookie: what stands in the flow table is plain. */
-	if (quoted->has_timestamp && is_corrected(number) && !find_flow(decision->service, quoted, &entry)) {
+	if (quoted->has_timestamp && is_lb_stamped(service) && !find_flow(decision->service, quoted, &entry)) {
 		__u32 id = corrected_id(quoted);
 
 		if (server_is_known(decision->service, id)) {
@@ -134,11 +134,11 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, __u3
 			return;
 		}
 	}
-	if (quoted->has_timestamp && has_cookies(number)) {
+	if (quoted->has_timestamp && has_cookies(service)) {
 		__u32 cookie = cookie_of(quoted->echo, quoted->client_address, quoted->vip_address, quoted->ports);
 
-		if (is_index(number, cookie)) {
-			if (decide_index(ctx, number, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
+		if (is_index(service, cookie)) {
+			if (decide_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && server_is_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
@@ -147,8 +147,8 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, __u32 number, __u3
 	}
 	if (find_flow(decision->service, quoted, &entry) && server_is_known(decision->service, entry.server_id))
 		decide_server(entry.server_id, LB_COUNTER_ICMP_ERROR, decision);
-	else if (has_other_balancer(number))
-		decide_other_balancer(number, decision);
+	else if (has_other_balancer(service))
+		decide_other_balancer(service, decision);
 	else
 		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
 }
@@ -158,6 +158,7 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 						 struct decision *decision)
 {
 	struct packet quoted = {};
+	struct service service;
 	__u32 number;
 	int ended;
 
@@ -170,13 +171,14 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 	number = find_service_of(&quoted);
 	if (!is_service(number))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	decision->service = service_index(number);
+	decision->service = decode_service(number).index;
 	if (quoted.protocol == IPPROTO_TCP) {
 		ended = parse_quoted_timestamp(ctx, &quoted);
 		if (ended)
 			return ended;
 	}
-	decide_quoted(ctx, number, packet->client_address, &quoted, decision);
+	service = decode_service(number);
+	decide_quoted(ctx, &service, packet->client_address, &quoted, decision);
 	return 0;
 }
 

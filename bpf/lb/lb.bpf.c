@@ -222,7 +222,8 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 client_address, vip_address, ports, number, service, cookie;
+	__u32 client_address, vip_address, ports, number, cookie;
+	struct service service;
 	__u64 server;
 
 	if (!usual_frame(data, data_end) || !sent_to_us(data))
@@ -231,32 +232,33 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	vip_address = PACKET_U32(data, IP_AT(daddr));
 	ports = PACKET_U32(data, USUAL_TCP);
 	number = find_lb_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
-	/* It may be a server's answer. */
-	if (timestamps_lb_in_use && (!is_service(number) || is_corrected(number)))
-		return -1;
 	if (!is_service(number)) {
+		/* It may be a server's answer. */
+		if (timestamps_lb_in_use)
+			return -1;
 		count_packet(ctx, LB_COUNTERS_NO_SERVICE, LB_COUNTER_PASSED_NOT_SERVICE, 0);
 		return XDP_PASS;
 	}
-	if (has_other_balancer(number))
+	service = decode_service(number);
+	if (is_lb_stamped(&service) || has_other_balancer(&service))
 		return -1;
-	if (!has_cookies(number))
+	if (!has_cookies(&service))
 		return forward_usual_decided(ctx, number, USUAL_ECHO);
-	service = service_index(number);
 	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, USUAL_ECHO)), client_address, vip_address, ports);
 	/* Read again: the hash takes all registers, and one that is spilled on the way costs more. */
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
-	if (is_index(number, cookie))
-		return forward_usual_by_index(ctx, service, cookie, connection_hash(service, client_address, ports));
-	server = server_at(service, cookie);
+	if (is_index(&service, cookie))
+		return forward_usual_by_index(ctx, service.index, cookie,
+					      connection_hash(service.index, client_address, ports));
+	server = server_at(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED) ||
 	    data + ETH_HLEN > data_end)
 		return -1;
 	rewrite_mac(data, server);
 	count_traffic(ctx, cookie, data_end - data);
-	count_packet(ctx, service, LB_COUNTER_ESTABLISHED, data_end - data);
+	count_packet(ctx, service.index, LB_COUNTER_ESTABLISHED, data_end - data);
 	return XDP_TX;
 }
 
@@ -278,7 +280,7 @@ static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packe
 	number = find_service_of(packet);
 	if (!is_service(number))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	decision->service = service_index(number);
+	decision->service = decode_service(number).index;
 	ended = parse_tcp(ctx, data, data_end, packet);
 	if (ended)
 		return ended;
@@ -302,7 +304,7 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 	number = find_service_of(packet);
 	if (!is_service(number))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	decision->service = service_index(number);
+	decision->service = decode_service(number).index;
 	ended = parse_udp(data, data_end, packet);
 	if (ended)
 		return ended;

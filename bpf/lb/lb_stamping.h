@@ -32,11 +32,11 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
 }
 
 /*
- * A packet that opens no connection, where the load balancer stamps itself: of a plain connection, by the flow table; or
- * with a cookie, and then TSecr becomes what the server sent. (correction.h)
+ * A packet that begins no connection that can be stamped: by the flow table, of a plain connection; or with a cookie, and
+ * then TSecr becomes what the server sent (correction.h).
  */
-static __always_inline void decide_corrected(struct service_state *state, const struct packet *packet,
-					     struct decision *decision)
+static __always_inline void decide_later_lb_stamped(struct service_state *state, const struct packet *packet,
+						    struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
 	struct flow_table_entry entry = {};
@@ -65,6 +65,15 @@ static __always_inline void decide_corrected(struct service_state *state, const 
 	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
 	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
 	decision->echo = corrected_echo(decision->service, decision->destination, packet);
+}
+
+static __always_inline void decide_lb_stamped(struct service_state *state, const struct packet *packet,
+					      struct decision *decision)
+{
+	if (!(packet->flags & TCP_SYN) || !packet->has_timestamp)
+		decide_later_lb_stamped(state, packet, decision);
+	else if (!decide_half_open(packet, decision))
+		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
 }
 
 #endif

@@ -16,9 +16,9 @@
 #include "service_mode.h"
 
 /* To the load balancer that has some of the service's connections. No server hands such a packet on again. */
-static __always_inline void decide_other_balancer(__u32 number, struct decision *decision)
+static __always_inline void decide_other_balancer(const struct service *service, struct decision *decision)
 {
-	server_word balancer = server_at(decision->service, other_balancer(number));
+	server_word balancer = server_at(decision->service, other_balancer_id(service));
 
 	/* An address that other services know counts only where it is a member. */
 	decision->outcome = server_has(balancer, SERVER_KNOWN | SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER
@@ -28,10 +28,10 @@ static __always_inline void decide_other_balancer(__u32 number, struct decision 
 }
 
 /* Of a connection that nothing here knows. */
-static __always_inline void decide_unknown(__u32 number, __u32 source, struct decision *decision)
+static __always_inline void decide_unknown(const struct service *service, __u32 source, struct decision *decision)
 {
-	if (has_other_balancer(number))
-		decide_other_balancer(number, decision);
+	if (has_other_balancer(service))
+		decide_other_balancer(service, decision);
 	else
 		decide_to_all(BROADCAST_UNKNOWN_COOKIE, source, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
 }

@@ -93,11 +93,11 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 	return true;
 }
 
-/* An answer of the service `number`: `packet` has addresses and ports as the client's packets carry them. */
-static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 number, const struct packet *packet,
+/* An answer of a service: `packet` has addresses and ports as the client's packets carry them. */
+static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						     __u64 source_mac)
 {
-	__u32 service = service_index(number), offset = packet->echo_offset - sizeof(__u32), milliseconds;
+	__u32 offset = packet->echo_offset - sizeof(__u32), milliseconds;
 	struct corrected_server *server = corrected_server(service, source_mac);
 	__be32 value = 0;
 
@@ -117,6 +117,7 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 	struct packet packet = {};
+	struct service service;
 	enum lb_counter outcome;
 	__u64 source_mac;
 	__u32 number, vip;
@@ -131,15 +132,18 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	packet.vip_address = vip;
 	packet.ports = packet.ports << 16 | packet.ports >> 16;
 	number = find_service_of(&packet);
-	if (!is_service(number) || !(number & SERVICE_TIMESTAMPS_LB))
+	if (!is_service(number))
+		return -1;
+	service = decode_service(number);
+	if (!is_lb_stamped(&service))
 		return -1;
 	source_mac = PACKET_U32(data, ETH_ALEN) | (__u64)PACKET_U16(data, ETH_ALEN + 4) << 32;
 	/* A header that contradicts itself the kernel behind may look at. */
 	if (parse_tcp_header(ctx, data, data_end, &packet))
 		outcome = LB_COUNTER_REPLY_UNCHANGED;
 	else
-		outcome = correct_reply(ctx, number, &packet, source_mac);
-	count_packet(ctx, service_index(number), outcome, 0);
+		outcome = correct_reply(ctx, service.index, &packet, source_mac);
+	count_packet(ctx, service.index, outcome, 0);
 	return XDP_PASS;
 }
 

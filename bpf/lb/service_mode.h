@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * What a service's number says at the load balancer: its index, and how its packets find their server (intf.h,
- * SERVICE_INDEX_MASK and so on). What no service uses is not compiled in.
+ * A service's number (intf.h, SERVICE_INDEX_MASK and so on), decoded. The verifier removes what no service uses.
  */
 #ifndef COREWARD_LB_SERVICE_MODE_H
 #define COREWARD_LB_SERVICE_MODE_H
@@ -25,56 +24,75 @@ const volatile bool udp_in_use;
 
 #define MODES_WITH_COOKIES (1u << CONSISTENCY_STATELESS | 1u << CONSISTENCY_STATEFUL)
 
+/* A service, as its number states it. What is asked of `flags` stays a bit test: BPF has few registers, and a small stack. */
+struct service {
+	/* In lb_state.services and in the counters. */
+	__u32 index;
+	enum consistency consistency;
+	/* SERVICE_TIMESTAMPS_OFF and so on. */
+	__u32 flags;
+};
+
 static __always_inline bool is_service(__u32 number)
 {
 	return number < SERVICE_ADDRESS_ONLY;
 }
 
-static __always_inline __u32 service_index(__u32 number)
+static __always_inline bool mode_in_use(enum consistency consistency)
 {
-	return number & SERVICE_INDEX_MASK & (MAX_SERVICES - 1);
+	return modes_in_use & 1u << consistency;
 }
 
-static __always_inline bool mode_is(__u32 number, enum consistency consistency)
+static __always_inline struct service decode_service(__u32 number)
 {
-	if (!(modes_in_use & 1u << consistency))
+	return (struct service){
+		.index = number & SERVICE_INDEX_MASK & (MAX_SERVICES - 1),
+		.consistency = number >> SERVICE_CONSISTENCY_SHIFT & SERVICE_CONSISTENCY_MASK,
+		.flags = number,
+	};
+}
+
+/* This load balancer stamps and restores: lb_stamping.h. */
+static __always_inline bool is_lb_stamped(const struct service *service)
+{
+	return timestamps_lb_in_use && service->flags & SERVICE_TIMESTAMPS_LB;
+}
+
+/* Another load balancer has some of its connections: migration.h. */
+static __always_inline bool has_other_balancer(const struct service *service)
+{
+	return other_balancer_in_use && service->flags & (SERVICE_ADOPTED | SERVICE_HANDED_OVER);
+}
+
+/* New connections go to the other load balancer. */
+static __always_inline bool is_handed_over(const struct service *service)
+{
+	return other_balancer_in_use && service->flags & SERVICE_HANDED_OVER;
+}
+
+/* Id of the other load balancer among the servers. */
+static __always_inline __u32 other_balancer_id(const struct service *service)
+{
+	return service->flags >> SERVICE_OTHER_BALANCER_SHIFT & (SERVER_ID_COUNT - 1);
+}
+
+_Static_assert(CONSISTENCY_STATELESS <= CONSISTENCY_STATEFUL && CONSISTENCY_STATEFUL < CONSISTENCY_NONE,
+	       "modes with cookies come first");
+
+/* The timestamps of its packets carry a cookie that a server stamped. */
+static __always_inline bool has_cookies(const struct service *service)
+{
+	if (is_lb_stamped(service) || (timestamps_off_in_use && service->flags & SERVICE_TIMESTAMPS_OFF))
 		return false;
-	return modes_in_use == 1u << consistency ||
-	       (number >> SERVICE_CONSISTENCY_SHIFT & SERVICE_CONSISTENCY_MASK) == consistency;
+	return !(modes_in_use & ~MODES_WITH_COOKIES) || service->consistency <= CONSISTENCY_STATEFUL;
 }
 
-/* Whether the load balancer itself stamps and restores: correction.h. */
-static __always_inline bool is_corrected(__u32 number)
+/* Returns whether `cookie`, of a packet of the service, holds an index of a connection table. */
+static __always_inline bool is_index(const struct service *service, __u32 cookie)
 {
-	return timestamps_lb_in_use && number & SERVICE_TIMESTAMPS_LB;
-}
-
-/* Whether another load balancer has some of the service's connections, and which: its id among the servers. */
-static __always_inline bool has_other_balancer(__u32 number)
-{
-	return other_balancer_in_use && number & (SERVICE_ADOPTED | SERVICE_HANDED_OVER);
-}
-
-static __always_inline bool is_handed_over(__u32 number)
-{
-	return other_balancer_in_use && number & SERVICE_HANDED_OVER;
-}
-
-static __always_inline __u32 other_balancer(__u32 number)
-{
-	return number >> SERVICE_OTHER_BALANCER_SHIFT & (SERVER_ID_COUNT - 1);
-}
-
-/* Whether the timestamps of the service's packets carry a cookie that a server stamped. */
-static __always_inline bool has_cookies(__u32 number)
-{
-	if (is_corrected(number))
+	if (!mode_in_use(CONSISTENCY_STATEFUL) || !(cookie & COOKIE_KIND_BIT))
 		return false;
-	if (timestamps_off_in_use && number & SERVICE_TIMESTAMPS_OFF)
-		return false;
-	if (!(modes_in_use & ~MODES_WITH_COOKIES))
-		return true;
-	return mode_is(number, CONSISTENCY_STATELESS) || mode_is(number, CONSISTENCY_STATEFUL);
+	return modes_in_use == 1u << CONSISTENCY_STATEFUL || service->consistency == CONSISTENCY_STATEFUL;
 }
 
 #endif

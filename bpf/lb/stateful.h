@@ -45,13 +45,13 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
  * The index is of another load balancer's table: the packet goes there, once. One that came from a load balancer is not
  * passed on, so that no disagreement about who is who makes it circle. An owner that is gone, or cannot be reached: to all.
  */
-static __always_inline void decide_owner(struct xdp_md *ctx, __u32 number, __u32 source, __u32 owner,
+static __always_inline void decide_owner(struct xdp_md *ctx, const struct service *service, __u32 source, __u32 owner,
 					 struct decision *decision)
 {
 	server_word balancer = *(const server_word *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
 	if (!server_has(balancer, SERVER_KNOWN)) {
-		decide_unknown(number, source, decision);
+		decide_unknown(service, source, decision);
 	} else if (server_has(balancer, SERVER_RESOLVED) && !came_from_owner(ctx)) {
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
@@ -60,18 +60,13 @@ static __always_inline void decide_owner(struct xdp_md *ctx, __u32 number, __u32
 	}
 }
 
-/* Whether what a cookie of the service holds is an index. */
-static __always_inline bool is_index(__u32 number, __u32 cookie)
-{
-	return mode_is(number, CONSISTENCY_STATEFUL) && cookie & COOKIE_KIND_BIT;
-}
-
 /*
  * Where the index in `cookie` says, counted as `outcome`. Returns false when the entry is free or another connection's, or
  * its server was taken out. `found`: the entry, if it is of this load balancer's table.
  */
-static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, __u32 cookie, const struct packet *packet,
-					 enum lb_counter outcome, struct decision *decision, struct connection **found)
+static __always_inline bool decide_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
+					 const struct packet *packet, enum lb_counter outcome,
+					 struct decision *decision, struct connection **found)
 {
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	struct connection *connection;
@@ -79,7 +74,7 @@ static __always_inline bool decide_index(struct xdp_md *ctx, __u32 number, __u32
 
 	*found = NULL;
 	if (cookie_owner(cookie) != lb_state.owner) {
-		decide_owner(ctx, number, packet->client_address, cookie_owner(cookie), decision);
+		decide_owner(ctx, service, packet->client_address, cookie_owner(cookie), decision);
 		return true;
 	}
 	connection = find_connection(hash, cookie, decision->service, &id);
@@ -163,6 +158,30 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	count_taken();
 	remember_connection(hash, taken);
 	decision->echo = syn_echo(owner, taken);
+}
+
+/* A packet of a stateful service. Returns false if its cookie, if any, is as one of a stateless service. */
+static __always_inline bool decide_stateful(struct xdp_md *ctx, const struct service *service,
+					    struct service_state *state, const struct packet *packet,
+					    struct decision *decision)
+{
+	struct connection *connection;
+	__u32 cookie;
+
+	if (!mode_in_use(CONSISTENCY_STATEFUL) || !packet->has_timestamp || !has_cookies(service))
+		return false;
+	if (packet->flags & TCP_SYN) {
+		decide_first_stateful(ctx, state, packet, decision);
+		return true;
+	}
+	cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+	if (!(cookie & COOKIE_KIND_BIT))
+		return false;
+	if (!decide_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
+		decide_unknown(service, packet->client_address, decision);
+	if (connection)
+		decision->closes = update_connection(connection, packet->flags, frame_bytes(ctx));
+	return true;
 }
 
 #endif

@@ -54,15 +54,18 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
  * A packet without a cookie: the client does not do timestamps, the service has them switched off, or it is
  * CONSISTENCY_BEAMER. Then only a SYN enters a flow (has_flows), and all else goes by the bucket, a reset, too.
  */
-static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 number, struct service_state *state,
-						  const struct packet *packet, struct decision *decision)
+static __always_inline void decide_without_cookie(struct xdp_md *ctx, const struct service *service,
+						  struct service_state *state, const struct packet *packet,
+						  struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
-	bool by_bucket = mode_is(number, CONSISTENCY_BEAMER);
+	bool by_bucket = mode_in_use(CONSISTENCY_BEAMER) && service->consistency == CONSISTENCY_BEAMER;
 	struct flow_table_entry entry = {.server_id = NO_SERVER};
-	bool found =
-		(!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
+	bool found;
 
+	if (!(modes_in_use & (MODES_WITH_COOKIES | 1u << CONSISTENCY_BEAMER)))
+		return;
+	found = (!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
 	if (found &&
 	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
 		decide_by_flow(entry, decision);
@@ -84,8 +87,8 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, __u32 numb
 		return;
 	}
 	/* Ours are in the flow table since their second packet; the other one must see all of its own. */
-	if (is_handed_over(number)) {
-		decide_other_balancer(number, decision);
+	if (is_handed_over(service)) {
+		decide_other_balancer(service, decision);
 		return;
 	}
 	entry = decide_by_bucket(state, packet, decision);
