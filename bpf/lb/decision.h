@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * What becomes of a packet of a service, and the ways to a server that all modes share.
+ * The decision about a packet of a service, and the ways to a server that all modes share.
  */
 #ifndef COREWARD_LB_DECISION_H
 #define COREWARD_LB_DECISION_H
@@ -69,7 +69,7 @@ static __always_inline __u32 find_service_of(const struct packet *packet)
 	return find_lb_service(&lb_state.directories, tail);
 }
 
-/* To that server, counted as `outcome`. No other one has the connection: without its MAC address the packet is dropped. */
+/* To that server, counted as `outcome`. Dropped without its MAC address: no other server has the connection. */
 static __always_inline void decide_server(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
 	server_word server = server_at(decision->service, id);
@@ -123,8 +123,8 @@ static __always_inline void decide_by_flow(struct flow_table_entry entry, struct
 }
 
 /*
- * By the bucket. The bucket's server before goes along: it may still have the connection. A SYN goes only to a server that takes
- * new connections; then the choice's server is NO_SERVER if the bucket's does not.
+ * By the bucket. The server before goes along: it may still have the connection. A SYN goes only to a server that
+ * takes new connections; then the choice's server is NO_SERVER if the bucket's does not.
  */
 static __always_inline struct flow_table_entry decide_by_bucket(struct service_state *state,
 								const struct packet *packet, struct decision *decision)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * CONSISTENCY_HASH_TABLE: every connection stands in the flow table.
+ * CONSISTENCY_HASH_TABLE: the flow table has every connection.
  */
 #ifndef COREWARD_LB_HASH_TABLE_H
 #define COREWARD_LB_HASH_TABLE_H
@@ -17,7 +17,7 @@
 #include "placement.h"
 #include "service_mode.h"
 
-/* Whether the service's server is down: by our own checks, or it is not draining, and the placement table has been made without it. */
+/* The server is down by our own checks; or the placement table was made without it, and it is not draining. */
 static __always_inline bool is_down(server_word server)
 {
 	if (server_has(server, SERVER_KNOWN | SERVER_DOWN))

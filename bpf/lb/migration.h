@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * A service that another load balancer serves, too: docs/adopting.md.
+ * A service that another load balancer serves, too: docs/deployment.md.
  */
 #ifndef COREWARD_LB_MIGRATION_H
 #define COREWARD_LB_MIGRATION_H

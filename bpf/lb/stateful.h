@@ -61,7 +61,7 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 }
 
 /*
- * Where the index in `cookie` says, counted as `outcome`. Returns false when the entry is free or another connection's, or
+ * By the index in `cookie`, counted as `outcome`. Returns false when the entry is free or another connection's, or
  * its server was taken out. `found`: the entry, if it is of this load balancer's table.
  */
 static __always_inline bool decide_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,

@@ -26,7 +26,7 @@ static __always_inline bool decide_stateless(const struct service *service, stru
 	if (!(modes_in_use & MODES_WITH_COOKIES) || !packet->has_timestamp || !has_cookies(service))
 		return false;
 	if (packet->flags & TCP_SYN) {
-		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+		decide_by_rule(state, packet, placed_as(true), decision);
 		return true;
 	}
 	cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);

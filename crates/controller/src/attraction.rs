@@ -1,8 +1,9 @@
 //! The part of new connections that a server may take.
 //!
-//! Policies send connections where load is lowest, and load is what a server's agent reports. An agent that lies draws connections; load
-//! balancers count how many. So each server has an [`Allowance`], and gets no new connections while it is spent. A part
-//! of the buckets would not limit it: a server chooses its RSS key, and so the buckets in which connections come.
+//! Policies send connections where load is lowest, and load is what a server's agent reports. An agent that lies draws
+//! connections; load balancers count how many. So each server has an [`Allowance`], and gets no new connections while
+//! it is spent. A part of the buckets would not limit it: a server chooses its RSS key, and so the buckets in which
+//! connections come.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -79,8 +80,8 @@ impl Attraction {
 }
 
 impl Controller {
-    /// Returns the part of its share of the service's new connections that the server gets: less than 1 in its slow start,
-    /// 0 while it is excluded.
+    /// Returns the part of its share of the service's new connections that the server gets: less than 1 in its slow
+    /// start, 0 while it is excluded.
     pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
         let is_excluded = self.attraction.excluded.contains(&(service.fleet().index, id));
         if is_excluded { 0.0 } else { service.ramp(id, now) }

@@ -19,15 +19,15 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Servers that are looked at before others have their turn, and at most one shard more: some milliseconds.
+/// Servers that are read before others have their turn, and at most one shard more: some milliseconds.
 const MEMBERS_AT_ONCE: usize = 4096;
 
-/// Where [`Controller::look_from`] goes on; by default at the beginning.
+/// Position at which [`Controller::look_from`] goes on; by default the beginning.
 #[derive(Debug, Default)]
 pub struct InputCursor {
     /// Of the service.
     position: usize,
-    /// Those of its servers that are still to be looked at.
+    /// Shards of its servers that are still to be read.
     shards: VecDeque<Shard>,
 }
 
@@ -100,7 +100,7 @@ impl Controller {
         }
     }
 
-    /// The same of the next [`MEMBERS_AT_ONCE`] servers; returns where to go on. Reports would have to wait for all at once.
+    /// Reads the next [`MEMBERS_AT_ONCE`] servers, and returns the position to go on at.
     pub fn look_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
@@ -126,7 +126,7 @@ impl Controller {
         None
     }
 
-    /// Returns the shards of the service's servers to look at.
+    /// Returns the shards of the service's servers that are to be read.
     fn begin_look(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
         if interval_ended {
             self.begin_interval(position);

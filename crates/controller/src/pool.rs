@@ -46,13 +46,13 @@ impl Controller {
         service.cached_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
     }
 
-    /// Returns whether a pool of the service at this position must be made: nothing has changed since its newest table
-    /// otherwise. `None`: there is no such service.
+    /// Returns whether no pool of the service at this position is cached. `None`: there is no such service.
     pub fn lacks_pool(&self, position: usize) -> Option<bool> {
         Some(self.services.get(position)?.cached_pool().is_none())
     }
 
-    /// Adds the servers that follow those in `servers`, at most `count`, in order of their ids. Returns whether it has all.
+    /// Adds the servers that follow those in `servers`, at most `count`, in order of their ids. Returns whether all are
+    /// there.
     pub fn add_pool_servers(&self, position: usize, servers: &mut Vec<PoolServer>, count: usize, now: Now) -> bool {
         let Some(service) = self.services.get(position) else { return true };
         let after = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));

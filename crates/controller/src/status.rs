@@ -228,7 +228,7 @@ impl Controller {
                     .to_owned(),
             );
         }
-        // Looked at once a second, and grouping ten thousand servers takes milliseconds.
+        // InputFingerprints at once a second, and grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
             let groups = self.groups(pool);
             let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());

@@ -30,8 +30,8 @@ impl Allowance {
         (TIMES_FAIR * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
     }
 
-    /// `seconds` (at most 10) have passed, in which `expected` connections were the server's fair part, and `opened` were
-    /// opened.
+    /// `seconds` (at most 10) have passed, in which `expected` connections were the server's fair part, and `opened`
+    /// were opened.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
         self.expected += EXPECTED_ALPHA * (expected - self.expected * seconds);
         let most = Self::most(self.expected);

@@ -1,11 +1,11 @@
-//! No request keeps another one or a table waiting: the worst of each kind that may be sent, at the largest size that is documented,
-//! before a fleet as large as there may be one. Measured are the CPU time that the API's thread spends at a stretch, and how long
-//! a thread that wants the controller's lock waits for it: nothing may run beside this test.
+//! No request keeps another one or a table waiting: the worst of each kind that may be sent, at the largest size that
+//! is documented, before a fleet as large as there may be one. Measured are the CPU time that the API's thread spends
+//! at a stretch, and the time that a thread waits for the controller's lock: this test needs the machine for itself.
 
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use coreward_api::Role;
@@ -62,13 +62,13 @@ struct Site {
     longest_wait: Arc<AtomicU64>,
 }
 
-/// Wants the controller's lock several times in each millisecond, until the site is gone.
-fn watch_lock(shared: Weak<Shared>, longest_wait: Arc<AtomicU64>) {
-    while let Some(shared) = shared.upgrade() {
-        let start = Instant::now();
-        drop(shared.controller());
+/// Calls `lock` several times in each millisecond, until it returns nothing.
+fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
+    let mut start = Instant::now();
+    while lock().is_some() {
         longest_wait.fetch_max(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         std::thread::sleep(Duration::from_micros(200));
+        start = Instant::now();
     }
 }
 
@@ -114,7 +114,7 @@ impl Site {
         (answer.status().as_u16(), answer.bytes().await.unwrap().len())
     }
 
-    /// What the request was, and how long the API's thread and the controller's lock kept others waiting.
+    /// Returns the request, and how long the API's thread and the controller's lock kept others waiting.
     async fn measure(&self, request: &Request) -> (String, Duration, Duration) {
         self.waited();
         self.api_thread.longest().await;
@@ -155,8 +155,8 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
     let tokens = [Role::Viewer, Role::Operator].map(token);
     let client = Client::builder().no_proxy().build().unwrap();
     let (api_thread, longest_wait) = (Arc::default(), Arc::<AtomicU64>::default());
-    let watched = (Arc::downgrade(&shared), longest_wait.clone());
-    std::thread::spawn(move || watch_lock(watched.0, watched.1));
+    let (weak, waits) = (Arc::downgrade(&shared), longest_wait.clone());
+    std::thread::spawn(move || watch_lock(|| weak.upgrade().map(|shared| drop(shared.controller())), waits));
     let site = Site { address, shared: shared.clone(), client, tokens, api_thread, longest_wait };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = router(Arc::new(election), drawn).unwrap();

@@ -235,7 +235,7 @@ impl ControllerState {
         Some(tables::shown(service, &table, age, &names))
     }
 
-    /// What there is of each server. They are looked at piece by piece, and reports and tables come between.
+    /// Calls `look` for each server. The lock is free between parts of them.
     fn each_server<T>(&self, look: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
