@@ -36,7 +36,7 @@ struct decision {
 	__u32 server_id;
 	/* The server before, which the packet's IP identification is to carry; or KEEP_IDENTIFICATION. */
 	__u32 before;
-	/* What TSecr becomes: in a first packet SYN_ECHO_HOLDS_COOKIE or 0, else the server's own time; or KEEP_ECHO. */
+	/* New TSecr: in a first packet SYN_ECHO_HOLDS_COOKIE or 0, else the server's own time; or KEEP_ECHO. */
 	__u32 echo;
 	/*
 	 * Counts by server, which policies use. Anybody can forge packets: a SYN that the bucket or an entry sends to a

@@ -13,7 +13,7 @@ use crate::guest::Guest;
 use crate::wire::{FLOWS, VIP};
 
 /// How long a program of coreward may take to be ready; under emulation the verifier alone takes seconds.
-const START_LIMIT: Duration = Duration::from_secs(60);
+pub const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long the daemon may take to notice something; it looks once a second.
 const NOTICE_LIMIT: Duration = Duration::from_secs(15);
 
@@ -205,7 +205,11 @@ fn server(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
 }
 
-fn status(guest: &mut Guest) -> Result<Option<Value>> {
+/// Returns the output of `coreward status`; nothing while the controller does not answer.
+///
+/// # Errors
+/// When it is no JSON.
+pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     let (status, answer) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
         NOTICE_LIMIT,
@@ -224,7 +228,10 @@ fn reported(server: &Value) -> Option<Rss> {
 }
 
 /// Asks until there is an answer.
-fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>) -> Result<T> {
+///
+/// # Errors
+/// When there is none within `limit`.
+pub fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
         if let Some(answer) = ask(guest)? {
@@ -236,7 +243,7 @@ fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -
 }
 
 /// The last messages of a program started in the guest.
-fn log(guest: &mut Guest, name: &str) -> String {
+pub fn log(guest: &mut Guest, name: &str) -> String {
     guest.run(&format!("tail -n 5 /tmp/{name}.log")).unwrap_or_else(|error| error.to_string()).trim().to_owned()
 }
 

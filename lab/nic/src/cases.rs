@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, anyhow, ensure};
 
 use crate::agent::{self, Daemons, Watched};
+use crate::forwarding;
 use crate::guest::{Guest, Nic, QUEUES};
 use crate::initrd;
 use crate::packages::Packages;
@@ -31,7 +32,15 @@ pub struct Case {
     pub nic: Nic,
     /// What is added to the kernel's command line.
     pub arguments: &'static str,
-    settings: &'static [Setting],
+    checks: Checks,
+}
+
+/// The checks in a guest.
+enum Checks {
+    /// RSS and the agent in these states of the NIC, one after the other.
+    Settings(&'static [Setting]),
+    /// Placement of new connections while a core forwards packets; the guest has two NICs.
+    Forwarding,
 }
 
 /// A state of the NIC.
@@ -39,7 +48,7 @@ struct Setting {
     name: &'static str,
     /// What leads there.
     command: &'static str,
-    /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/limits.md).
+    /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/nic.md).
     in_force: bool,
 }
 
@@ -48,15 +57,17 @@ const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
 /// How long a command of the user's may take.
 const RUN_LIMIT: Duration = Duration::from_secs(600);
 
+/// Boots of a guest that forwards, until QEMU delivers packets to the end.
+const FORWARDING_BOOTS: usize = 4;
 const FRESH: &str = "as the driver starts";
 
 /// All guests.
-pub const CASES: [Case; 6] = [
+pub const CASES: [Case; 7] = [
     Case {
         kernel: "6.1",
         nic: Nic::Virtio,
         arguments: "",
-        settings: &[
+        checks: Checks::Settings(&[
             Setting { name: FRESH, command: "true", in_force: false },
             Setting { name: "table set", command: "ethtool -X eth0 equal 3", in_force: true },
             Setting {
@@ -64,13 +75,13 @@ pub const CASES: [Case; 6] = [
                 command: "ethtool -X eth0 default && ethtool -L eth0 combined 2",
                 in_force: false,
             },
-        ],
+        ]),
     },
     Case {
         kernel: "6.12",
         nic: Nic::Virtio,
         arguments: "",
-        settings: &[
+        checks: Checks::Settings(&[
             Setting { name: FRESH, command: "true", in_force: true },
             Setting { name: "channels changed", command: "ethtool -L eth0 combined 2", in_force: true },
             Setting {
@@ -78,22 +89,23 @@ pub const CASES: [Case; 6] = [
                 command: "ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off",
                 in_force: false,
             },
-        ],
+        ]),
     },
+    Case { kernel: "6.12", nic: Nic::Virtio, arguments: "", checks: Checks::Forwarding },
     // CPUs without a tick, where membarrier(2) offers no grace periods.
     Case {
         kernel: "6.12",
         nic: Nic::Virtio,
         arguments: "nohz_full=1-3",
-        settings: &[Setting { name: FRESH, command: "true", in_force: true }],
+        checks: Checks::Settings(&[Setting { name: FRESH, command: "true", in_force: true }]),
     },
-    Case { kernel: "6.1", nic: Nic::Igb, arguments: "", settings: IGB },
-    Case { kernel: "6.12", nic: Nic::Igb, arguments: "", settings: IGB },
+    Case { kernel: "6.1", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
+    Case { kernel: "6.12", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
     Case {
         kernel: "6.1",
         nic: Nic::Vmxnet3,
         arguments: "",
-        settings: &[Setting { name: FRESH, command: "true", in_force: false }],
+        checks: Checks::Settings(&[Setting { name: FRESH, command: "true", in_force: false }]),
     },
 ];
 
@@ -106,7 +118,13 @@ impl Case {
     /// For the user.
     pub fn name(&self) -> String {
         let and = if self.arguments.is_empty() { String::new() } else { format!(" and {}", self.arguments) };
-        format!("Linux {} with {}{and}", self.kernel, self.nic.driver())
+        let forwards = if matches!(self.checks, Checks::Forwarding) { ", forwarding" } else { "" };
+        format!("Linux {} with {}{and}{forwards}", self.kernel, self.nic.driver())
+    }
+
+    /// Returns whether its name contains `text`. A guest that forwards runs only when it is asked for.
+    pub fn is_wanted(&self, text: &str) -> bool {
+        self.name().contains(text) && (!matches!(self.checks, Checks::Forwarding) || text.contains("forwarding"))
     }
 
     /// Boots the guest and makes its checks; with a `command`, prints what that prints instead.
@@ -114,6 +132,18 @@ impl Case {
     /// # Errors
     /// When there is no guest to check.
     pub fn run(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
+        for _ in 1..FORWARDING_BOOTS {
+            match self.run_once(parts, command, tally) {
+                Err(error) if format!("{error:#}").contains(forwarding::STALLED) => {
+                    println!("{}: {error:#}: once more", self.name());
+                }
+                outcome => return outcome,
+            }
+        }
+        self.run_once(parts, command, tally)
+    }
+
+    fn run_once(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
         let (mut guest, wire) = self.boot(parts)?;
         let release = guest.run("uname -r")?;
@@ -124,6 +154,10 @@ impl Case {
             ensure!(status == 0, "`{command}` ended with status {status}");
             return Ok(());
         }
+        let settings = match self.checks {
+            Checks::Settings(settings) => settings,
+            Checks::Forwarding => return forwarding::check(&mut guest, &wire, &self.name(), tally),
+        };
         if !self.arguments.is_empty() {
             tally.check(&self.named("the kernel took its arguments"), self.took_arguments(&mut guest));
         } else if self.nic == Nic::Virtio {
@@ -132,7 +166,7 @@ impl Case {
         if self.nic == Nic::Virtio {
             tally.check(&self.named("a load balancer has a table in force"), agent::balance(&mut guest));
         }
-        for setting in self.settings {
+        for setting in settings {
             self.check_setting(setting, &mut guest, &wire, tally)?;
             // Next to the driver's own state: with the table that the agent will put back.
             if setting.name == FRESH && self.nic != Nic::Vmxnet3 {
@@ -157,10 +191,17 @@ impl Case {
     fn boot(&self, parts: &Parts) -> Result<(Guest, Wire)> {
         let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
         let kernel = parts.packages.kernel(self.kernel);
-        let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &agent::files())?;
-        let mark = if self.arguments.is_empty() { "" } else { "-arguments" };
+        let files = [agent::files().to_vec(), forwarding::files()].concat();
+        let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &files)?;
+        let forwards = matches!(self.checks, Checks::Forwarding);
+        let nics = if forwards { vec![self.nic; 2] } else { vec![self.nic] };
+        let mark = match (self.arguments.is_empty(), forwards) {
+            (_, true) => "-forwarding",
+            (true, _) => "",
+            (false, _) => "-arguments",
+        };
         let console = parts.logs.join(format!("{}-{}{mark}.console", self.nic.driver(), self.kernel));
-        let boot = || Guest::boot(&parts.packages, &kernel, &initrd, self.nic, self.arguments, &console);
+        let boot = || Guest::boot(&parts.packages, &kernel, &initrd, &nics, self.arguments, &console);
         // QEMU's emulation of several CPUs sometimes trips over itself while the guest sets up its PCI devices
         // (system/physmem.c, iotlb_to_section): nothing of ours has run by then.
         let mut guest = boot().or_else(|error| match format!("{error:#}").contains("Assertion") {

@@ -14,9 +14,9 @@ use crate::packages::Packages;
 
 /// Receive queues of the emulated NIC, and CPUs of the guest.
 pub const QUEUES: u16 = 4;
-/// The guest's NIC as the frames address it: locally administered.
+/// MAC address of the guest's `eth0`: locally administered. That of `eth1` is one more.
 pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
-/// The tap, in the network namespace of this process.
+/// Tap of the guest's `eth0`, in the network namespace of this process.
 pub const TAP: &str = "nictest0";
 
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
@@ -55,22 +55,25 @@ impl Nic {
         }
     }
 
-    fn device(self) -> String {
-        let mac = MAC_ADDRESS.map(|byte| format!("{byte:02x}")).join(":");
+    fn device(self, index: u8) -> String {
+        let mut mac = MAC_ADDRESS;
+        mac[5] += index;
+        let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
         // Two interrupt vectors per queue, one for the configuration, one for the control queue.
         let vectors = 2 * QUEUES + 2;
         match self {
             Nic::Virtio => {
-                format!("virtio-net-pci,netdev=net,mac={mac},mq=on,rss=on,hash=on,vectors={vectors},romfile=")
+                format!("virtio-net-pci,netdev=net{index},mac={mac},mq=on,rss=on,hash=on,vectors={vectors},romfile=")
             }
-            Nic::Igb => format!("igb,netdev=net,mac={mac},romfile="),
-            Nic::Vmxnet3 => format!("vmxnet3,netdev=net,mac={mac},romfile="),
+            Nic::Igb => format!("igb,netdev=net{index},mac={mac},romfile="),
+            Nic::Vmxnet3 => format!("vmxnet3,netdev=net{index},mac={mac},romfile="),
         }
     }
 
-    fn backend(self) -> String {
+    fn backend(self, index: u8) -> String {
         let queues = if self == Nic::Virtio { format!(",queues={QUEUES}") } else { String::new() };
-        format!("tap,id=net,ifname={TAP},script=no,downscript=no{queues}")
+        let tap = TAP.trim_end_matches('0');
+        format!("tap,id=net{index},ifname={tap}{index},script=no,downscript=no{queues}")
     }
 }
 
@@ -84,8 +87,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots and waits for the guest's init to be ready. `arguments` end the kernel's command line; what it
-    /// prints goes to the file `console`.
+    /// Boots a guest with `nics`, and waits for its init to be ready. `arguments` end the kernel's command line; what
+    /// it prints goes to the file `console`.
     ///
     /// # Errors
     /// When QEMU ends or nothing is ready in two minutes; with the last lines of the console.
@@ -93,7 +96,7 @@ impl Guest {
         packages: &Packages,
         kernel: &Path,
         initrd: &[u8],
-        nic: Nic,
+        nics: &[Nic],
         arguments: &str,
         console: &Path,
     ) -> Result<Self> {
@@ -111,7 +114,9 @@ impl Guest {
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
         command.args(["-append", &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {arguments}")]);
         command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);
-        command.args(["-netdev", &nic.backend(), "-device", &nic.device()]);
+        for (index, nic) in (0..).zip(nics) {
+            command.args(["-netdev", &nic.backend(index), "-device", &nic.device(index)]);
+        }
         let complaints = fs::File::create(console.with_extension("qemu"))?;
         let qemu = command
             .stdin(Stdio::from(OwnedFd::from(theirs.try_clone()?)))

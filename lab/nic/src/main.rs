@@ -7,15 +7,18 @@
 //! * [`wire`]: the network namespace and the sender of SYNs
 //! * [`rss`]: what the NIC shows, and what it does
 //! * [`agent`]: what is under test
+//! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
 //! * [`cases`]: the checks
 
 mod agent;
 mod cases;
+mod forwarding;
 mod guest;
 mod initrd;
 mod kernel;
 mod packages;
 mod rss;
+mod segment;
 mod tally;
 mod wire;
 
@@ -52,7 +55,7 @@ struct Arguments {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let mut tally = Tally::default();
-    let cases = CASES.iter().filter(|case| case.name().contains(&arguments.only));
+    let cases = CASES.iter().filter(|case| case.is_wanted(&arguments.only));
     match prepare(&arguments) {
         Err(missing) => {
             println!("No guest can be booted here: {missing:#}");

@@ -13,6 +13,8 @@ use crate::packages::{Packages, run, tied};
 
 /// Where the SYNs go; the guest has the address on its loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
+/// Destination of packets that a guest with a route for it forwards.
+pub const FORWARDED: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
 /// Flows of one measurement.
 pub const FLOWS: u16 = 64;
 
@@ -21,13 +23,20 @@ const TCP_HEADER: usize = 20;
 /// A timestamp option (RFC 7323) after two no-operations (RFC 9293).
 const TCP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
 const SYN: u8 = 0x02;
+const ACK: u8 = 0x10;
 
 /// The flows of a measurement: every one of another client address and port.
 pub fn flows() -> impl Iterator<Item = FourTuple> {
-    (0..FLOWS).map(|flow| {
+    flows_of_round(0)
+}
+
+/// As [`flows`], with client addresses that differ from round to round; rounds count up to 250.
+pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
+    (0..FLOWS).map(move |flow| {
         // Steps without a common divisor with 250 and 60,000: no address or port comes twice.
         let [third, fourth] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
-        let client = (Ipv4Addr::new(10, 1, third, fourth), 1024 + flow * 907);
+        let client =
+            (Ipv4Addr::new(10, 1, ((u16::from(third) + u16::from(round)) % 250) as u8, fourth), 1024 + flow * 907);
         FourTuple::ipv4(client, (*VIP.ip(), VIP.port()))
     })
 }
@@ -64,10 +73,11 @@ impl Wire {
             }
             std::thread::sleep(Duration::from_millis(50));
         }
-        let vip = VIP.ip().to_string();
         let mac = MAC_ADDRESS.map(|byte| format!("{byte:02x}")).join(":");
-        busybox(&["ip", "route", "add", &vip, "dev", TAP])?;
-        busybox(&["arp", "-i", TAP, "-s", &vip, &mac])?;
+        for address in [VIP.ip(), FORWARDED.ip()].map(ToString::to_string) {
+            busybox(&["ip", "route", "add", &address, "dev", TAP])?;
+            busybox(&["arp", "-i", TAP, "-s", &address, &mac])?;
+        }
         let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::TCP)).context("a raw socket")?;
         socket.set_header_included_v4(true)?;
         Ok(Self { socket })
@@ -78,13 +88,26 @@ impl Wire {
     /// # Errors
     /// When the kernel does not take it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
-        self.socket.send_to(&syn(flow)?, &SocketAddr::from(VIP).into()).with_context(|| format!("SYN of {flow:?}"))?;
+        self.send(flow, SYN)
+    }
+
+    /// Sends a packet of an established connection.
+    ///
+    /// # Errors
+    /// When the kernel does not take it.
+    pub fn send_ack(&self, flow: &FourTuple) -> Result<()> {
+        self.send(flow, ACK)
+    }
+
+    fn send(&self, flow: &FourTuple, flags: u8) -> Result<()> {
+        let packet = segment(flow, flags)?;
+        self.socket.send_to(&packet, &flow.vip().into()).with_context(|| format!("a packet of {flow:?}"))?;
         Ok(())
     }
 }
 
-/// An IPv4 SYN with a timestamp, as a Linux client sends it but for the options that do not matter here.
-fn syn(flow: &FourTuple) -> Result<Vec<u8>> {
+/// A TCP segment over IPv4 with a timestamp, as a Linux client sends it but for the options that do not matter here.
+fn segment(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
     let (SocketAddr::V4(client), SocketAddr::V4(vip)) = (flow.client(), flow.vip()) else {
         bail!("{flow:?} is not IPv4")
     };
@@ -101,7 +124,7 @@ fn syn(flow: &FourTuple) -> Result<Vec<u8>> {
     tcp.extend_from_slice(&vip.port().to_be_bytes());
     let data_offset = ((TCP_HEADER + TCP_OPTIONS.len()) / 4) as u8;
     // sequence number 1, no acknowledgement, data offset, flags, window, no checksum yet, no urgent data
-    tcp.extend_from_slice(&[0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, SYN, 0xfa, 0xf0, 0, 0, 0, 0]);
+    tcp.extend_from_slice(&[0, 0, 0, 1, 0, 0, 0, 0, data_offset << 4, flags, 0xfa, 0xf0, 0, 0, 0, 0]);
     tcp.extend_from_slice(&TCP_OPTIONS);
     let pseudo_header = [&packet[12..20], &[0, 6, 0, tcp.len() as u8]].concat();
     let checksum = internet_checksum(&[&pseudo_header[..], &tcp].concat());
@@ -123,13 +146,13 @@ mod tests {
 
     #[test]
     fn flows_differ() {
-        let all: std::collections::BTreeSet<_> = flows().collect();
-        assert_eq!(all.len(), usize::from(FLOWS));
+        let all: std::collections::BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
+        assert_eq!(all.len(), 250 * usize::from(FLOWS));
     }
 
     #[test]
     fn checksums_are_right() {
-        let packet = syn(&flows().nth(5).unwrap()).unwrap();
+        let packet = segment(&flows().nth(5).unwrap(), SYN).unwrap();
         assert_eq!(internet_checksum(&packet[..IPV4_HEADER]), 0);
         let tcp = &packet[IPV4_HEADER..];
         let pseudo_header = [&packet[12..20], &[0, 6, 0, tcp.len() as u8]].concat();

@@ -69,7 +69,7 @@ const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 const AFTER_LEADING: Duration = Duration::from_secs(1);
 /// Tables that a load balancer is sent before it takes one: some at once, but not so many that newer ones wait behind them.
 const TABLES_ON_THE_WAY: usize = 4;
-/// After so many reports, or parts of other work, it is looked at what has come meanwhile and which time is over: of racks each
+/// After so many reports, or pieces of other work, it is looked at what has come meanwhile and which time is over: of racks each
 /// takes up to some hundred microseconds (tokio's 61 are 10 ms then).
 const EVENT_INTERVAL: u32 = 7;
 /// How often ids of servers that left are looked over.

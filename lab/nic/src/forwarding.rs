@@ -1,0 +1,274 @@
+//! A server whose cores also forward packets: `crossrss` must move new connections away from the loaded core.
+//!
+//! The guest is server `s1`, by the agent at `eth0` that measures CPU load, and the load balancer in front of it. `s2`
+//! is a second agent at `eth1`, with a constant published load. New connections are SYNs from the tap; the MAC address
+//! that each leaves the guest with names its server.
+//!
+//! It runs only by `--only forwarding`: QEMU's emulation of a NIC loses the wake-up of a full receive queue at times,
+//! so that about every second boot measures nothing. The guest is booted again then, three times at most.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use coreward_model::FourTuple;
+use serde_json::Value;
+
+use crate::agent::{self, START_LIMIT, poll};
+use crate::guest::{Guest, QUEUES};
+use crate::rss;
+use crate::segment::{Segment, mac_of};
+use crate::tally::Tally;
+use crate::wire::{FORWARDED, VIP, Wire, flows_of_round};
+
+/// Last bytes of the servers' addresses.
+const HOSTS: [u8; 2] = [11, 12];
+/// Load of every core of `s2`, in percent: above the idle guest's, below that of a core that forwards.
+const OTHER_LOAD: u32 = 50;
+/// Load of the core that forwards, as the agent reports it, from which on the SYNs are counted.
+const FORWARDING_LOAD: f64 = 0.65;
+/// Packets per second: at first, and at most. QEMU's emulation sets how many load a core.
+const PACKETS: std::ops::RangeInclusive<u32> = 1_000..=64_000;
+/// Time for the load and the tables to follow a new rate.
+const SETTLE: Duration = Duration::from_secs(3);
+/// QEMU's emulation sometimes loses the wake-up of a receive queue that was full: nothing arrives there any more. In a
+/// step less than a third of the packets sent, then.
+pub const STALLED: &str = "QEMU has stopped delivering packets";
+/// Rounds of SYNs of one measurement.
+const ROUNDS: u8 = 4;
+/// Transmissions of a SYN: the loaded core drops some.
+const TRANSMISSIONS: usize = 10;
+/// Measurements before one that is not as expected counts.
+const MEASUREMENTS: u8 = 5;
+
+/// Files of the guest: name without leading slash, content.
+pub fn files() -> Vec<(&'static str, String)> {
+    let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
+                      fleet = \"forwarding-fleet.toml\"\n";
+    let [s1, s2] = HOSTS;
+    let fleet = format!(
+        "report_interval = \"500ms\"\n[[server]]\nname = \"s1\"\naddress = \"10.2.0.{s1}\"\n\
+         [[server]]\nname = \"s2\"\naddress = \"10.2.0.{s2}\"\n\
+         [[service]]\nname = \"web\"\nvip = \"{VIP}\"\npolicy = \"crossrss\"\n"
+    );
+    let agent = |index: usize, load: &str| {
+        format!(
+            "server = \"s{}\"\ncontroller = \"127.0.0.1:7400\"\ninterface = \"eth{index}\"\nmanage_rss = true\n\
+             pin_directory = \"/sys/fs/bpf/agent{index}\"\nsteer = \"off\"\nload = {load}\n",
+            index + 1
+        )
+    };
+    vec![
+        ("etc/forwarding.toml", controller.to_owned()),
+        ("etc/forwarding-fleet.toml", fleet),
+        ("etc/agent0.toml", agent(0, "{ source = \"cpu\" }")),
+        ("etc/agent1.toml", agent(1, "{ source = \"published\", path = \"/run/busy\" }")),
+        ("etc/publish", include_str!("../guest/publish").to_owned()),
+    ]
+}
+
+/// Starts the daemons, loads one core by forwarding, and checks which server new connections go to, before and after.
+///
+/// # Errors
+/// When there is nothing to check.
+pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> Result<()> {
+    let segment = Segment::new(&HOSTS)?;
+    start(guest)?;
+    let shown = rss::shown(guest)?;
+    let idle = measure_until(wire, &segment, 0, |placed| {
+        let [idle, all] = shares(placed, |_| true);
+        idle * 10 >= all * 9
+    })?;
+    let [to_idle, all] = shares(&idle.placed, |_| true);
+    let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", loads(guest)?);
+    tally.check(&format!("{name}: idle cores get the connections"), idle.verdict(found));
+
+    let flow = FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED.ip(), FORWARDED.port()));
+    let queue = rss::predicted(&shown, &flow);
+    let on_queue = |flow: &FourTuple| rss::predicted(&shown, flow) == queue;
+    let follows = |placed: &Placed| {
+        let [on_core, on_core_all] = shares(placed, on_queue);
+        let [others, others_all] = shares(placed, |flow| !on_queue(flow));
+        on_core * 10 <= on_core_all && others * 10 >= others_all * 9
+    };
+    let (loaded, rate) = forwarded(guest, wire, &flow, || measure_until(wire, &segment, idle.next_round, follows))?;
+    let loaded = loaded.with_context(|| format!("while core {queue} forwards {rate} packets/s"))?;
+    let [on_core, on_core_all] = shares(&loaded.placed, on_queue);
+    let [others, others_all] = shares(&loaded.placed, |flow| !on_queue(flow));
+    let found = format!(
+        "of core {queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others {others} of \
+         {others_all}; {}",
+        loads(guest)?
+    );
+    tally.check(&format!("{name}: crossrss moves connections away from the core that forwards"), loaded.verdict(found));
+    Ok(())
+}
+
+/// A controller, both agents, the load balancer, and the route of forwarded packets.
+fn start(guest: &mut Guest) -> Result<()> {
+    guest.run("ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward")?;
+    // To a device of the guest: QEMU's network thread would be busy before a core is. The peer of a veth is `veth0`.
+    let next_hop = mac_of(254).map(|byte| format!("{byte:02x}")).join(":");
+    let forwarded = FORWARDED.ip();
+    guest.run(&format!(
+        "ip link add out type veth && ip link set veth0 up && ip link set out up && \
+         ip route add {forwarded}/32 dev out && arp -i out -s {forwarded} {next_hop}"
+    ))?;
+    guest.run(&format!("start publish sh /etc/publish /run/busy {OTHER_LOAD} {QUEUES}"))?;
+    guest.run("start controller coreward controller --config /etc/forwarding.toml")?;
+    for agent in ["agent0", "agent1"] {
+        guest.run(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
+    }
+    guest.run("start lb coreward lb --config /etc/lb.toml")?;
+    let ready = poll(guest, START_LIMIT, |guest| {
+        let Some(status) = agent::status(guest)? else { return Ok(None) };
+        let generation = status["load_balancers"][0]["state"]["table_generations"]["web"].as_u64();
+        let reports = core_loads(&status).is_some_and(|servers| servers.iter().all(|cores| !cores.is_empty()));
+        Ok((generation.is_some_and(|generation| generation > 1) && reports).then_some(()))
+    });
+    ready.with_context(|| ["controller", "agent0", "agent1", "lb"].map(|name| agent::log(guest, name)).join("\n"))?;
+    std::thread::sleep(SETTLE);
+    Ok(())
+}
+
+/// Load of each core of `s1` and `s2`.
+fn core_loads(status: &Value) -> Option<[Vec<f64>; 2]> {
+    let of = |name: &str| {
+        let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
+        server["core_load"].as_array()?.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>()
+    };
+    Some([of("s1")?, of("s2")?])
+}
+
+fn reported(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
+    let status = agent::status(guest)?.context("the controller does not answer")?;
+    core_loads(&status).with_context(|| format!("no loads in {status}"))
+}
+
+fn loads(guest: &mut Guest) -> Result<String> {
+    let [s1, s2] = reported(guest)?
+        .map(|cores| cores.iter().map(|load| format!("{:.0}", load * 100.0)).collect::<Vec<_>>().join(", "));
+    Ok(format!("loads {s1} % against {s2} %"))
+}
+
+/// Forwards packets of `flow`, more and more of them until its core is loaded, while `measured` runs. Returns its
+/// result and the packets per second.
+fn forwarded<T>(guest: &mut Guest, wire: &Wire, flow: &FourTuple, measured: impl FnOnce() -> T) -> Result<(T, u32)> {
+    let (rate, ended) = (AtomicU32::new(*PACKETS.start()), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(|| send_paced(wire, flow, &rate, &ended));
+        let result = (|| {
+            let mut before = received(guest)?;
+            loop {
+                std::thread::sleep(SETTLE);
+                let [cores, _] = reported(guest)?;
+                if cores.iter().any(|load| *load >= FORWARDING_LOAD) {
+                    return Ok((measured(), rate.load(Ordering::Relaxed)));
+                }
+                let now = received(guest)?;
+                ensure!(now >= before + u64::from(rate.load(Ordering::Relaxed)), STALLED);
+                before = now;
+                ensure!(
+                    rate.load(Ordering::Relaxed) < *PACKETS.end(),
+                    "{} packets/s load no core: {cores:?}",
+                    PACKETS.end()
+                );
+                rate.fetch_add(rate.load(Ordering::Relaxed) / 4, Ordering::Relaxed);
+            }
+        })();
+        ended.store(true, Ordering::Relaxed);
+        let sent = sender.join().map_err(|_| anyhow::anyhow!("the sender panicked"))?;
+        let result = result?;
+        sent?;
+        Ok(result)
+    })
+}
+
+/// IP packets that the guest has received (`InReceives` of RFC 4293, ipSystemStatsTable).
+fn received(guest: &mut Guest) -> Result<u64> {
+    let text = guest.run("grep ^Ip: /proc/net/snmp")?;
+    let count = text.lines().nth(1).and_then(|line| line.split_whitespace().nth(3)?.parse().ok());
+    count.with_context(|| format!("no InReceives in {text:?}"))
+}
+
+/// Sends `rate` packets a second, in rows of one millisecond.
+fn send_paced(wire: &Wire, flow: &FourTuple, rate: &AtomicU32, ended: &AtomicBool) -> Result<()> {
+    let mut due = Instant::now();
+    while !ended.load(Ordering::Relaxed) {
+        for _ in 0..rate.load(Ordering::Relaxed).div_ceil(1_000) {
+            wire.send_ack(flow)?;
+        }
+        // A sender that was late does not catch up: that would be a burst.
+        due = (due + Duration::from_millis(1)).max(Instant::now());
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+    }
+    Ok(())
+}
+
+/// Each SYN's flow and the server that it went to.
+type Placed = Vec<(FourTuple, u8)>;
+
+/// The last of several measurements.
+struct Measured {
+    placed: Placed,
+    /// Whether it is as expected.
+    good: bool,
+    /// Rounds that no measurement has used.
+    next_round: u8,
+}
+
+impl Measured {
+    fn verdict(&self, found: String) -> Result<String> {
+        ensure!(self.good, found);
+        Ok(found)
+    }
+}
+
+/// Measures until the result is `good`, at most [`MEASUREMENTS`] times: the daemons' own load comes and goes.
+fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&Placed) -> bool) -> Result<Measured> {
+    let mut measured = Measured { placed: Placed::new(), good: false, next_round: first };
+    for _ in 0..MEASUREMENTS {
+        measured.placed = measure(wire, segment, measured.next_round)?;
+        measured.next_round += ROUNDS;
+        measured.good = good(&measured.placed);
+        if measured.good {
+            break;
+        }
+    }
+    Ok(measured)
+}
+
+/// Sends [`ROUNDS`] rounds of SYNs from `first` on, again where one is lost, and returns those that a server received.
+fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<Placed> {
+    segment.take_syns();
+    let mut missing: Vec<FourTuple> = (first..first + ROUNDS).flat_map(flows_of_round).collect();
+    let sent = missing.len();
+    let mut placed = Placed::new();
+    for _ in 0..TRANSMISSIONS {
+        for flow in &missing {
+            wire.send_syn(flow)?;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        std::thread::sleep(Duration::from_millis(500));
+        let syns = segment.take_syns();
+        missing.retain(|flow| {
+            let host = match flow.client() {
+                SocketAddr::V4(client) => syns.get(&client),
+                SocketAddr::V6(_) => None,
+            };
+            placed.extend(host.map(|host| (*flow, *host)));
+            host.is_none()
+        });
+        if missing.is_empty() {
+            return Ok(placed);
+        }
+    }
+    bail!("{STALLED}: {} of {sent} SYNs are lost after {TRANSMISSIONS} transmissions", missing.len())
+}
+
+/// How many of the SYNs that `chosen` selects went to `s1`, and how many there are.
+fn shares(placed: &Placed, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
+    let of = placed.iter().filter(|(flow, _)| chosen(flow));
+    [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]
+}

@@ -1,0 +1,154 @@
+//! The other machines of the guest's network: they answer ARP, and the frames that they get are recorded.
+
+use std::collections::BTreeMap;
+use std::io::ErrorKind;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::AsRawFd as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use nix::sys::socket::{LinkAddr, MsgFlags, recvfrom, sendto};
+use socket2::{Domain, Protocol, SockFilter, Socket, Type};
+
+/// `ETH_P_ALL` of if_ether.h in network byte order, for socket(2): packet(7).
+const ALL_PROTOCOLS: i32 = (0x0003_u16.to_be()) as i32;
+/// Takes ARP and, over IPv4 without options, TCP with the SYN flag alone: the packets that the guest forwards would
+/// fill the socket's buffer. Classic BPF: Documentation/networking/filter.rst.
+fn arp_or_syn() -> [SockFilter; 6] {
+    let filter = |code: u32, if_true, if_false, operand| SockFilter::new(code as u16, if_true, if_false, operand);
+    [
+        filter(libc::BPF_LD | libc::BPF_H | libc::BPF_ABS, 0, 0, 12),
+        filter(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 2, 0, 0x0806),
+        filter(libc::BPF_LD | libc::BPF_B | libc::BPF_ABS, 0, 0, FLAGS as u32),
+        filter(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 0x02),
+        filter(libc::BPF_RET | libc::BPF_K, 0, 0, u32::MAX),
+        filter(libc::BPF_RET | libc::BPF_K, 0, 0, 0),
+    ]
+}
+
+/// Offset of TCP's flags in a frame of IPv4 without options.
+const FLAGS: usize = 14 + 20 + 13;
+
+/// Addresses of the machines: 10.2.0.0/24.
+const NETWORK: [u8; 3] = [10, 2, 0];
+
+/// Returns the MAC address that a machine answers with: its last byte is that of the IPv4 address.
+pub fn mac_of(host: u8) -> [u8; 6] {
+    [0x02, 0xc0, 0x4e, 0x00, 0x01, host]
+}
+
+/// SYNs by their client, with the machine that each was sent to.
+type Syns = BTreeMap<SocketAddrV4, u8>;
+
+/// The machines 10.2.0.`hosts`, until it is dropped.
+pub struct Segment {
+    syns: Arc<Mutex<Syns>>,
+    ended: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Segment {
+    /// Starts the thread that answers for `hosts`.
+    ///
+    /// # Errors
+    /// When there is no packet socket.
+    pub fn new(hosts: &'static [u8]) -> Result<Self> {
+        let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(ALL_PROTOCOLS)));
+        let socket = socket.context("a packet socket")?;
+        socket.attach_filter(&arp_or_syn()).context("a filter for the packet socket")?;
+        socket.set_read_timeout(Some(Duration::from_millis(100)))?;
+        let (syns, ended) = (Arc::default(), Arc::default());
+        let thread = {
+            let (syns, ended) = (Arc::clone(&syns), Arc::clone(&ended));
+            std::thread::spawn(move || answer(&socket, hosts, &syns, &ended))
+        };
+        Ok(Self { syns, ended, thread: Some(thread) })
+    }
+
+    /// Takes the SYNs that have arrived since the last call.
+    pub fn take_syns(&self) -> Syns {
+        std::mem::take(&mut self.syns.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool) {
+    let mut frame = [0; 2048];
+    while !ended.load(Ordering::Relaxed) {
+        let (length, from) = match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut frame) {
+            Ok((length, from)) => (length, from),
+            Err(errno) if std::io::Error::from(errno).kind() == ErrorKind::WouldBlock => continue,
+            Err(_) => return,
+        };
+        if let Some(reply) = arp_reply(&frame[..length], hosts) {
+            // Lost as on any network: the question comes again.
+            if let Some(from) = from {
+                let _ = sendto(socket.as_raw_fd(), &reply, &from, MsgFlags::empty());
+            }
+        } else if let Some((client, host)) = syn(&frame[..length]).filter(|(_, host)| hosts.contains(host)) {
+            syns.lock().unwrap_or_else(PoisonError::into_inner).insert(client, host);
+        }
+    }
+}
+
+/// The answer to an ARP request (RFC 826) for one of `hosts`.
+fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
+    let request: &[u8; 42] = frame.get(..42)?.try_into().ok()?;
+    let (target, host) = (&request[38..41], request[41]);
+    // Ethertype ARP, then Ethernet, IPv4, their lengths, and the operation: request.
+    if request[12..22] != [0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1] || target != NETWORK || !hosts.contains(&host) {
+        return None;
+    }
+    let mut reply = *request;
+    reply[..6].copy_from_slice(&request[6..12]);
+    reply[6..12].copy_from_slice(&mac_of(host));
+    reply[21] = 2;
+    reply[22..28].copy_from_slice(&mac_of(host));
+    reply[28..32].copy_from_slice(&request[38..42]);
+    reply[32..42].copy_from_slice(&request[22..32]);
+    Some(reply)
+}
+
+/// The client of a TCP SYN over IPv4, and the machine that the frame is addressed to.
+fn syn(frame: &[u8]) -> Option<(SocketAddrV4, u8)> {
+    if frame.len() <= FLAGS || frame[12..15] != [0x08, 0x00, 0x45] || frame[23] != 6 || frame[FLAGS] != 0x02 {
+        return None;
+    }
+    let host = frame[5];
+    let client = Ipv4Addr::new(frame[26], frame[27], frame[28], frame[29]);
+    (frame[..6] == mac_of(host)).then(|| {
+        let port = u16::from_be_bytes([frame[34], frame[35]]);
+        (SocketAddrV4::new(client, port), host)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_requests_for_these_hosts_are_answered() {
+        let mut request = [0; 42];
+        request[6..12].copy_from_slice(&[2, 0, 0, 0, 0, 9]);
+        request[12..22].copy_from_slice(&[0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1]);
+        request[22..32].copy_from_slice(&[2, 0, 0, 0, 0, 9, 10, 2, 0, 1]);
+        request[38..42].copy_from_slice(&[10, 2, 0, 11]);
+        let reply = arp_reply(&request, &[11]).unwrap();
+        assert_eq!(reply[..6], [2, 0, 0, 0, 0, 9]);
+        assert_eq!(reply[21..32], [2, 0x02, 0xc0, 0x4e, 0, 1, 11, 10, 2, 0, 11]);
+        assert_eq!(reply[32..42], request[22..32]);
+        assert!(arp_reply(&request, &[12]).is_none());
+        assert!(arp_reply(&reply, &[11]).is_none(), "an answer is not answered");
+    }
+}
