@@ -18,7 +18,7 @@ use crate::limits::network;
 /// While everybody is being answered: how often it is looked whether somebody is no more.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// All places.
+/// All connection slots of a server.
 pub(crate) struct ConnectionSlots {
     free: Arc<Semaphore>,
     connections: Mutex<Connections>,
@@ -66,7 +66,7 @@ impl ConnectionSlots {
         self.connections.lock()
     }
 
-    /// A place for somebody at this address, as soon as there is one.
+    /// Waits for a slot for a connection from this address.
     pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> Permit {
         let permit = loop {
             if let Ok(permit) = self.free.clone().try_acquire_owned() {

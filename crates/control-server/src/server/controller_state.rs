@@ -49,7 +49,7 @@ pub struct ControllerState {
     pub sockets: Sockets,
     /// Whether this controller leads no more.
     deposed: watch::Sender<bool>,
-    /// To the keeper.
+    /// To the state manager.
     changes: mpsc::Sender<WantedChange>,
     /// Whether tables are made: after a restart not at once.
     settled: AtomicBool,
@@ -91,7 +91,7 @@ pub struct ChangeOutcome {
 /// That are looked at without a pause: some hundred microseconds.
 const SERVERS_AT_ONCE: usize = 32;
 
-/// Changes that wait for the keeper.
+/// Changes that wait for the state manager.
 const CHANGES: usize = 64;
 
 #[derive(Default)]
@@ -132,7 +132,7 @@ impl ControllerState {
         (shared, receiver)
     }
 
-    /// Has the keeper change the records; returns when that is in force.
+    /// Changes the records, and returns when that is in force.
     ///
     /// # Errors
     /// When it cannot be written down.

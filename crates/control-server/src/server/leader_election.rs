@@ -134,7 +134,7 @@ impl LeaderElection {
         page
     }
 
-    /// Gives the office up, also one that it was about to take, where there are others who can take it.
+    /// Resigns, also while it becomes the leader, if there are other controllers.
     pub async fn resign(&self) {
         let Some(cluster) = &self.cluster else { return };
         self.follow(None);
