@@ -96,7 +96,7 @@ mod tests {
             fair: 0.25,
             seconds: [vec![[100, 100]; LASTS - END], vec![[drawn, 100]; END]].concat(),
         };
-        assert!(!last(63).is_over_limit());
-        assert!(last(70).is_over_limit());
+        assert!(!last(61).is_over_limit());
+        assert!(last(62).is_over_limit());
     }
 }
