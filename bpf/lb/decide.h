@@ -7,10 +7,12 @@
 #ifndef COREWARD_LB_DECIDE_H
 #define COREWARD_LB_DECIDE_H
 
+#include <stdbool.h>
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "cookie.h"
 #include "decision.h"
 #include "hash_table.h"
 #include "lb_stamping.h"
@@ -21,6 +23,31 @@
 #include "stateful.h"
 #include "stateless.h"
 #include "without_cookie.h"
+
+static __always_inline bool may_have_cookie(const struct service *service, const struct packet *packet)
+{
+	return modes_in_use & MODES_WITH_COOKIES && packet->has_timestamp && has_cookies(service);
+}
+
+static __always_inline void decide_by_cookie(struct xdp_md *ctx, const struct service *service,
+					     struct service_state *state, const struct packet *packet,
+					     struct decision *decision)
+{
+	__u32 cookie;
+
+	if (packet->flags & TCP_SYN) {
+		if (is_stateful(service))
+			decide_first_stateful(ctx, state, packet, decision);
+		else
+			decide_by_rule(state, packet, placed_as(true), decision);
+		return;
+	}
+	cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+	if (is_index(service, cookie))
+		decide_connection(ctx, service, cookie, packet, decision);
+	else
+		decide_by_id(service, cookie, packet, decision);
+}
 
 static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct service *service,
 					   struct service_state *state, const struct packet *packet,
@@ -34,16 +61,15 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 		decide_by_hash_table(ctx, service, state, packet, decision);
 		break;
 	case CONSISTENCY_STATEFUL:
-		if (decide_stateful(ctx, service, state, packet, decision))
-			break;
-		/* fallthrough */
 	case CONSISTENCY_STATELESS:
 		if (is_lb_stamped(service)) {
 			decide_lb_stamped(state, packet, decision);
 			break;
 		}
-		if (decide_stateless(service, state, packet, decision))
+		if (may_have_cookie(service, packet)) {
+			decide_by_cookie(ctx, service, state, packet, decision);
 			break;
+		}
 		/* fallthrough */
 	case CONSISTENCY_BEAMER:
 		decide_without_cookie(ctx, service, state, packet, decision);

@@ -87,12 +87,17 @@ static __always_inline bool has_cookies(const struct service *service)
 	return !(modes_in_use & ~MODES_WITH_COOKIES) || service->consistency <= CONSISTENCY_STATEFUL;
 }
 
+static __always_inline bool is_stateful(const struct service *service)
+{
+	if (!mode_in_use(CONSISTENCY_STATEFUL))
+		return false;
+	return modes_in_use == 1u << CONSISTENCY_STATEFUL || service->consistency == CONSISTENCY_STATEFUL;
+}
+
 /* Returns whether `cookie`, of a packet of the service, holds an index of a connection table. */
 static __always_inline bool is_index(const struct service *service, __u32 cookie)
 {
-	if (!mode_in_use(CONSISTENCY_STATEFUL) || !(cookie & COOKIE_KIND_BIT))
-		return false;
-	return modes_in_use == 1u << CONSISTENCY_STATEFUL || service->consistency == CONSISTENCY_STATEFUL;
+	return is_stateful(service) && cookie & COOKIE_KIND_BIT;
 }
 
 #endif

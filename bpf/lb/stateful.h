@@ -160,28 +160,16 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	decision->echo = syn_echo(owner, taken);
 }
 
-/* A packet of a stateful service. Returns false if its cookie, if any, is as one of a stateless service. */
-static __always_inline bool decide_stateful(struct xdp_md *ctx, const struct service *service,
-					    struct service_state *state, const struct packet *packet,
-					    struct decision *decision)
+/* A packet of a connection whose cookie holds an index. */
+static __always_inline void decide_connection(struct xdp_md *ctx, const struct service *service, __u32 cookie,
+					      const struct packet *packet, struct decision *decision)
 {
 	struct connection *connection;
-	__u32 cookie;
 
-	if (!mode_in_use(CONSISTENCY_STATEFUL) || !packet->has_timestamp || !has_cookies(service))
-		return false;
-	if (packet->flags & TCP_SYN) {
-		decide_first_stateful(ctx, state, packet, decision);
-		return true;
-	}
-	cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
-	if (!(cookie & COOKIE_KIND_BIT))
-		return false;
 	if (!decide_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
 		decide_unknown(service, packet->client_address, decision);
 	if (connection)
 		decision->closes = update_connection(connection, packet->flags, frame_bytes(ctx));
-	return true;
 }
 
 #endif

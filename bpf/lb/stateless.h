@@ -14,29 +14,18 @@
 #include "decision.h"
 #include "migration.h"
 #include "parse.h"
-#include "placement.h"
 #include "service_mode.h"
 
-/* A packet of a stateless service. Returns false if it can have no cookie. */
-static __always_inline bool decide_stateless(const struct service *service, struct service_state *state,
-					     const struct packet *packet, struct decision *decision)
+/* A packet of a connection whose cookie holds the server's id. */
+static __always_inline void decide_by_id(const struct service *service, __u32 cookie, const struct packet *packet,
+					 struct decision *decision)
 {
-	__u32 cookie;
-
-	if (!(modes_in_use & MODES_WITH_COOKIES) || !packet->has_timestamp || !has_cookies(service))
-		return false;
-	if (packet->flags & TCP_SYN) {
-		decide_by_rule(state, packet, placed_as(true), decision);
-		return true;
-	}
-	cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
 	if (cookie & COOKIE_KIND_BIT || !server_is_known(decision->service, cookie)) {
 		decide_unknown(service, packet->client_address, decision);
-	} else {
-		decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);
-		decision->closes = packet->flags & (TCP_FIN | TCP_RST);
+		return;
 	}
-	return true;
+	decide_server(cookie, LB_COUNTER_ESTABLISHED, decision);
+	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
 }
 
 #endif
