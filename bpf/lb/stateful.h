@@ -122,9 +122,9 @@ static __always_inline void count_taken(void)
 }
 
 /*
- * The first packet of a stateful service: placed, and given an entry whose place its TSecr tells the server. Sent again, it
- * finds the entry again, if that server still takes first packets. Without an entry it carries none, whatever the client
- * wrote there, and the server stamps its id.
+ * The first packet of a stateful service is placed and takes an entry; its TSecr carries the entry's place to the server.
+ * A retransmission finds the entry again, if that server still takes new connections. Without an entry TSecr becomes 0,
+ * and the server stamps its id.
  */
 static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
 						  const struct packet *packet, struct decision *decision)

@@ -20,10 +20,10 @@
 #include "state.h"
 
 /*
- * A SYN without a cookie that no entry of the flow table sends to a server that takes new connections. `found`: there is an
- * entry, of `stale`. It goes by the bucket, and is not remembered: the bucket finds its server for the next packet, too. Where the
- * bucket's server takes no new connections the placement rule names another one, which only the flow table finds again. Whoever may
- * have an older connection of these ports becomes the server before.
+ * A SYN without a cookie that no entry of the flow table sends to a server that takes new connections. `found`: there is
+ * an entry, of `stale`. The SYN goes by the bucket and makes no entry: later packets go by the same bucket. If the
+ * bucket's server takes no new connections, the placement rule chooses another one, which only the flow table finds
+ * again. A server that may have an older connection of these ports becomes the server before.
  */
 static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, struct service_state *state,
 							const struct packet *packet, bool found, __u32 stale,

@@ -23,8 +23,7 @@ impl Controller {
             Some(known) => self.refreshed(position, known, now),
             None => {
                 self.follow(position, now);
-                let service = &self.services[position];
-                self.with_context(service, Pool::new(self.pool_servers(service, now), 1), now)
+                self.pool(&self.services[position], now)
             }
         };
         let service = &mut self.services[position];

@@ -48,7 +48,7 @@ struct Setting {
     name: &'static str,
     /// What leads there.
     command: &'static str,
-    /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/nic.md).
+    /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/results.md).
     in_force: bool,
 }
 

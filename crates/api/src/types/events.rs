@@ -58,7 +58,7 @@ pub enum Severity {
     Warning,
 }
 
-/// What can happen (docs/api.md).
+/// Kind of an event (docs/api.md).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EventId {

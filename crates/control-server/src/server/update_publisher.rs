@@ -1,5 +1,5 @@
-//! What every load balancer is to have now, encoded once for all of them. Whoever is slow finds the newest here when it comes
-//! to look, and nothing queues up.
+//! The newest configuration and tables of all load balancers, encoded once. A slow session skips to the newest ones, so
+//! nothing queues up.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
@@ -28,7 +28,7 @@ struct PublishedConfiguration {
     fleet: FleetConfiguration,
     /// The posting that brought it.
     number: u64,
-    /// Encoded, once somebody needs it whole.
+    /// Encoded when a session first needs it whole.
     whole: OnceLock<Bytes>,
     /// The posting of the one before, and what has changed since.
     change: Option<(u64, Bytes)>,
