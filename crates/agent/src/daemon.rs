@@ -161,8 +161,9 @@ async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Cho
     let channel = chores.meanwhile(agent, connection, connection.connect()).await?;
     let mut client = ControlClient::new(channel);
     let (messages, receiver) = mpsc::channel(4);
-    let hello = v1::AgentHello { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
-    messages.send(message(Message::Hello(hello))).await?;
+    let registration =
+        v1::AgentRegistration { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
+    messages.send(message(Message::Registration(registration))).await?;
     let stream = client.agent(ReceiverStream::new(receiver));
     let begun = chores.meanwhile(agent, connection, stream).await?;
     let mut updates = connection.begun(begun)?;

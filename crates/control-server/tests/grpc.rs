@@ -25,9 +25,9 @@ static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_ne
 impl Running {
     async fn agent(&self, server: &str) -> Agent {
         let (sender, receiver) = mpsc::channel(4);
-        let hello = v1::AgentHello { server: server.into(), version: "test".into() };
+        let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
         let agent = Agent { sender, sequence: 0, busy_ns: vec![0; 2], answers: None };
-        agent.send(agent_message::Message::Hello(hello)).await;
+        agent.send(agent_message::Message::Registration(registration)).await;
         let answers = self.client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
         Agent { answers: Some(answers), ..agent }
     }
@@ -38,13 +38,13 @@ impl Running {
 
     async fn load_balancer_named(&self, name: &str, client: ControlClient<Channel>) -> LoadBalancer {
         let (sender, receiver) = mpsc::channel(4);
-        let hello = v1::LoadBalancerHello {
+        let registration = v1::LoadBalancerRegistration {
             name: name.into(),
             version: "test".into(),
             address: vec![10, 2, 0, 200],
             configuration_generation: 0,
         };
-        let message = Some(load_balancer_message::Message::Hello(hello));
+        let message = Some(load_balancer_message::Message::Registration(registration));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
         LoadBalancer { sender, updates, newest: None }

@@ -9,7 +9,7 @@ use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::refused::{CLOCK_TOLERANCE, HELLOS, REPORTS_AT_ONCE, Refused};
+use super::refused::{CLOCK_TOLERANCE, REGISTRATIONS, REPORTS_AT_ONCE, Refused};
 use super::token_bucket::{Quota, TokenBucket};
 use super::traffic::Totals;
 
@@ -30,7 +30,7 @@ pub struct Agent {
     /// How far the newest report was sent ahead of the controller's wall clock, where that is more than clocks may differ.
     pub clock_ahead: Option<Duration>,
     tracker: LoadTracker,
-    hellos: Option<TokenBucket>,
+    registrations: Option<TokenBucket>,
     reports: Option<TokenBucket>,
 }
 
@@ -166,9 +166,9 @@ impl Agent {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
     }
 
-    /// Whether somebody may say hello for this server once more.
-    pub fn may_say_hello(&mut self, now: Now) -> bool {
-        self.hellos.get_or_insert(HELLOS.from(now.monotonic)).take(HELLOS, now.monotonic)
+    /// Returns whether one more registration for this server is within the limit.
+    pub fn allow_register(&mut self, now: Now) -> bool {
+        self.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic)
     }
 
     /// Whether it may report once more.

@@ -93,8 +93,8 @@ impl World {
 #[test]
 fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
     let mut world = World::new();
-    let balancers = ["lb1", "lb2"].map(|name| world.controller.load_balancer_hello(name, at(10)).unwrap());
-    let session = world.controller.hello("s1", "test", at(10)).unwrap();
+    let balancers = ["lb1", "lb2"].map(|name| world.controller.register_load_balancer(name, at(10)).unwrap());
+    let session = world.controller.register("s1", "test", at(10)).unwrap();
     let before = world.records.generation;
     world.report(&session, Some((0, before, 7)), at(10));
     assert_eq!((world.status(at(10)).remaining, world.status(at(10)).waits_for.len()), (None, 0), "it is not drained");
@@ -129,10 +129,10 @@ fn what_nobody_says_is_not_known() {
     let mut world = World::new();
     world.drain(&[], at(10));
     assert_eq!(world.waits_for(at(10)), ["its agent, which does not report", "a load balancer: none is connected"]);
-    let balancer = world.controller.load_balancer_hello("lb1", at(10)).unwrap();
+    let balancer = world.controller.register_load_balancer("lb1", at(10)).unwrap();
     world.confirm(balancer, world.records.generation, at(10));
     assert_eq!(world.waits_for(at(10)), ["its agent, which does not report"]);
-    let session = world.controller.hello("s1", "test", at(10)).unwrap();
+    let session = world.controller.register("s1", "test", at(10)).unwrap();
     world.report(&session, None, at(11));
     let older = "its agent's first count of connections (those before this version do not count)";
     assert_eq!(world.waits_for(at(11)), [older]);

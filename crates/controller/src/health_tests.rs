@@ -44,8 +44,8 @@ impl World {
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
-        let mut hello = |name: &&'static str| (*name, controller.load_balancer_hello(name, at(0)).unwrap());
-        let sessions = load_balancers.iter().map(&mut hello).collect();
+        let mut register = |name: &&'static str| (*name, controller.register_load_balancer(name, at(0)).unwrap());
+        let sessions = load_balancers.iter().map(&mut register).collect();
         Self { records, controller, sessions }
     }
 
@@ -105,9 +105,9 @@ fn only_load_balancers_on_the_list_may_connect() {
     let mut world = World::new("", &["lb1", "lb2"]);
     world.records.apply(&list(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
     world.controller.configure(Fleet::new(&list(""), &world.records));
-    let refused = world.controller.load_balancer_hello("lb2", at(10_000)).unwrap_err();
+    let refused = world.controller.register_load_balancer("lb2", at(10_000)).unwrap_err();
     assert_eq!(refused, super::refused::Refused::UnknownLoadBalancer("lb2".to_owned()));
-    world.controller.load_balancer_hello("lb1", at(10_000)).unwrap();
+    world.controller.register_load_balancer("lb1", at(10_000)).unwrap();
 }
 
 /// A controller that has just begun to lead knows of no server that is down: it waits for those who do.
@@ -237,7 +237,7 @@ fn agents_that_do_not_report() {
     let told = world.controller.fleet_configuration(at(0));
     assert!(told.services[0].check.is_none(), "load balancers have nothing to do with it");
     let mut sessions: Vec<_> =
-        (0..3).map(|n| world.controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        (0..3).map(|n| world.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
     let mut down = Vec::new();
     for second in 0..30u64 {
         let now = at(second * 1000);

@@ -243,14 +243,14 @@ impl Controller {
     ///
     /// # Errors
     /// When the server is not known, or has a live agent already.
-    pub fn hello(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
+    pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
         self.connect_via_rack(server, version, None, now)
     }
 
     /// The same of an agent that may speak through a rack.
     ///
     /// # Errors
-    /// As [`Controller::hello`].
+    /// As [`Controller::register`].
     pub fn connect_via_rack(
         &mut self,
         server: &str,
@@ -272,8 +272,8 @@ impl Controller {
         let id = self.fleet.id(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
         self.check_speaker(id, relay.as_ref())?;
         let agent = self.agents.of_server(server, id);
-        if !agent.may_say_hello(now) {
-            return Err(Refused::TooManyHellos(server.to_owned()));
+        if !agent.allow_register(now) {
+            return Err(Refused::TooManyRegistrations(server.to_owned()));
         }
         if let Some(live) = &agent.session {
             let silence = now.monotonic.saturating_sub(live.heard);
@@ -325,10 +325,10 @@ impl Controller {
     ///
     /// # Errors
     /// When one of that name is connected and has spoken lately.
-    pub fn load_balancer_hello(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+    pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
-            true => self.load_balancers.hello(name, now),
+            true => self.load_balancers.register(name, now),
             false => Err(Refused::UnknownLoadBalancer(name.to_owned())),
         };
         self.count(outcome)
@@ -436,7 +436,7 @@ impl Controller {
     }
 
     /// The session's agent has disconnected. Its server's loads hold as long as its last report.
-    pub fn goodbye(&mut self, session: &Session) {
+    pub fn disconnect(&mut self, session: &Session) {
         if let Some(agent) = self.agents.named_mut(session.server())
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
         {

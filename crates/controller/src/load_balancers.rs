@@ -12,7 +12,7 @@ use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, Traf
 
 use super::Now;
 use super::health::Target;
-use super::refused::{HELLOS, MOST_LOAD_BALANCERS, Refused};
+use super::refused::{MOST_LOAD_BALANCERS, REGISTRATIONS, Refused};
 use super::token_bucket::TokenBucket;
 use super::traffic::{NewlyOpened, Totals, Traffic};
 use coreward_fleet::fleet::Fleet;
@@ -53,7 +53,7 @@ pub struct LoadBalancer {
     traffic: Traffic,
     /// What its checks say.
     health: SaidHealth,
-    hellos: Option<TokenBucket>,
+    registrations: Option<TokenBucket>,
 }
 
 /// A configuration that is newer than the store's.
@@ -99,13 +99,13 @@ impl LoadBalancers {
     ///
     /// # Errors
     /// When one of that name is connected and has spoken lately.
-    pub fn hello(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+    pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
         if self.known.len() >= MOST_LOAD_BALANCERS && !self.known.contains_key(name) {
             return Err(Refused::TooManyLoadBalancers(readable(name)));
         }
         let balancer = self.known.entry(name.to_owned()).or_default();
-        if !balancer.hellos.get_or_insert(HELLOS.from(now.monotonic)).take(HELLOS, now.monotonic) {
-            return Err(Refused::TooManyHellos(name.to_owned()));
+        if !balancer.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic) {
+            return Err(Refused::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live) = &balancer.session {
             let silence = now.monotonic.saturating_sub(live.heard);
@@ -246,7 +246,7 @@ impl LoadBalancers {
     }
 
     /// It has disconnected. True when no newer session of that name is connected.
-    pub fn goodbye(&mut self, session: u64, now: Now) -> bool {
+    pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
         let ended = balancer.map(|balancer| {
             balancer.session = None;

@@ -55,7 +55,7 @@ impl World {
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
-        let sessions = (0..4).map(|n| controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        let sessions = (0..4).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         Self { controller, records, sessions, sequence: 0 }
     }
 
@@ -159,7 +159,7 @@ fn traffic_makes_tables_due_that_go_by_it() {
     let mut world = World::new();
     world.controller.look(at(0), true);
     world.made(at(0));
-    let session = world.controller.load_balancer_hello("lb1", at(1)).unwrap();
+    let session = world.controller.register_load_balancer("lb1", at(1)).unwrap();
     world.controller.look(at(2), false);
     world.made(at(2));
     let api = world.index("api");
@@ -188,7 +188,7 @@ fn at_the_interval_no_report_makes_a_table_due() {
     assert_eq!(world.controller.tick(at(0)).len(), 3);
     (0..4).for_each(|server| world.report(server, at(100)));
     let traffic = TrafficMessage::default();
-    let session = world.controller.load_balancer_hello("lb", at(100)).unwrap();
+    let session = world.controller.register_load_balancer("lb", at(100)).unwrap();
     world.controller.load_balancer_traffic(session, &traffic, at(110));
     assert_eq!((world.controller.is_due(), world.made(at(120))), (false, vec![]));
     assert_eq!(world.controller.tick(at(200)).len(), 3);

@@ -58,7 +58,7 @@ impl World {
     }
 
     fn agent(&mut self, n: usize, open_connections: u32, now: Now) -> Session {
-        let session = self.controller.hello(&format!("s{n}"), "test", now).unwrap();
+        let session = self.controller.register(&format!("s{n}"), "test", now).unwrap();
         self.report(&session, 1, open_connections, now);
         session
     }
@@ -132,8 +132,8 @@ fn who_joins_begins_slowly_and_who_was_there_does_not() {
 #[test]
 fn connections_are_those_of_the_report_and_what_came_since() {
     let mut world = World::new(&["", ""], "policy = \"least\"\n");
-    let one = world.controller.load_balancer_hello("lb1", at(0)).unwrap();
-    let two = world.controller.load_balancer_hello("lb2", at(0)).unwrap();
+    let one = world.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let two = world.controller.register_load_balancer("lb2", at(0)).unwrap();
     world.controller.load_balancer_traffic(one, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
     world.controller.load_balancer_traffic(two, &counts(&[(0, 10, 0)]), at(0));
     let session = world.agent(0, 100, at(1));
@@ -154,8 +154,8 @@ fn connections_are_those_of_the_report_and_what_came_since() {
 fn what_was_opened_since_the_last_table_is_what_load_balancers_counted() {
     let mut world = World::new(&["", ""], "");
     let opened = |world: &mut World| world.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
-    let one = world.controller.load_balancer_hello("lb1", at(0)).unwrap();
-    let two = world.controller.load_balancer_hello("lb2", at(0)).unwrap();
+    let one = world.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let two = world.controller.register_load_balancer("lb2", at(0)).unwrap();
     let say = |world: &mut World, session, said: &[(u64, u64, u64)], now| {
         world.controller.load_balancer_traffic(session, &counts(said), now);
     };
@@ -181,7 +181,7 @@ fn requests_are_not_told_apart_by_core() {
     let table = |service: &str| {
         let mut world = World::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
         for (n, busy_ns) in [unequal, [60_000_000; 2]].iter().enumerate() {
-            let session = world.controller.hello(&format!("s{n}"), "test", at(0)).unwrap();
+            let session = world.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
             world.controller.report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
             world.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
         }
@@ -229,24 +229,24 @@ fn buckets_remember_whose_they_were_and_agents_are_told() {
 #[test]
 fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     let mut world = World::new(&[""], "");
-    let session = world.controller.load_balancer_hello("lb1", at(10)).unwrap();
-    let refused = world.controller.load_balancer_hello("lb1", at(12)).unwrap_err();
+    let session = world.controller.register_load_balancer("lb1", at(10)).unwrap();
+    let refused = world.controller.register_load_balancer("lb1", at(12)).unwrap_err();
     assert!(refused.ends_session());
     assert_eq!(
         refused.to_string(),
         "load balancer \"lb1\" is connected already, last heard of 2000 ms ago: expected a name of its own for each"
     );
     // One that is silent is taken over.
-    let newer = world.controller.load_balancer_hello("lb1", at(20)).unwrap();
-    assert!(!world.controller.load_balancers.goodbye(session, at(20)), "it is another's by now");
-    assert!(world.controller.load_balancers.goodbye(newer, at(21)));
+    let newer = world.controller.register_load_balancer("lb1", at(20)).unwrap();
+    assert!(!world.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
+    assert!(world.controller.load_balancers.disconnect(newer, at(21)));
     let alive = |world: &World, now: Duration| {
         !world.controller.alive(Now { monotonic: now, wall: now, record: now }).is_empty()
     };
     let ended = Duration::from_secs(21);
     assert!(alive(&world, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&world, ended + LOST_AFTER));
     // Nor does an open stream keep one alive that says nothing (its power failed).
-    let silent = world.controller.load_balancer_hello("lb1", at(30)).unwrap();
+    let silent = world.controller.register_load_balancer("lb1", at(30)).unwrap();
     let heard = Duration::from_secs(30);
     assert!(alive(&world, Duration::from_secs(31)) && !alive(&world, heard + LOST_AFTER));
     world.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));

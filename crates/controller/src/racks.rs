@@ -1,6 +1,6 @@
 //! Rack controllers: who speaks through them, and what they pass up.
 //!
-//! An agent behind a rack is an agent like any other: it says hello, has its configuration and answers questions, and its
+//! An agent behind a rack is an agent like any other: it registers, has its configuration and answers questions, and its
 //! reports come, if less often. Only the loads that tables are made of come in the rack's summaries.
 
 use std::collections::{BTreeMap, HashSet};
@@ -203,7 +203,7 @@ impl Controller {
     ///
     /// # Errors
     /// When one of that name is connected and has spoken lately, or the fleet's document names other racks only.
-    pub fn rack_hello(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Refused> {
+    pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Refused> {
         let known = self.check_rack(name);
         self.count(known)?;
         let racks = &mut self.racks;

@@ -48,7 +48,7 @@ impl World {
     }
 
     fn rack(&mut self, name: &str) -> u64 {
-        self.controller.rack_hello(name, "test", at(0)).unwrap()
+        self.controller.register_rack(name, "test", at(0)).unwrap()
     }
 
     /// The first agent of the server that speaks through the rack; each has a stream of its own.
@@ -83,14 +83,14 @@ fn where_nothing_is_said_any_rack_speaks_for_any_server() {
 #[test]
 fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_themselves() {
     let mut world = World::new("racks = [\"r1\", \"r2\"]", &["racks = [\"r1\"]", "racks = []", ""]);
-    let unknown = world.controller.rack_hello("r3", "test", at(0)).unwrap_err();
+    let unknown = world.controller.register_rack("r3", "test", at(0)).unwrap_err();
     assert_eq!(unknown, Refused::UnknownRack("r3".to_owned()));
     let [first, second] = ["r1", "r2"].map(|name| world.rack(name));
     assert_eq!(world.behind(second, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
     assert_eq!(world.behind(first, "r1", "s1", 1), Err(foreign("s1", "r1", &[])));
     world.behind(first, "r1", "s0", 2).unwrap();
     world.behind(second, "r2", "s2", 2).unwrap();
-    world.controller.hello("s1", "test", at(0)).unwrap();
+    world.controller.register("s1", "test", at(0)).unwrap();
     assert_eq!((world.told(first), world.told(second)), (vec![(2, 0)], vec![(2, 2)]));
     let status = world.controller.status(at(0));
     let may: Vec<u32> = status.racks.iter().map(|rack| rack.may_speak_for).collect();
@@ -135,7 +135,7 @@ fn whose_agent_went_elsewhere_is_the_racks_no_more() {
     let other = world.rack("r2");
     let changes = |world: &World| [rack, other].map(|rack| world.controller.rack_changes(rack));
     let (later, before) = (at(10_000), changes(&world));
-    world.controller.hello("s0", "test", later).unwrap();
+    world.controller.register("s0", "test", later).unwrap();
     assert_ne!(changes(&world)[0], before[0], "the rack is to be told");
     assert_eq!(changes(&world)[1], before[1], "the other one is not");
     assert_eq!(world.told(rack), [(2, 1)]);

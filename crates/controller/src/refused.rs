@@ -11,7 +11,7 @@ use super::token_bucket::Quota;
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// Of one name: a daemon that is restarted again and again comes back later.
-pub const HELLOS: Quota = Quota { every: Duration::from_secs(1), at_once: 30 };
+pub const REGISTRATIONS: Quota = Quota { every: Duration::from_secs(1), at_once: 30 };
 /// Reports at once: after a pause of the network those that were on the way come together.
 pub const REPORTS_AT_ONCE: u32 = 64;
 /// Names of load balancers that are known at a time.
@@ -82,8 +82,8 @@ pub enum Refused {
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
     TooOften(String),
     /// It comes and goes all the time.
-    #[error("{0:?} has said hello too often: expected once per second")]
-    TooManyHellos(String),
+    #[error("{0:?} registered too often: expected once per second")]
+    TooManyRegistrations(String),
     /// Each new name stays on record.
     #[error(
         "load balancer {0:?} is one more than {MOST_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten"
@@ -116,7 +116,7 @@ impl Refused {
         "impossible_load",
         "too_large",
         "too_often",
-        "too_many_hellos",
+        "too_many_registrations",
         "too_many_load_balancers",
     ];
 
@@ -139,7 +139,7 @@ impl Refused {
             Refused::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
             Refused::Malformed(ReportError::TooLarge { .. }) => "too_large",
             Refused::TooOften(_) => "too_often",
-            Refused::TooManyHellos(_) => "too_many_hellos",
+            Refused::TooManyRegistrations(_) => "too_many_registrations",
             Refused::TooManyLoadBalancers(_) => "too_many_load_balancers",
         }
     }
@@ -156,7 +156,7 @@ impl Refused {
                 | Refused::UnknownLoadBalancer(_)
                 | Refused::ForeignRack { .. }
                 | Refused::Superseded(_)
-                | Refused::TooManyHellos(_)
+                | Refused::TooManyRegistrations(_)
                 | Refused::TooManyLoadBalancers(_)
         )
     }

@@ -121,7 +121,7 @@ impl World {
             return;
         }
         let name = format!("lb{n}");
-        let session = self.controller.load_balancer_hello(&name, self.now()).unwrap();
+        let session = self.controller.register_load_balancer(&name, self.now()).unwrap();
         let inbox = VecDeque::new();
         self.balancers[n].stream = Some(Stream { session, inbox, confirmed: 0 });
         if self.records.enrol(&name, None) {
@@ -134,7 +134,7 @@ impl World {
 
     fn disconnect_balancer(&mut self, n: usize) {
         if let Some(stream) = self.balancers[n].stream.take() {
-            self.controller.load_balancers.goodbye(stream.session, self.now());
+            self.controller.load_balancers.disconnect(stream.session, self.now());
             self.records.departed(&format!("lb{n}"), self.now);
         }
     }
@@ -143,14 +143,14 @@ impl World {
         if self.agents[n].stream.is_some() {
             return;
         }
-        let session = self.controller.hello(&format!("s{n}"), "test", self.now()).unwrap();
+        let session = self.controller.register(&format!("s{n}"), "test", self.now()).unwrap();
         let inbox = VecDeque::from([self.newest()]);
         self.agents[n].stream = Some(Stream { session, inbox, confirmed: 0 });
     }
 
     fn disconnect_agent(&mut self, n: usize) {
         if let Some(stream) = self.agents[n].stream.take() {
-            self.controller.goodbye(&stream.session);
+            self.controller.disconnect(&stream.session);
         }
     }
 

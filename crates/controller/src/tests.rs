@@ -61,7 +61,7 @@ impl World {
     /// Connects an agent for each server and lets it report twice, 100 ms apart, so that loads exist at 100 ms.
     fn report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
         let sessions: Vec<Session> =
-            (0..loads.len()).map(|n| self.controller.hello(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+            (0..loads.len()).map(|n| self.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         for (session, loads) in sessions.iter().zip(loads) {
             self.controller.report(session, Ok(report(1, at(0), &vec![0; loads.len()])), at(0)).unwrap();
             let busy: Vec<u64> = loads.iter().map(|load| (load * 100e6) as u64).collect();
@@ -181,7 +181,7 @@ fn a_stale_server_is_neutral() {
 #[test]
 fn an_unknown_server_is_refused() {
     let mut world = World::new(&ACTIVE, "crossrss");
-    let refused = world.controller.hello("s9", "test", at(0)).unwrap_err();
+    let refused = world.controller.register("s9", "test", at(0)).unwrap_err();
     assert_eq!(
         refused.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
@@ -192,22 +192,22 @@ fn an_unknown_server_is_refused() {
 #[test]
 fn one_live_agent_per_server() {
     let mut world = World::new(&ACTIVE, "crossrss");
-    let first = world.controller.hello("s0", "test", at(0)).unwrap();
+    let first = world.controller.register("s0", "test", at(0)).unwrap();
     world.controller.report(&first, Ok(report(1, at(100), &[0; 4])), at(100)).unwrap();
-    let refused = world.controller.hello("s0", "test", at(400)).unwrap_err();
+    let refused = world.controller.register("s0", "test", at(400)).unwrap_err();
     assert_eq!(
         refused.to_string(),
         "server \"s0\" has an agent already, last heard of 300 ms ago: expected one agent per server"
     );
     // Its 300 ms have passed: the new one takes over, and the old one's late report is of no use.
-    let second = world.controller.hello("s0", "test", at(401)).unwrap();
+    let second = world.controller.register("s0", "test", at(401)).unwrap();
     let late = world.controller.report(&first, Ok(report(2, at(410), &[0; 4])), at(410)).unwrap_err();
     assert_eq!(late, Refused::Superseded("s0".into()));
-    world.controller.goodbye(&first);
+    world.controller.disconnect(&first);
     world.controller.report(&second, Ok(report(1, at(420), &[0; 4])), at(420)).unwrap();
-    // One that says goodbye makes room at once.
-    world.controller.goodbye(&second);
-    world.controller.hello("s0", "test", at(421)).unwrap();
+    // One that disconnects makes room at once.
+    world.controller.disconnect(&second);
+    world.controller.register("s0", "test", at(421)).unwrap();
     let counts = world.controller.status(at(421)).refused_reports;
     assert_eq!((counts["duplicate_session"], counts["superseded"]), (1, 1));
 }
@@ -341,7 +341,7 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
         ..Default::default()
     };
     let controller = &mut world.controller;
-    let (one, two) = ["lb1", "lb2"].map(|name| controller.load_balancer_hello(name, at(0)).unwrap()).into();
+    let (one, two) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, at(0)).unwrap()).into();
     controller.load_balancer_state(one, unresolved(&["s0"]), at(0));
     controller.load_balancer_state(two, unresolved(&[]), at(0));
     controller.load_balancer_state(one, unresolved(&["s0"]), at(4_000));
@@ -363,7 +363,7 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
 fn status_names_groups_and_what_does_not_fit_them() {
     let mut world = World::new(&["active"; 6], "crossrss");
     for n in 0..6u8 {
-        let session = world.controller.hello(&format!("s{n}"), "test", at(0)).unwrap();
+        let session = world.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
         let key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
         let rss = Rss { key, indirection_table: IndirectionTable::new(&queues).unwrap() };
@@ -508,7 +508,7 @@ proptest! {
         reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),
     ) {
         let mut world = World::new(&ACTIVE, "crossrss");
-        let session = world.controller.hello("s0", "test", at(0)).unwrap();
+        let session = world.controller.register("s0", "test", at(0)).unwrap();
         let (mut taken, mut refused) = (0, 0);
         for (sequence, milliseconds, busy) in reports {
             match world.controller.report(&session, Ok(report(sequence, at(milliseconds), &busy)), at(1_000)) {
@@ -576,22 +576,22 @@ fn reports_that_come_too_often_are_refused_and_counted() {
 #[test]
 fn who_comes_and_goes_all_the_time_is_made_to_wait() {
     let mut world = World::new(&["active"], "crossrss");
-    let mut hello = |ms: u64| {
-        let session = world.controller.hello("s0", "test", at(ms))?;
-        world.controller.goodbye(&session);
+    let mut register = |ms: u64| {
+        let session = world.controller.register("s0", "test", at(ms))?;
+        world.controller.disconnect(&session);
         Ok::<_, Refused>(())
     };
-    assert!((0..30).all(|_| hello(0).is_ok()));
-    assert_eq!(hello(0).unwrap_err().reason(), "too_many_hellos");
-    assert!(hello(1000).is_ok());
-    assert!(hello(1000).is_err());
-    let mut hello = |n: usize| {
-        let session = world.controller.load_balancer_hello(&format!("lb{n}"), at(0))?;
-        world.controller.load_balancers.goodbye(session, at(0));
+    assert!((0..30).all(|_| register(0).is_ok()));
+    assert_eq!(register(0).unwrap_err().reason(), "too_many_registrations");
+    assert!(register(1000).is_ok());
+    assert!(register(1000).is_err());
+    let mut register = |n: usize| {
+        let session = world.controller.register_load_balancer(&format!("lb{n}"), at(0))?;
+        world.controller.load_balancers.disconnect(session, at(0));
         Ok::<_, Refused>(())
     };
-    assert!((0..30).all(|_| hello(0).is_ok()));
-    assert_eq!(hello(0).unwrap_err().reason(), "too_many_hellos");
-    assert!((1..1024).all(|n| hello(n).is_ok()));
-    assert_eq!(hello(1024).unwrap_err().reason(), "too_many_load_balancers");
+    assert!((0..30).all(|_| register(0).is_ok()));
+    assert_eq!(register(0).unwrap_err().reason(), "too_many_registrations");
+    assert!((1..1024).all(|n| register(n).is_ok()));
+    assert_eq!(register(1024).unwrap_err().reason(), "too_many_load_balancers");
 }

@@ -199,7 +199,7 @@ mod tests {
         let opened =
             |total: u64| TrafficMessage { opened: [(ServiceIndex::FIRST, total)].into(), ..Default::default() };
         let mut balancers = super::super::load_balancers::LoadBalancers::default();
-        let sessions = ["lb1", "lb2"].map(|name| balancers.hello(name, at(0)).unwrap());
+        let sessions = ["lb1", "lb2"].map(|name| balancers.register(name, at(0)).unwrap());
         for total in [0, u64::MAX, 0, u64::MAX] {
             for session in sessions {
                 balancers.traffic(session, &opened(total), Alpha::PUBLISHED, at(100));

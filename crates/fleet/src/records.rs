@@ -60,7 +60,7 @@ pub struct Document {
     pub text: Arc<str>,
 }
 
-/// What is kept of a load balancer. It needs no entry in the file: it is in the fleet from its first hello on.
+/// What is kept of a load balancer. It needs no entry in the file: it is in the fleet from its first registration on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
     /// What cookies call its connection table; `None`: all numbers were taken.

@@ -248,7 +248,7 @@ async fn follow(
     let channel = around.meanwhile(forwarder, connection, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
     let (messages, receiver) = mpsc::channel(MESSAGES);
-    messages.send(message(Message::Hello(hello(config, forwarder.in_force())))).await?;
+    messages.send(message(Message::Registration(registration(config, forwarder.in_force())))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = around.meanwhile(forwarder, connection, stream).await??;
     let mut updates = connection.begun(begun)?;
@@ -334,9 +334,9 @@ fn since_start() -> Duration {
     START.get_or_init(Instant::now).elapsed()
 }
 
-fn hello(config: &Config, in_force: u64) -> v1::LoadBalancerHello {
+fn registration(config: &Config, in_force: u64) -> v1::LoadBalancerRegistration {
     let address = config.address.or_else(|| neighbour::own_address(&config.interface));
-    v1::LoadBalancerHello {
+    v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         address: address.map(|address| address_bytes(address.into())).unwrap_or_default(),

@@ -13,7 +13,7 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// A peer that answers no ping for this long is gone, whatever TCP thinks.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a stream may take to say who it is, here and at racks.
-pub const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
 /// At a time on one connection: a part has one, and somebody who asks some.
 const STREAMS: u32 = 32;
 /// Of HTTP/2; the least that there can be.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_controller::Now;
 use coreward_fleet::clock::wall_now;
-use coreward_listener::HELLO_TIMEOUT;
+use coreward_listener::REGISTRATION_TIMEOUT;
 use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_tls::Role;
 use coreward_wire::rack::rack_messages;
@@ -236,7 +236,7 @@ async fn serve(
     mut said: Streaming<v1::AgentMessage>,
     up: mpsc::Sender<v1::RackMessage>,
 ) {
-    let (deadline, mut has_spoken) = (Instant::now() + HELLO_TIMEOUT, false);
+    let (deadline, mut has_spoken) = (Instant::now() + REGISTRATION_TIMEOUT, false);
     let hand_on = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
     loop {
         let message = tokio::select! {
@@ -249,7 +249,11 @@ async fn serve(
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
             // The controller has only our word for who it is.
-            Message::Hello(hello) if !shared.may_speak_for(stream, &peer, &readable(&hello.server)) => false,
+            Message::Registration(registration)
+                if !shared.may_speak_for(stream, &peer, &readable(&registration.server)) =>
+            {
+                false
+            }
             other => {
                 shared.other_message(stream, &other);
                 hand_on(from_agent(stream, other)).await

@@ -152,8 +152,9 @@ async fn follow_for_ever(config: &Config, shared: &Shared) -> anyhow::Result<Inf
 async fn follow(config: &Config, connection: &mut Connection, shared: &Shared) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
     let (messages, receiver) = mpsc::channel(QUEUED);
-    let hello = v1::RackHello { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
-    messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
+    let registration =
+        v1::RackRegistration { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
+    messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
     let begun = client.rack(ReceiverStream::new(receiver)).await?;
     let mut updates = connection.begun(begun)?;
     let mut due = Instant::now();

@@ -331,13 +331,13 @@ pub(crate) async fn subscribe(
     balancer: u32,
 ) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
     let (sender, receiver) = mpsc::channel(1);
-    let hello = v1::LoadBalancerHello {
+    let registration = v1::LoadBalancerRegistration {
         name: format!("lb{balancer}"),
         version: "bench".into(),
         address: Vec::new(),
         configuration_generation: 0,
     };
-    let message = Some(load_balancer_message::Message::Hello(hello));
+    let message = Some(load_balancer_message::Message::Registration(registration));
     sender.send(v1::LoadBalancerMessage { message }).await?;
     let updates = controller
         .connect_as(Role::Lb, &format!("lb{balancer}"))

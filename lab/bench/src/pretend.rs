@@ -28,9 +28,9 @@ pub(crate) async fn pretend(
     sent: Arc<AtomicU64>,
 ) {
     let (sender, receiver) = mpsc::channel(2);
-    let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
-    let hello = v1::AgentMessage { message: Some(agent_message::Message::Hello(hello)) };
-    if sender.send(hello).await.is_err() {
+    let registration = v1::AgentRegistration { server: name(agent), version: "bench".into() };
+    let registration = v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) };
+    if sender.send(registration).await.is_err() {
         return;
     }
     let Ok(answers) = client.agent(ReceiverStream::new(receiver)).await else { return };

@@ -120,13 +120,13 @@ impl Rack {
     ) -> anyhow::Result<Self> {
         let (messages, receiver) = mpsc::channel(8);
         let rack = format!("rack{number}");
-        let hello = v1::RackHello { name: rack.clone(), version: "bench".into() };
-        let hellos = agents.clone().map(|agent| {
-            let hello = v1::AgentHello { server: name(agent), version: "bench".into() };
-            said(agent, agent_message::Message::Hello(hello))
+        let registration = v1::RackRegistration { name: rack.clone(), version: "bench".into() };
+        let registrations = agents.clone().map(|agent| {
+            let registration = v1::AgentRegistration { server: name(agent), version: "bench".into() };
+            said(agent, agent_message::Message::Registration(registration))
         });
-        messages.send(v1::RackMessage { hello: Some(hello), ..Default::default() }).await?;
-        messages.send(v1::RackMessage { agents: hellos.collect(), ..Default::default() }).await?;
+        messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
+        messages.send(v1::RackMessage { agents: registrations.collect(), ..Default::default() }).await?;
         let mut updates =
             controller.connect_as(Role::Rack, &rack).await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
         let configuration = loop {

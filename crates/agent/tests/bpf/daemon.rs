@@ -125,8 +125,8 @@ fn managed() -> Rss {
 }
 
 #[test]
-fn it_says_hello_reports_and_does_what_it_is_told() -> anyhow::Result<()> {
-    if skip_without_privilege("it_says_hello_reports_and_does_what_it_is_told") {
+fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
+    if skip_without_privilege("registers_reports_and_applies_configurations") {
         return Ok(());
     }
     let testbed = testbed("tdaemon")?;
@@ -142,8 +142,8 @@ fn it_says_hello_reports_and_does_what_it_is_told() -> anyhow::Result<()> {
         assert_eq!(sysctl(), "2");
 
         match &heard[0].message {
-            Some(Message::Hello(hello)) => assert_eq!(hello.server, "s1"),
-            other => panic!("{other:?} instead of hello"),
+            Some(Message::Registration(registration)) => assert_eq!(registration.server, "s1"),
+            other => panic!("{other:?} instead of a registration"),
         }
         // 50 ms between two, after 100 ms for the first.
         let reports = reports(&heard);

@@ -1,4 +1,4 @@
-//! One agent's stream: a hello, then reports and answers in; out its configuration, now and at every change, and questions.
+//! One agent's stream: a registration, then reports and answers in; out its configuration, now and at every change, and questions.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
 
-/// Before an agent is told that its hello is refused.
+/// Before an agent is told that its registration is rejected.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
@@ -57,7 +57,7 @@ impl fmt::Display for ReportSource {
 
 /// Serves the stream until it ends.
 pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messages: impl Messages, answers: Answers) {
-    let session = match hello(&shared, &source, &mut messages).await {
+    let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
             tracing::warn!("{source} was refused: {}", status.message());
@@ -71,7 +71,7 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
         _ = shared.deposed() => Err(not_leading(None)),
     };
     shared.sockets.forget_agent(session.number());
-    shared.controller().goodbye(&session);
+    shared.controller().disconnect(&session);
     match outcome {
         Ok(()) => tracing::info!("the agent of {} has disconnected", session.server()),
         Err(status) => {
@@ -93,18 +93,18 @@ async fn refuse(status: Status, answers: &Answers) {
     let _ = answers.send(Err(status)).await;
 }
 
-async fn hello(
+async fn register(
     shared: &ControllerState,
     source: &ReportSource,
     messages: &mut impl Messages,
 ) -> Result<Session, Status> {
-    let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.next()).await;
-    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))?.transpose()?;
+    let first = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.next()).await;
+    let message = first.map_err(|_| Status::deadline_exceeded("no registration received"))?.transpose()?;
     let message = message.and_then(|message| message.message);
-    let Some(v1::agent_message::Message::Hello(hello)) = message else {
-        return Err(Status::invalid_argument("an agent's first message: expected a hello"));
+    let Some(v1::agent_message::Message::Registration(registration)) = message else {
+        return Err(Status::invalid_argument("an agent's first message: expected a registration"));
     };
-    let (server, version) = (sanitize(hello.server), sanitize(hello.version));
+    let (server, version) = (sanitize(registration.server), sanitize(registration.version));
     let relay = source.require_name(&server)?;
     let now = shared.now();
     let session = shared.controller().connect_via_rack(&server, &version, relay, now);
@@ -134,8 +134,8 @@ async fn converse(
                         shared.controller().message_unasked(session, shared.now());
                     }
                 }
-                Some(v1::agent_message::Message::Hello(_)) => {
-                    return Err(Status::invalid_argument("a second hello: expected reports"));
+                Some(v1::agent_message::Message::Registration(_)) => {
+                    return Err(Status::invalid_argument("a second registration: expected reports"));
                 }
                 None => return Ok(()),
             },

@@ -1,4 +1,4 @@
-//! One load balancer's stream: a hello, then what it sees, in; configuration, tables and answers of agents out.
+//! One load balancer's stream: a registration, then what it sees, in; configuration, tables and answers of agents out.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ pub async fn serve(
 
 async fn leave(shared: &ControllerState, name: String, session: u64) {
     let now = shared.now();
-    if shared.controller().load_balancers.goodbye(session, now) {
+    if shared.controller().load_balancers.disconnect(session, now) {
         tracing::info!("load balancer {name} has disconnected");
         if let Err(error) = shared.change(Change::Departed { name }).await {
             tracing::error!("{error:#}");
@@ -64,10 +64,10 @@ async fn introduce(
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
-    let Hello { name, address, in_force } = hello(messages).await?;
+    let Registration { name, address, in_force } = read_registration(messages).await?;
     peer.require_name(Role::Lb, &name)?;
     let now = shared.now();
-    let session = shared.controller().load_balancer_hello(&name, now).map_err(|refused| refused_status(&refused))?;
+    let session = shared.controller().register_load_balancer(&name, now).map_err(|refused| refused_status(&refused))?;
     shared.controller().load_balancer_had(session, in_force);
     if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {
         leave(shared, name, session).await;
@@ -76,23 +76,24 @@ async fn introduce(
     Ok((name, session))
 }
 
-struct Hello {
+struct Registration {
     name: String,
     address: Option<IpAddr>,
     /// Generation of its configuration in force.
     in_force: u64,
 }
 
-async fn hello(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Hello, Status> {
-    let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.message()).await;
-    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??.and_then(|message| message.message);
+async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Registration, Status> {
+    let first = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
+    let message =
+        first.map_err(|_| Status::deadline_exceeded("no registration received"))??.and_then(|message| message.message);
     match message {
-        Some(v1::load_balancer_message::Message::Hello(first)) => {
+        Some(v1::load_balancer_message::Message::Registration(first)) => {
             let address = parse_optional_address("address", &first.address)?;
             let in_force = first.configuration_generation;
-            Ok(Hello { name: sanitize(first.name), address, in_force })
+            Ok(Registration { name: sanitize(first.name), address, in_force })
         }
-        _ => Err(Status::invalid_argument("a load balancer's first message: expected a hello")),
+        _ => Err(Status::invalid_argument("a load balancer's first message: expected a registration")),
     }
 }
 
@@ -126,7 +127,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
                     shared.controller().table_in_force(session, service, table.generation, now);
                 }
             }
-            Some(Message::Hello(_)) | None => {}
+            Some(Message::Registration(_)) | None => {}
         }
     }
 }

@@ -442,7 +442,7 @@ fn refused_status(refused: &Refused) -> Status {
         Refused::UnknownRack(_) | Refused::UnknownLoadBalancer(_) | Refused::ForeignRack { .. } => {
             Status::permission_denied(message)
         }
-        Refused::TooManyHellos(_) | Refused::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
+        Refused::TooManyRegistrations(_) | Refused::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
         _ => Status::invalid_argument(message),
     }
 }

@@ -1,4 +1,4 @@
-//! One rack's stream: a hello, then what its agents say and what it passes up, in; what it must know, and what its agents are to
+//! One rack's stream: a registration, then what its agents say and what it passes up, in; what it must know, and what its agents are to
 //! hear, out. Each agent behind it is served as if it had connected itself ([`super::agents`]).
 
 use std::collections::HashMap;
@@ -35,7 +35,7 @@ pub async fn serve(
     mut messages: Streaming<v1::RackMessage>,
     updates: Updates,
 ) {
-    let (name, session) = match hello(&shared, &peer, &mut messages).await {
+    let (name, session) = match register(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
             tracing::warn!("the rack at {} was refused: {}", peer.caller, status.message());
@@ -58,20 +58,20 @@ pub async fn serve(
     tracing::info!("rack {name} has disconnected");
 }
 
-async fn hello(
+async fn register(
     shared: &ControllerState,
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::RackMessage>,
 ) -> Result<(String, u64), Status> {
-    let first = tokio::time::timeout(coreward_listener::HELLO_TIMEOUT, messages.message()).await;
-    let message = first.map_err(|_| Status::deadline_exceeded("no hello came"))??;
-    let Some(hello) = message.and_then(|message| message.hello) else {
-        return Err(Status::invalid_argument("a rack's first message: expected a hello"));
+    let first = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
+    let message = first.map_err(|_| Status::deadline_exceeded("no registration received"))??;
+    let Some(registration) = message.and_then(|message| message.registration) else {
+        return Err(Status::invalid_argument("a rack's first message: expected a registration"));
     };
-    let (name, version) = (sanitize(hello.name), sanitize(hello.version));
+    let (name, version) = (sanitize(registration.name), sanitize(registration.version));
     peer.require_name(Role::Rack, &name)?;
     let now = shared.now();
-    let session = shared.controller().rack_hello(&name, &version, now);
+    let session = shared.controller().register_rack(&name, &version, now);
     session.map(|session| (name, session)).map_err(|refused| refused_status(&refused))
 }
 
@@ -124,7 +124,7 @@ async fn listen(
     }
 }
 
-/// Serves an agent behind the rack, from its hello on.
+/// Serves an agent behind the rack, from its registration on.
 fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> Said {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);

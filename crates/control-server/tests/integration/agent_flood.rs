@@ -20,8 +20,8 @@ const REPORTS: u64 = 40_000;
 
 async fn agent(running: &Running, server: &str) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
     let (sender, receiver) = mpsc::channel(4);
-    let hello = v1::AgentHello { server: server.into(), version: "test".into() };
-    sender.send(message(Message::Hello(hello))).await.unwrap();
+    let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
+    sender.send(message(Message::Registration(registration))).await.unwrap();
     let updates = running.client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     (sender, updates)
 }

@@ -28,8 +28,9 @@ async fn apply(running: &Running, text: &str, generation: u64) {
 
 async fn load_balancer(running: &Running) -> mpsc::Sender<v1::LoadBalancerMessage> {
     let (sender, receiver) = mpsc::channel(4);
-    let hello = v1::LoadBalancerHello { name: "lb1".into(), version: "test".into(), ..Default::default() };
-    send(&sender, Message::Hello(hello)).await;
+    let registration =
+        v1::LoadBalancerRegistration { name: "lb1".into(), version: "test".into(), ..Default::default() };
+    send(&sender, Message::Registration(registration)).await;
     let mut updates = running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     tokio::spawn(async move { while let Ok(Some(_)) = updates.message().await {} });
     sender

@@ -23,8 +23,8 @@ struct LoadBalancer {
 impl LoadBalancer {
     async fn connect(running: &Running, configuration_generation: u64) -> Self {
         let (messages, receiver) = mpsc::channel(4);
-        let first = v1::LoadBalancerHello { name: "lb1".into(), configuration_generation, ..Default::default() };
-        let message = Some(Message::Hello(first));
+        let first = v1::LoadBalancerRegistration { name: "lb1".into(), configuration_generation, ..Default::default() };
+        let message = Some(Message::Registration(first));
         messages.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
         in_time("the load balancer on record", async {

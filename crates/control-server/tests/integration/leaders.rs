@@ -191,9 +191,9 @@ async fn leader_that_loses_etcd_ends_before_another_one_is_elected() {
     let fleet = NewFleet { name: "fleet.toml".to_owned(), text, generation: 0, dry_run: false };
     first.running.asking.put_fleet(&fleet).await.unwrap();
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
-    let hello = v1::LoadBalancerHello { name: "lb1".to_owned(), ..Default::default() };
-    let hello = v1::load_balancer_message::Message::Hello(hello);
-    sender.send(v1::LoadBalancerMessage { message: Some(hello) }).await.unwrap();
+    let registration = v1::LoadBalancerRegistration { name: "lb1".to_owned(), ..Default::default() };
+    let registration = v1::load_balancer_message::Message::Registration(registration);
+    sender.send(v1::LoadBalancerMessage { message: Some(registration) }).await.unwrap();
     let mut client = first.running.client().await;
     let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     in_time("a configuration", stream.message()).await.unwrap().unwrap();

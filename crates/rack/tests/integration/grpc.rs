@@ -88,8 +88,8 @@ async fn begin(
     at: SocketAddr,
 ) -> Result<(mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>, v1::AgentConfiguration), tonic::Status> {
     let (sender, receiver) = mpsc::channel(4);
-    let hello = v1::AgentHello { server: server.to_owned(), version: "test".into() };
-    sender.send(v1::AgentMessage { message: Some(agent_message::Message::Hello(hello)) }).await.unwrap();
+    let registration = v1::AgentRegistration { server: server.to_owned(), version: "test".into() };
+    sender.send(v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) }).await.unwrap();
     let mut updates = client(at).await.agent(ReceiverStream::new(receiver)).await?.into_inner();
     let update = in_time("a configuration", updates.message()).await?.and_then(|update| update.update);
     let Some(agent_update::Update::Configuration(configuration)) = update else { panic!("{update:?}") };
@@ -159,13 +159,13 @@ struct LoadBalancer {
 impl LoadBalancer {
     async fn start(controller: &Running) -> Self {
         let (sender, receiver) = mpsc::channel(4);
-        let hello = v1::LoadBalancerHello {
+        let registration = v1::LoadBalancerRegistration {
             name: "lb1".into(),
             version: "test".into(),
             address: vec![10, 2, 0, 200],
             configuration_generation: 0,
         };
-        let message = Some(load_balancer_message::Message::Hello(hello));
+        let message = Some(load_balancer_message::Message::Registration(registration));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client(controller.1).await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();
         Self { _sender: sender, updates: updates.into_inner() }

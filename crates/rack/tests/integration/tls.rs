@@ -89,8 +89,8 @@ async fn first_answer(
     let endpoint = Endpoint::from_shared(format!("http://{at}")).unwrap();
     let channel = endpoint.connect_with_connector(connector).await.map_err(|error| Status::from_error(error.into()))?;
     let (sender, receiver) = mpsc::channel(1);
-    let hello = v1::AgentHello { server: server.to_owned(), version: "test".into() };
-    sender.send(v1::AgentMessage { message: Some(Message::Hello(hello)) }).await.unwrap();
+    let registration = v1::AgentRegistration { server: server.to_owned(), version: "test".into() };
+    sender.send(v1::AgentMessage { message: Some(Message::Registration(registration)) }).await.unwrap();
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 

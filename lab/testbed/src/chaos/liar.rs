@@ -139,7 +139,9 @@ async fn speak(
     let mut client = ControlClient::new(endpoint.connect_with_connector(connector).await?);
     let (messages, receiver) = mpsc::channel(16);
     let message = |message| v1::AgentMessage { message: Some(message) };
-    messages.send(message(Message::Hello(v1::AgentHello { server: name, version: "0.0.0".to_owned() }))).await?;
+    messages
+        .send(message(Message::Registration(v1::AgentRegistration { server: name, version: "0.0.0".to_owned() })))
+        .await?;
     let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
     while !done.load(Ordering::Relaxed) {
         tokio::select! {
