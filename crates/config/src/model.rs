@@ -3,7 +3,7 @@
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::{Consistency, Timestamps};
-use coreward_model::health::{Jitter, Place, StatusRange, WhenAllDown};
+use coreward_model::health::{Jitter, ProbeAddress, StatusRange, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
@@ -51,7 +51,7 @@ number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194
 number!(Jitter as f64, |part| Jitter::new(part).ok_or_else(|| format!("{part}: expected {}", Jitter::expected())),
     "a part of the interval, from 0 to 1", { "type": "number", "minimum": 0, "maximum": 1 });
 
-choices!(Place, "place", Place::ALL.map(|place| (place.name().to_owned(), place)));
+choices!(ProbeAddress, "place", ProbeAddress::ALL.map(|place| (place.name().to_owned(), place)));
 choices!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
 /// "200" or "200-399".

@@ -9,7 +9,7 @@ use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::refused::{CLOCK_TOLERANCE, REGISTRATIONS, REPORTS_AT_ONCE, Refused};
+use super::rejection::{CLOCK_TOLERANCE, REGISTRATIONS, REPORTS_AT_ONCE, Rejection};
 use super::token_bucket::{Quota, TokenBucket};
 use super::traffic::Totals;
 
@@ -195,7 +195,7 @@ impl Agent {
         alpha: Alpha,
         generation: u64,
         now: Now,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Rejection> {
         let report = report.inspect_err(|error| {
             if let ReportError::Rss(problem) = error {
                 self.rss.forget(format!("its RSS was refused: {problem}"));

@@ -106,7 +106,7 @@ fn only_load_balancers_on_the_list_may_connect() {
     world.records.apply(&list(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
     world.controller.configure(Fleet::new(&list(""), &world.records));
     let refused = world.controller.register_load_balancer("lb2", at(10_000)).unwrap_err();
-    assert_eq!(refused, super::refused::Refused::UnknownLoadBalancer("lb2".to_owned()));
+    assert_eq!(refused, super::rejection::Rejection::UnknownLoadBalancer("lb2".to_owned()));
     world.controller.register_load_balancer("lb1", at(10_000)).unwrap();
 }
 

@@ -2,13 +2,13 @@
 //! virtual time.
 //!
 //! * [`agent`]: a server as its agent's reports show it
-//! * [`refused`]: why a report, or an agent, was not taken
+//! * [`rejection`]: why a report, or an agent, was not taken
 //! * [`service`]: a service, its policy and its newest table
 //! * [`pool`]: its servers as the policy sees them
 //! * [`racks`]: who stands between agents and controller
 //! * [`on_change`]: which services' tables are due
 //! * [`table_acks`]: which tables load balancers use, and how long that took
-//! * `attraction`: the part of new connections that a server may take
+//! * `share_limiter`: the part of new connections that a server may take
 //! * [`load_balancers`]: who gets the tables
 //! * [`rotation`]: whether the cookie keys may be rotated now
 //! * [`health`]: which servers are fit for new connections
@@ -21,9 +21,6 @@
 mod acknowledged;
 pub mod agent;
 mod agents;
-mod attraction;
-#[cfg(test)]
-mod attraction_tests;
 mod dirty_set;
 mod drains;
 #[cfg(test)]
@@ -44,13 +41,16 @@ mod pool_tests;
 pub mod racks;
 #[cfg(test)]
 mod racks_tests;
-pub mod refused;
+pub mod rejection;
 pub mod rotation;
 #[cfg(test)]
 mod rotation_tests;
 mod rss_keys;
 mod server_status;
 pub mod service;
+mod share_limiter;
+#[cfg(test)]
+mod share_limiter_tests;
 pub mod status;
 pub mod table_acks;
 pub mod tables;
@@ -73,14 +73,14 @@ use coreward_wire::{
 
 use agent::{Agent, LiveSession};
 use agents::Agents;
-use attraction::Attraction;
 use coreward_fleet::fleet::{Fleet, FleetService};
 use health::Health;
 use load_balancers::LoadBalancers;
 use racks::{RackRelay, Racks};
-use refused::Refused;
+use rejection::Rejection;
 use rss_keys::RssKeys;
 use service::{Service, TableTrigger};
+use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
 /// The moment at which something happens.
@@ -174,7 +174,7 @@ pub struct Controller {
     due: VecDeque<ServiceIndex>,
     /// Which tables load balancers use.
     pub table_acks: TableAcks,
-    attraction: Attraction,
+    share_limiter: ShareLimiter,
 }
 
 impl Controller {
@@ -188,14 +188,14 @@ impl Controller {
             health: Health::default(),
             racks: Racks::default(),
             accepted: 0,
-            refused: Refused::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
+            refused: Rejection::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             reports_ahead: 0,
             sessions: 0,
             positions: HashMap::new(),
             services_of: HashMap::new(),
             due: VecDeque::new(),
             table_acks: TableAcks::default(),
-            attraction: Attraction::default(),
+            share_limiter: ShareLimiter::default(),
             fleet: fleet.clone(),
         };
         controller.configure(fleet);
@@ -243,7 +243,7 @@ impl Controller {
     ///
     /// # Errors
     /// When the server is not known, or has a live agent already.
-    pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Refused> {
+    pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
         self.connect_via_rack(server, version, None, now)
     }
 
@@ -257,7 +257,7 @@ impl Controller {
         version: &str,
         relay: Option<RackRelay>,
         now: Now,
-    ) -> Result<Session, Refused> {
+    ) -> Result<Session, Rejection> {
         let outcome = self.try_hello(server, version, relay, now);
         self.count(outcome)
     }
@@ -268,17 +268,17 @@ impl Controller {
         version: &str,
         relay: Option<RackRelay>,
         now: Now,
-    ) -> Result<Session, Refused> {
-        let id = self.fleet.id(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
-        self.check_speaker(id, relay.as_ref())?;
+    ) -> Result<Session, Rejection> {
+        let id = self.fleet.id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
+        self.check_relay(id, relay.as_ref())?;
         let agent = self.agents.of_server(server, id);
         if !agent.allow_register(now) {
-            return Err(Refused::TooManyRegistrations(server.to_owned()));
+            return Err(Rejection::TooManyRegistrations(server.to_owned()));
         }
         if let Some(live) = &agent.session {
             let silence = now.monotonic.saturating_sub(live.heard);
             if silence <= live.time_to_live {
-                return Err(Refused::DuplicateSession { server: server.to_owned(), silence });
+                return Err(Rejection::DuplicateSession { server: server.to_owned(), silence });
             }
         }
         self.sessions += 1;
@@ -302,10 +302,10 @@ impl Controller {
     ///
     /// # Errors
     /// When its server is in the fleet no more, or may not speak through its rack any more.
-    pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Refused> {
-        let unknown = || Refused::UnknownServer(session.server().to_owned());
+    pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
+        let unknown = || Rejection::UnknownServer(session.server().to_owned());
         let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
-        self.check_speaker(id, session.relay.as_ref())?;
+        self.check_relay(id, session.relay.as_ref())?;
         let before = self.services.iter().filter_map(|service| service.predecessors(id));
         Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
@@ -325,11 +325,11 @@ impl Controller {
     ///
     /// # Errors
     /// When one of that name is connected and has spoken lately.
-    pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+    pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
             true => self.load_balancers.register(name, now),
-            false => Err(Refused::UnknownLoadBalancer(name.to_owned())),
+            false => Err(Rejection::UnknownLoadBalancer(name.to_owned())),
         };
         self.count(outcome)
     }
@@ -337,7 +337,7 @@ impl Controller {
     /// A load balancer says what it has sent to servers.
     pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         let newly = self.load_balancers.traffic(session, message, self.fleet.alpha, now);
-        self.attraction.add(&newly);
+        self.share_limiter.add(&newly);
         self.traffic_changed(now);
     }
 
@@ -373,7 +373,12 @@ impl Controller {
     ///
     /// # Errors
     /// When it is of no use; it is counted, and what was known before still holds.
-    pub fn report(&mut self, session: &Session, report: Result<Report, ReportError>, now: Now) -> Result<(), Refused> {
+    pub fn report(
+        &mut self,
+        session: &Session,
+        report: Result<Report, ReportError>,
+        now: Now,
+    ) -> Result<(), Rejection> {
         let outcome = self.try_report(session, report, now);
         if outcome.is_ok() {
             self.accepted += 1;
@@ -386,14 +391,14 @@ impl Controller {
         session: &Session,
         mut report: Result<Report, ReportError>,
         now: Now,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Rejection> {
         let server = session.server();
-        let agent = self.agents.named_mut(server).ok_or_else(|| Refused::UnknownServer(server.to_owned()))?;
+        let agent = self.agents.named_mut(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
-            return Err(Refused::Superseded(server.to_owned()));
+            return Err(Rejection::Superseded(server.to_owned()));
         }
         if !agent.may_report(self.fleet.report_interval, now) {
-            return Err(Refused::TooOften(server.to_owned()));
+            return Err(Rejection::TooOften(server.to_owned()));
         }
         if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
             rss.key = self.rss_keys.shared(rss.key.clone());
@@ -420,7 +425,7 @@ impl Controller {
 
     /// Counts that the session's stream is not read for a while: its agent is over its limit.
     pub fn message_delayed(&mut self, session: &Session) {
-        let _ = self.count::<()>(Err(Refused::TooOften(session.server().to_owned())));
+        let _ = self.count::<()>(Err(Rejection::TooOften(session.server().to_owned())));
     }
 
     /// Counts a message that nobody asked for like a report.
@@ -431,7 +436,7 @@ impl Controller {
         }
     }
 
-    fn count<T>(&mut self, outcome: Result<T, Refused>) -> Result<T, Refused> {
+    fn count<T>(&mut self, outcome: Result<T, Rejection>) -> Result<T, Rejection> {
         outcome.inspect_err(|refused| *self.refused.entry(refused.reason()).or_default() += 1)
     }
 
@@ -475,7 +480,7 @@ impl Controller {
         self.due.clear();
         self.racks.changes += 1;
         self.update_health(now);
-        self.update_attraction(now);
+        self.update_share_limiter(now);
         for position in 0..self.services.len() {
             self.begin_interval(position);
             self.services[position].loads_are_new();

@@ -12,7 +12,7 @@ use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, Traf
 
 use super::Now;
 use super::health::Target;
-use super::refused::{MOST_LOAD_BALANCERS, REGISTRATIONS, Refused};
+use super::rejection::{MOST_LOAD_BALANCERS, REGISTRATIONS, Rejection};
 use super::token_bucket::TokenBucket;
 use super::traffic::{NewlyOpened, Totals, Traffic};
 use coreward_fleet::fleet::Fleet;
@@ -99,18 +99,18 @@ impl LoadBalancers {
     ///
     /// # Errors
     /// When one of that name is connected and has spoken lately.
-    pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Refused> {
+    pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         if self.known.len() >= MOST_LOAD_BALANCERS && !self.known.contains_key(name) {
-            return Err(Refused::TooManyLoadBalancers(readable(name)));
+            return Err(Rejection::TooManyLoadBalancers(readable(name)));
         }
         let balancer = self.known.entry(name.to_owned()).or_default();
         if !balancer.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic) {
-            return Err(Refused::TooManyRegistrations(name.to_owned()));
+            return Err(Rejection::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live) = &balancer.session {
             let silence = now.monotonic.saturating_sub(live.heard);
             if silence <= LOST_AFTER {
-                return Err(Refused::DuplicateLoadBalancer { name: name.to_owned(), silence });
+                return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), silence });
             }
         }
         self.sessions += 1;

@@ -49,7 +49,7 @@ impl Controller {
         self.add_acknowledgements(page, now);
         page.add("coreward_store_behind", &[], self.store_is_behind().into());
         page.add("coreward_store_has_document", &[], self.fleet.has_document().into());
-        page.add("coreward_servers_limited", &[], self.attraction.limited_count() as f64);
+        page.add("coreward_servers_limited", &[], self.share_limiter.limited_count() as f64);
         page.add("coreward_reports_ahead_total", &[], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {

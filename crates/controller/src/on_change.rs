@@ -105,7 +105,7 @@ impl Controller {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
             self.update_health(now);
-            self.update_attraction(now);
+            self.update_share_limiter(now);
         }
         let mut members = 0;
         while position < self.services.len() {

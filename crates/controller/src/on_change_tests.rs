@@ -70,7 +70,7 @@ impl World {
     }
 
     /// Names and generations of the tables that are due.
-    fn made(&mut self, now: Now) -> Vec<(&'static str, u64)> {
+    fn tables_made(&mut self, now: Now) -> Vec<(&'static str, u64)> {
         let due = self.due(now);
         due.iter().map(|due| (self.name(due.new.service), due.new.table.generation)).collect()
     }
@@ -89,29 +89,29 @@ impl World {
 fn only_services_whose_inputs_changed_get_a_table() {
     let mut world = World::new();
     world.controller.look(at(0), true);
-    assert_eq!(world.made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
-    assert_eq!(world.made(at(1)), []);
+    assert_eq!(world.tables_made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
+    assert_eq!(world.tables_made(at(1)), []);
     world.report(0, at(10));
     world.report(1, at(11));
-    assert_eq!(world.made(at(12)), [("web", 2)], "two reports, one table");
+    assert_eq!(world.tables_made(at(12)), [("web", 2)], "two reports, one table");
     assert!(!world.controller.is_due());
     world.report(3, at(20));
     world.report(0, at(21));
-    assert_eq!(world.made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
+    assert_eq!(world.tables_made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
     // All cores are known now, and later too old.
     world.controller.look(at(100), true);
-    world.made(at(100));
+    world.tables_made(at(100));
     world.controller.look(at(200), true);
-    assert_eq!(world.made(at(200)), [], "nothing has changed");
+    assert_eq!(world.tables_made(at(200)), [], "nothing has changed");
     world.controller.look(at(100_000), true);
-    assert_eq!(world.made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
+    assert_eq!(world.tables_made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
 }
 
 #[test]
 fn the_oldest_change_is_the_cause() {
     let mut world = World::new();
     world.controller.look(at(0), true);
-    world.made(at(0));
+    world.tables_made(at(0));
     world.report(0, at(10));
     world.report(1, at(15));
     let due = world.due(at(16)).remove(0);
@@ -131,7 +131,7 @@ fn counts_go_on_where_the_load_is_no_newer() {
         (0..4).for_each(|server| world.report(server, at(now)));
     }
     world.controller.look(at(100), true);
-    world.made(at(100));
+    world.tables_made(at(100));
     world.report(1, at(110));
     let table = world.due(at(110)).remove(0).new.table;
     let age = |table: &coreward_model::placement::PlacementTable, server: u16| {
@@ -158,28 +158,28 @@ fn counts_go_on_where_the_load_is_no_newer() {
 fn traffic_makes_tables_due_that_go_by_it() {
     let mut world = World::new();
     world.controller.look(at(0), true);
-    world.made(at(0));
+    world.tables_made(at(0));
     let session = world.controller.register_load_balancer("lb1", at(1)).unwrap();
     world.controller.look(at(2), false);
-    world.made(at(2));
+    world.tables_made(at(2));
     let api = world.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
     let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
     world.controller.load_balancer_traffic(session, &message, at(3));
-    assert_eq!(world.made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
+    assert_eq!(world.tables_made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
 
 #[test]
 fn a_new_configuration_changes_what_it_changes() {
     let mut world = World::new();
     world.controller.look(at(0), true);
-    world.made(at(0));
+    world.tables_made(at(0));
     let config = fleet("alpha = 0.25\n");
     world.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
     world.report(0, at(1));
     world.controller.configure(Fleet::new(&config, &world.records));
     world.controller.look(at(2), false);
-    assert_eq!(world.made(at(2)), [("web", 2)], "what was due is due still, and no other");
+    assert_eq!(world.tables_made(at(2)), [("web", 2)], "what was due is due still, and no other");
 }
 
 #[test]
@@ -190,6 +190,6 @@ fn at_the_interval_no_report_makes_a_table_due() {
     let traffic = TrafficMessage::default();
     let session = world.controller.register_load_balancer("lb", at(100)).unwrap();
     world.controller.load_balancer_traffic(session, &traffic, at(110));
-    assert_eq!((world.controller.is_due(), world.made(at(120))), (false, vec![]));
+    assert_eq!((world.controller.is_due(), world.tables_made(at(120))), (false, vec![]));
     assert_eq!(world.controller.tick(at(200)).len(), 3);
 }

@@ -14,7 +14,7 @@ use coreward_wire::rack::parse_summary;
 use coreward_wire::{LOST_AFTER, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1};
 
 use super::pool::places_requests;
-use super::refused::Refused;
+use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
@@ -184,33 +184,33 @@ impl Controller {
     }
 
     /// Whether the rack may be there: the fleet's document may say which there are.
-    fn check_rack(&self, name: &str) -> Result<(), Refused> {
+    fn check_rack(&self, name: &str) -> Result<(), Rejection> {
         let is_known = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
-        if is_known { Ok(()) } else { Err(Refused::UnknownRack(name.to_owned())) }
+        if is_known { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
     /// Whether an agent may speak for the server from where it is. That an agent who comes by itself is the server's own is for its
     /// certificate to say; one behind a rack the rack vouches for, and for whom it may is in the fleet's document.
-    pub(super) fn check_speaker(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Refused> {
+    pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_speak_through(id, &relay.name)) else {
             return Ok(());
         };
         let racks = self.fleet.racks_of(id).into_iter().flatten().cloned().collect();
-        Err(Refused::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
+        Err(Rejection::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
     }
 
     /// A rack has connected. The number names its session.
     ///
     /// # Errors
     /// When one of that name is connected and has spoken lately, or the fleet's document names other racks only.
-    pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Refused> {
+    pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
         let known = self.check_rack(name);
         self.count(known)?;
         let racks = &mut self.racks;
         if let Some(live) = racks.known.get(name).filter(|rack| rack.session.is_some()) {
             let silence = now.monotonic.saturating_sub(live.heard);
             if silence <= LOST_AFTER {
-                let refused = Refused::DuplicateRack { name: name.to_owned(), silence };
+                let refused = Rejection::DuplicateRack { name: name.to_owned(), silence };
                 return self.count(Err(refused));
             }
         }
@@ -299,7 +299,7 @@ impl Controller {
     ///
     /// # Errors
     /// When the fleet's document names other racks only.
-    pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Refused> {
+    pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
         self.check_rack(name)?;
         let server = |(stream, id): (u64, ServerId)| {
@@ -330,7 +330,7 @@ impl Controller {
         let member = |server: &RackServer| RackMember {
             id: server.id,
             eligible: self.takes_connections(service, server.id, now),
-            whole_part: service.ramp(server.id, now) >= 1.0 && !self.attraction.is_limited(server.id),
+            whole_part: service.ramp(server.id, now) >= 1.0 && !self.share_limiter.is_limited(server.id),
         };
         RackService {
             index: fleet.index,

@@ -7,7 +7,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_wire::v1;
 
 use super::racks::{RackRelay, SummaryRefused};
-use super::refused::Refused;
+use super::rejection::Rejection;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::fleet::Fleet;
@@ -52,7 +52,7 @@ impl World {
     }
 
     /// The first agent of the server that speaks through the rack; each has a stream of its own.
-    fn behind(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Refused> {
+    fn behind(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Rejection> {
         let behind = RackRelay { rack, name: name.into(), stream };
         self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
@@ -64,9 +64,9 @@ impl World {
     }
 }
 
-fn foreign(server: &str, rack: &str, racks: &[&str]) -> Refused {
+fn foreign(server: &str, rack: &str, racks: &[&str]) -> Rejection {
     let racks = racks.iter().map(|rack| (*rack).to_owned()).collect();
-    Refused::ForeignRack { server: server.to_owned(), rack: rack.to_owned(), racks }
+    Rejection::ForeignRack { server: server.to_owned(), rack: rack.to_owned(), racks }
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn where_nothing_is_said_any_rack_speaks_for_any_server() {
 fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_themselves() {
     let mut world = World::new("racks = [\"r1\", \"r2\"]", &["racks = [\"r1\"]", "racks = []", ""]);
     let unknown = world.controller.register_rack("r3", "test", at(0)).unwrap_err();
-    assert_eq!(unknown, Refused::UnknownRack("r3".to_owned()));
+    assert_eq!(unknown, Rejection::UnknownRack("r3".to_owned()));
     let [first, second] = ["r1", "r2"].map(|name| world.rack(name));
     assert_eq!(world.behind(second, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
     assert_eq!(world.behind(first, "r1", "s1", 1), Err(foreign("s1", "r1", &[])));
@@ -112,7 +112,7 @@ fn another_document_ends_what_it_forbids() {
     world.configure("", &["racks = [\"r2\"]"]);
     assert_eq!(world.controller.agent_configuration(&session), Err(foreign("s0", "r1", &["r2"])));
     world.configure("racks = [\"r2\"]", &[""]);
-    assert_eq!(world.controller.rack_configuration(rack, at(0)), Err(Refused::UnknownRack("r1".to_owned())));
+    assert_eq!(world.controller.rack_configuration(rack, at(0)), Err(Rejection::UnknownRack("r1".to_owned())));
 }
 
 #[test]

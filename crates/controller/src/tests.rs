@@ -202,7 +202,7 @@ fn one_live_agent_per_server() {
     // Its 300 ms have passed: the new one takes over, and the old one's late report is of no use.
     let second = world.controller.register("s0", "test", at(401)).unwrap();
     let late = world.controller.report(&first, Ok(report(2, at(410), &[0; 4])), at(410)).unwrap_err();
-    assert_eq!(late, Refused::Superseded("s0".into()));
+    assert_eq!(late, Rejection::Superseded("s0".into()));
     world.controller.disconnect(&first);
     world.controller.report(&second, Ok(report(1, at(420), &[0; 4])), at(420)).unwrap();
     // One that disconnects makes room at once.
@@ -313,7 +313,7 @@ fn who_drains_or_left_keeps_its_connections_only() {
     world.configure(&["draining", "active"], "crossrss", at(86_400_200));
     assert_eq!(world.controller.fleet().servers.len(), 2);
     let gone = world.controller.report(&sessions[2], Ok(report(4, at(300), &[0; 4])), at(300)).unwrap_err();
-    assert_eq!(gone, Refused::UnknownServer("s2".into()));
+    assert_eq!(gone, Rejection::UnknownServer("s2".into()));
     assert!(gone.ends_session());
 }
 
@@ -579,7 +579,7 @@ fn who_comes_and_goes_all_the_time_is_made_to_wait() {
     let mut register = |ms: u64| {
         let session = world.controller.register("s0", "test", at(ms))?;
         world.controller.disconnect(&session);
-        Ok::<_, Refused>(())
+        Ok::<_, Rejection>(())
     };
     assert!((0..30).all(|_| register(0).is_ok()));
     assert_eq!(register(0).unwrap_err().reason(), "too_many_registrations");
@@ -588,7 +588,7 @@ fn who_comes_and_goes_all_the_time_is_made_to_wait() {
     let mut register = |n: usize| {
         let session = world.controller.register_load_balancer(&format!("lb{n}"), at(0))?;
         world.controller.load_balancers.disconnect(session, at(0));
-        Ok::<_, Refused>(())
+        Ok::<_, Rejection>(())
     };
     assert!((0..30).all(|_| register(0).is_ok()));
     assert_eq!(register(0).unwrap_err().reason(), "too_many_registrations");

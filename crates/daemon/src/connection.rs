@@ -18,7 +18,7 @@ use crate::controllers::Controllers;
 /// Time between two attempts: doubles from the first to the second, once per round of all controllers.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// When a controller does not want us: somebody must change a file, or end another daemon.
-const REFUSED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
+const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
@@ -119,7 +119,7 @@ impl Connection {
         let next = self.controller();
         let then = if next == controller { "trying again".to_owned() } else { format!("trying {next}") };
         match (end, error) {
-            (End::Refused, Some(error)) => {
+            (End::Rejected, Some(error)) => {
                 tracing::error!("controller {controller} refuses this daemon: {}; {then}", reason(error));
             }
             (_, Some(error)) => {
@@ -135,7 +135,7 @@ impl Connection {
     fn end(&self, error: Option<&anyhow::Error>) -> End {
         let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return End::Lost };
         match status.code() {
-            Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => End::Refused,
+            Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => End::Rejected,
             Code::Unavailable => {
                 let named = status.metadata().get(LEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
@@ -173,7 +173,7 @@ enum End {
     /// The controller is away, went, or does not lead.
     Lost,
     /// It does not know who we are, or somebody else is who we say we are.
-    Refused,
+    Rejected,
     /// It names the one that leads.
     NotTheLeader(usize),
 }
@@ -209,7 +209,7 @@ impl Turns {
         }
         let round_is_over = self.failed > 0 && self.failed.is_multiple_of(self.count);
         match end {
-            End::Refused => REFUSED_RETRY_INTERVAL,
+            End::Rejected => REJECTED_RETRY_INTERVAL,
             _ if round_is_over => {
                 let pause = self.pause;
                 self.pause = (pause * 2).min(RETRY_INTERVALS.1);

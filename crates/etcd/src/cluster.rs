@@ -51,7 +51,7 @@ impl Cluster {
             .thread_name("etcd")
             .enable_all()
             .build()
-            .map_err(|error| EtcdError::Refused(format!("no thread for it: {error}")))?;
+            .map_err(|error| EtcdError::Rejected(format!("no thread for it: {error}")))?;
         let clients = RwLock::new(thread.block_on(connect(endpoints, tls))?);
         let (preferred, latencies) = Default::default();
         let leases = Mutex::new(Some(BTreeSet::new()));
@@ -65,7 +65,7 @@ impl Cluster {
     pub async fn renew(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
         let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
-        let clients = connected.map_err(|_| EtcdError::Refused("the thread for it has ended".to_owned()))??;
+        let clients = connected.map_err(|_| EtcdError::Rejected("the thread for it has ended".to_owned()))??;
         *self.clients.write() = clients;
         Ok(())
     }
@@ -156,7 +156,7 @@ impl Cluster {
                     self.latencies.lock().observe(began.elapsed());
                     return Ok(answer);
                 }
-                Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Refused(error.to_string())),
+                Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Rejected(error.to_string())),
                 Ok(Err(error)) => {
                     let silence = Silence::of(&error);
                     if silence.is_of_tls || !is_of_tls {
@@ -187,7 +187,7 @@ async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<C
     let mut clients = Vec::with_capacity(endpoints.len());
     for endpoint in endpoints {
         let client = Client::connect([endpoint], Some(options.clone())).await;
-        clients.push(client.map_err(|error| EtcdError::Refused(format!("{endpoint}: {error}")))?);
+        clients.push(client.map_err(|error| EtcdError::Rejected(format!("{endpoint}: {error}")))?);
     }
     Ok(clients)
 }

@@ -248,7 +248,7 @@ async fn renew(
                 let next = began + (time - time / MARGIN);
                 until.store(next.since_boot().as_nanos() as u64, Ordering::Relaxed);
             }
-            Err(EtcdError::Refused(reason)) => {
+            Err(EtcdError::Rejected(reason)) => {
                 until.store(0, Ordering::Relaxed);
                 let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
                 return;

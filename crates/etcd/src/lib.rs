@@ -39,7 +39,7 @@ pub enum EtcdError {
     },
     /// etcd does not want to.
     #[error("etcd refuses: {0}")]
-    Refused(String),
+    Rejected(String),
     /// Another controller leads, or may.
     #[error("this controller leads no more: {0}")]
     Deposed(String),

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_model::health::{Check, HttpProbe, Place, Probe, StatusRange};
+use coreward_model::health::{Check, HttpProbe, Probe, ProbeAddress, StatusRange};
 use http_body_util::Empty;
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
@@ -51,7 +51,7 @@ pub trait NatTable: Send + Sync {
 pub enum Unwell {
     /// Nobody listens.
     #[error("connection refused")]
-    Refused,
+    ConnectionRefused,
     /// In time, that is.
     #[error("no answer within {0:?}")]
     Silent(Duration),
@@ -158,9 +158,9 @@ impl Prober {
 
     /// What the server is asked as.
     fn address(&self, server: Ipv4Addr) -> SocketAddrV4 {
-        match self.check.place {
-            Place::Vip => SocketAddrV4::new(*self.vip.ip(), self.port()),
-            Place::Server => SocketAddrV4::new(server, self.port()),
+        match self.check.probe_address {
+            ProbeAddress::Vip => SocketAddrV4::new(*self.vip.ip(), self.port()),
+            ProbeAddress::Server => SocketAddrV4::new(server, self.port()),
         }
     }
 
@@ -176,13 +176,13 @@ impl Prober {
     /// Opens a connection that ends with a reset: nothing is left waiting at either end.
     async fn connect(&self, server: Ipv4Addr) -> Result<ServerConnection, Unwell> {
         let network = |error: std::io::Error| match error.kind() {
-            ErrorKind::ConnectionRefused => Unwell::Refused,
+            ErrorKind::ConnectionRefused => Unwell::ConnectionRefused,
             _ => Unwell::of(&error, Unwell::Network),
         };
         let socket = TcpSocket::new_v4().map_err(network)?;
         socket.set_zero_linger().map_err(network)?;
-        let path = match (&self.paths, self.check.place) {
-            (Some(paths), Place::Vip) => {
+        let path = match (&self.paths, self.check.probe_address) {
+            (Some(paths), ProbeAddress::Vip) => {
                 socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(network)?;
                 let own_port = socket.local_addr().map_err(network)?.port();
                 let path = Path { server, vip: *self.vip.ip(), port: self.port(), own_port };

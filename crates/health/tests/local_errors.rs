@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use coreward_health::checker::{Checker, Found, Service};
-use coreward_model::health::{Check, Jitter, Place, Probe, Thresholds, Verdict};
+use coreward_model::health::{Check, Jitter, Probe, ProbeAddress, Thresholds, Verdict};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 fn service(vip: SocketAddrV4) -> Service<u32> {
     let check = Check {
         probe: Probe::Tcp,
-        place: Place::Server,
+        probe_address: ProbeAddress::Server,
         port: None,
         interval: Duration::from_millis(20),
         timeout: Duration::from_secs(5),

@@ -9,7 +9,7 @@ use coreward_dataplane::checked_paths::{self, CheckedPath, CheckedPaths};
 use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
 use coreward_health::probe::{NatTable, Path};
 use coreward_model::ServerId;
-use coreward_model::health::{Place, Verdict};
+use coreward_model::health::{ProbeAddress, Verdict};
 use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -70,7 +70,7 @@ impl Health {
     /// Checks the servers of these services, as far as they are to be checked.
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let checks = services.clone().filter_map(|service| service.check.as_ref());
-        if checks.clone().any(|check| check.place == Place::Vip) {
+        if checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
             self.open_paths();
         } else {
             self.problem = None;
@@ -100,7 +100,7 @@ impl Health {
         let check = service.check.clone()?;
         let std::net::SocketAddr::V4(vip) = service.address.socket else { return None };
         let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn NatTable>);
-        if check.place == Place::Vip && paths.is_none() {
+        if check.probe_address == ProbeAddress::Vip && paths.is_none() {
             return None;
         }
         let address = |address: IpAddr| match address {

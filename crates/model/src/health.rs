@@ -18,7 +18,7 @@ pub struct Check {
     /// What is asked.
     pub probe: Probe,
     /// Where.
-    pub place: Place,
+    pub probe_address: ProbeAddress,
     /// At which port; `None`: the service's.
     pub port: Option<u16>,
     /// From one check to the next, at most.
@@ -118,14 +118,14 @@ pub enum Verification {
 
 /// Where a server is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum ProbeAddress {
     /// At the VIP, which the server holds: what clients ask.
     Vip,
     /// At the server's own address.
     Server,
 }
 
-impl Place {
+impl ProbeAddress {
     /// All there are.
     pub const ALL: [Self; 2] = [Self::Vip, Self::Server];
 

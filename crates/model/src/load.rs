@@ -41,7 +41,7 @@ pub struct CoreReadings {
 
 /// Why readings were not taken.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ReadingsRefused {
+pub enum ReadingsRejection {
     /// Late, or sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
     OutOfOrder {
@@ -134,9 +134,9 @@ impl LoadTracker {
     /// # Errors
     /// When the report is older than the newest one, its clock did not move, or it has no cores. What an earlier stream
     /// said is no reason: it may have been wrong, or a lie that would be in the way for ever.
-    pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRefused> {
+    pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
         if readings.busy_ns.is_empty() {
-            return Err(ReadingsRefused::NoCores);
+            return Err(ReadingsRejection::NoCores);
         }
         if let Some(newest) = &self.newest {
             match rates_since(newest, &readings, self.new_stream) {
@@ -183,20 +183,20 @@ fn rates_since(
     newest: &CoreReadings,
     readings: &CoreReadings,
     new_stream: bool,
-) -> Result<Option<Vec<f64>>, ReadingsRefused> {
+) -> Result<Option<Vec<f64>>, ReadingsRejection> {
     if !new_stream && readings.sequence <= newest.sequence {
-        return Err(ReadingsRefused::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
+        return Err(ReadingsRejection::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
     }
     if restarted(newest, readings) {
         return Ok(None);
     }
     if readings.measured_ns <= newest.measured_ns {
         let (measured_ns, newest_ns) = (readings.measured_ns, newest.measured_ns);
-        return Err(ReadingsRefused::ClockStoodStill { measured_ns, newest_ns });
+        return Err(ReadingsRejection::ClockStoodStill { measured_ns, newest_ns });
     }
     let rates = rates(newest, readings);
     match rates.iter().copied().enumerate().find(|(_, load)| *load > MOST_LOAD) {
-        Some((core, load)) => Err(ReadingsRefused::Impossible { core, load }),
+        Some((core, load)) => Err(ReadingsRejection::Impossible { core, load }),
         None => Ok(Some(rates)),
     }
 }
@@ -252,7 +252,7 @@ mod tests {
         tracker.report(readings(7, 0, &[0]), Alpha::PUBLISHED).unwrap();
         tracker.report(readings(8, 100, &[10]), Alpha::PUBLISHED).unwrap();
         let refused = tracker.report(readings(8, 200, &[100]), Alpha::PUBLISHED).unwrap_err();
-        assert_eq!(refused, ReadingsRefused::OutOfOrder { sequence: 8, newest: 8 });
+        assert_eq!(refused, ReadingsRejection::OutOfOrder { sequence: 8, newest: 8 });
         assert!(tracker.report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
         assert!(tracker.report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
         assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));

@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_controller::Now;
 use coreward_controller::agent::Agent;
 use coreward_controller::pool::loads_of_placed;
-use coreward_controller::refused::Refused;
+use coreward_controller::rejection::Rejection;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
@@ -116,11 +116,11 @@ impl Reducer {
     }
 
     /// Takes a report. Gives it back where it is to be handed on to the controller, and says when it is of no use here.
-    pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Refused>) {
+    pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !reported.agent.may_report(configuration.report_interval, now) {
-            return (None, Err(Refused::TooOften(format!("stream {stream}"))));
+            return (None, Err(Rejection::TooOften(format!("stream {stream}"))));
         }
         // Reports with details come once a second, but not to the millisecond.
         let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
@@ -188,7 +188,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
 
 #[cfg(test)]
 mod tests {
-    use coreward_controller::refused::REPORTS_AT_ONCE;
+    use coreward_controller::rejection::REPORTS_AT_ONCE;
     use coreward_model::load::Alpha;
 
     use super::*;
@@ -211,7 +211,7 @@ mod tests {
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
             handed_on += u32::from(report.is_some());
-            refused += u32::from(matches!(outcome, Err(Refused::TooOften(_))));
+            refused += u32::from(matches!(outcome, Err(Rejection::TooOften(_))));
         }
         assert_eq!((handed_on, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
     }

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::health::{Check, HttpProbe, Jitter, Place, Probe, StatusRange, Thresholds, Verdict, Verification};
+use coreward_model::health::{
+    Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verdict, Verification,
+};
 
 use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
@@ -100,7 +102,7 @@ impl From<&Check> for v1::HealthCheck {
     fn from(check: &Check) -> Self {
         let mut message = Self {
             probe: check.probe.name().to_owned(),
-            at: check.place.name().to_owned(),
+            at: check.probe_address.name().to_owned(),
             port: check.port.unwrap_or(0).into(),
             interval_ms: check.interval.as_millis() as u32,
             timeout_ms: check.timeout.as_millis() as u32,
@@ -137,7 +139,7 @@ impl TryFrom<&v1::HealthCheck> for Check {
                 return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
             }
         };
-        let place = Place::ALL.into_iter().find(|place| place.name() == message.at);
+        let place = ProbeAddress::ALL.into_iter().find(|place| place.name() == message.at);
         let place =
             place.ok_or_else(|| WireError::new("at", format!("{:?}: expected \"vip\" or \"server\"", message.at)))?;
         let port = u16::try_from(message.port)
@@ -145,7 +147,7 @@ impl TryFrom<&v1::HealthCheck> for Check {
         let (rise, fall) = (message.rise, message.fall);
         Ok(Self {
             probe,
-            place,
+            probe_address: place,
             port: (port != 0).then_some(port),
             interval: parse_period("interval_ms", message.interval_ms)?,
             timeout: parse_period("timeout_ms", message.timeout_ms)?,
@@ -191,7 +193,7 @@ mod tests {
     fn check(probe: Probe) -> Check {
         Check {
             probe,
-            place: Place::Server,
+            probe_address: ProbeAddress::Server,
             port: Some(8080),
             interval: Duration::from_millis(500),
             timeout: Duration::from_millis(300),

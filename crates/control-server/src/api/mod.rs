@@ -35,7 +35,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::server::controller_state::ControllerState;
 use crate::server::leader_election::{Leader, LeaderElection, is_deposed};
-use crate::server::yield_to_reports;
+use crate::server::lower_thread_priority;
 use coreward_store::StoreError;
 use events::EventLog;
 use feed::Feed;
@@ -156,9 +156,9 @@ pub fn serve(
 ) -> anyhow::Result<Serving> {
     let (router, api) = router(election, tokens)?;
     let guard = api.guard.clone();
-    let begin_thread = || yield_to_reports("the API's threads do");
+    let begin_thread = || lower_thread_priority("API worker");
     listener.serve(acceptor, router, begin_thread, async move {
-        yield_to_reports("the API does");
+        lower_thread_priority("API");
         tokio::join!(look(api), follow_signal(&guard, hangup));
     })
 }

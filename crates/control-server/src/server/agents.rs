@@ -13,7 +13,7 @@ use tonic::{Code, Status};
 
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading;
-use super::refused_status;
+use super::rejection_status;
 use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
@@ -108,7 +108,7 @@ async fn register(
     let relay = source.require_name(&server)?;
     let now = shared.now();
     let session = shared.controller().connect_via_rack(&server, &version, relay, now);
-    session.map_err(|refused| refused_status(&refused))
+    session.map_err(|refused| rejection_status(&refused))
 }
 
 async fn converse(
@@ -145,7 +145,7 @@ async fn converse(
                 }
                 configurations.mark_unchanged();
                 let configuration = shared.controller().agent_configuration(session);
-                let configuration = configuration.map_err(|refused| refused_status(&refused))?;
+                let configuration = configuration.map_err(|refused| rejection_status(&refused))?;
                 if !send(Update::Configuration((&configuration).into())).await {
                     return Ok(());
                 }
@@ -193,7 +193,7 @@ fn take(shared: &ControllerState, session: &Session, report: v1::Report, log: &m
             log.newest = None;
             shared.on_loads_updated();
         }
-        Err(refused) if refused.ends_session() => return Err(refused_status(&refused)),
+        Err(refused) if refused.ends_session() => return Err(rejection_status(&refused)),
         Err(refused) => log.refused(session, &refused),
     }
     Ok(())
@@ -210,7 +210,7 @@ struct RefusalLog {
 }
 
 impl RefusalLog {
-    fn refused(&mut self, session: &Session, refused: &coreward_controller::refused::Refused) {
+    fn refused(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
         if self.newest != Some(refused.reason()) {
             tracing::warn!("a report of {} was refused ({}): {refused}", session.server(), refused.reason());
         }

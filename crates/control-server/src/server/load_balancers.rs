@@ -12,7 +12,7 @@ use tonic::{Status, Streaming};
 
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading;
-use super::refused_status;
+use super::rejection_status;
 use super::state_manager::Change;
 use super::update_publisher::{ConfigUpdate, Cursor, PendingUpdates};
 use coreward_listener::security::AuthenticatedPeer;
@@ -38,7 +38,7 @@ pub async fn serve(
     let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
-        () = tell(&shared, Cursor::default(), answers, &updates) => {}
+        () = send_updates(&shared, Cursor::default(), answers, &updates) => {}
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
         }
@@ -67,7 +67,8 @@ async fn introduce(
     let Registration { name, address, in_force } = read_registration(messages).await?;
     peer.require_name(Role::Lb, &name)?;
     let now = shared.now();
-    let session = shared.controller().register_load_balancer(&name, now).map_err(|refused| refused_status(&refused))?;
+    let session =
+        shared.controller().register_load_balancer(&name, now).map_err(|refused| rejection_status(&refused))?;
     shared.controller().load_balancer_had(session, in_force);
     if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {
         leave(shared, name, session).await;
@@ -144,7 +145,7 @@ fn ask(shared: &ControllerState, session: u64, query: SocketQuery) {
 
 /// The newest configuration, then the newest tables, each time there is something new and room for it. Who is slow
 /// misses tables, and gets the newest.
-async fn tell(
+async fn send_updates(
     shared: &ControllerState,
     mut cursor: Cursor,
     mut answers: mpsc::Receiver<SocketAnswer>,

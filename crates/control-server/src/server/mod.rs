@@ -53,7 +53,7 @@ use crate::config::{ControllerConfig, StoreLocation};
 use agents::ReportSource;
 use controller_state::{ChangeOutcome, ControllerState, WantedChange};
 use coreward_controller::Controller;
-use coreward_controller::refused::Refused;
+use coreward_controller::rejection::Rejection;
 use coreward_fleet::audit::Author;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
@@ -104,11 +104,10 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     outcome
 }
 
-/// People can wait for a moment; reports and tables shall not, where all have one CPU. `who`: the calling thread's work, with its
-/// verb.
-pub(crate) fn yield_to_reports(who: &str) {
+/// Lowers the priority of the calling thread, so that reports and tables do not wait where all share one CPU.
+pub(crate) fn lower_thread_priority(thread: &str) {
     if let Err(error) = coreward_daemon::priority::yield_to_others() {
-        tracing::warn!("{who} not yield to reports and tables: {error}");
+        tracing::warn!(event = "thread_priority_unchanged", thread, %error, "cannot lower a thread's priority");
     }
 }
 
@@ -194,7 +193,7 @@ impl Server {
 
     async fn run(self) -> anyhow::Result<()> {
         let asked = self.election.clone();
-        endpoint::serve(self.config.metrics, || yield_to_reports("metrics do"), move || asked.metrics())?;
+        endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
         // Before anybody can ask: who starts the only controller may ask it at once.
         let work = match self.store {
             OpenedStore::Own(manager) => Work::Alone(Box::new(Term::begin(*manager, &self.election, None))),
@@ -431,18 +430,18 @@ async fn look(shared: &ControllerState) {
 }
 
 /// The gRPC code of a refusal that ends a stream.
-fn refused_status(refused: &Refused) -> Status {
+fn rejection_status(refused: &Rejection) -> Status {
     let message = refused.to_string();
     match refused {
-        Refused::UnknownServer(_) => Status::not_found(message),
-        Refused::DuplicateSession { .. }
-        | Refused::DuplicateLoadBalancer { .. }
-        | Refused::DuplicateRack { .. }
-        | Refused::Superseded(_) => Status::already_exists(message),
-        Refused::UnknownRack(_) | Refused::UnknownLoadBalancer(_) | Refused::ForeignRack { .. } => {
+        Rejection::UnknownServer(_) => Status::not_found(message),
+        Rejection::DuplicateSession { .. }
+        | Rejection::DuplicateLoadBalancer { .. }
+        | Rejection::DuplicateRack { .. }
+        | Rejection::Superseded(_) => Status::already_exists(message),
+        Rejection::UnknownRack(_) | Rejection::UnknownLoadBalancer(_) | Rejection::ForeignRack { .. } => {
             Status::permission_denied(message)
         }
-        Refused::TooManyRegistrations(_) | Refused::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
+        Rejection::TooManyRegistrations(_) | Rejection::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
         _ => Status::invalid_argument(message),
     }
 }

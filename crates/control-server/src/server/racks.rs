@@ -14,14 +14,14 @@ use tonic::{Status, Streaming};
 use super::agents::ReportSource;
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading;
-use super::{agents, refused_status};
+use super::{agents, rejection_status};
 use coreward_controller::racks::RackRelay;
-use coreward_controller::refused::Refused;
+use coreward_controller::rejection::Rejection;
 use coreward_listener::security::AuthenticatedPeer;
 
 type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
-/// What an agent has said, for who serves it.
-type Said = mpsc::Sender<Result<v1::AgentMessage, Status>>;
+/// Queue of an agent's messages to the task that serves it.
+type AgentMessages = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
 /// Messages of one agent that wait to be served. The rack's stream waits where there is no room.
 const QUEUED: usize = 4;
@@ -46,9 +46,9 @@ pub async fn serve(
     tracing::info!("rack {name} has connected");
     tokio::select! {
         () = listen(&shared, &name, session, &mut messages, &updates) => {}
-        refused = tell(&shared, session, &updates) => if let Some(refused) = refused {
+        refused = send_updates(&shared, session, &updates) => if let Some(refused) = refused {
             tracing::warn!("rack {name} is refused: {refused}");
-            let _ = updates.send(Err(refused_status(&refused))).await;
+            let _ = updates.send(Err(rejection_status(&refused))).await;
         },
         _ = shared.deposed() => {
             let _ = updates.send(Err(not_leading(None))).await;
@@ -72,7 +72,7 @@ async fn register(
     peer.require_name(Role::Rack, &name)?;
     let now = shared.now();
     let session = shared.controller().register_rack(&name, &version, now);
-    session.map(|session| (name, session)).map_err(|refused| refused_status(&refused))
+    session.map(|session| (name, session)).map_err(|refused| rejection_status(&refused))
 }
 
 /// What it passes up and hands on, until it disconnects.
@@ -83,7 +83,7 @@ async fn listen(
     messages: &mut Streaming<v1::RackMessage>,
     updates: &Updates,
 ) {
-    let mut served: HashMap<u64, Said> = HashMap::new();
+    let mut served: HashMap<u64, AgentMessages> = HashMap::new();
     let mut newest_refusal = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = shared.now();
@@ -125,7 +125,7 @@ async fn listen(
 }
 
 /// Serves an agent behind the rack, from its registration on.
-fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> Said {
+fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
     let stream = relay.stream;
@@ -150,7 +150,7 @@ fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> S
 
 /// What the rack must know: looked at once per report interval, and told when it has changed. Ends when the rack does, or says why the
 /// rack must.
-async fn tell(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Refused> {
+async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Rejection> {
     let (mut told, mut looked_at) = (None, None);
     loop {
         let now = shared.now();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use coreward_controller::refused::REPORTS_AT_ONCE;
+use coreward_controller::rejection::REPORTS_AT_ONCE;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use tokio::sync::mpsc;

@@ -94,7 +94,7 @@ async fn the_term_comes_with_the_stream() {
 #[test]
 fn who_refuses_us_is_left_alone_for_a_while() {
     let mut turns = Turns::new(2);
-    assert_eq!((turns.ended(&End::Refused), turns.current), (REFUSED_RETRY_INTERVAL, 1));
+    assert_eq!((turns.ended(&End::Rejected), turns.current), (REJECTED_RETRY_INTERVAL, 1));
 }
 
 #[test]

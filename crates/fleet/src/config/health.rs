@@ -5,7 +5,7 @@ use coreward_config::{
     Form, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, choices, parsed, serde_json, table,
 };
 use coreward_model::consistency::{ServiceMode, Timestamps};
-use coreward_model::health::{Check, HttpProbe, Jitter, Place, Probe, StatusRange, Thresholds, Verification};
+use coreward_model::health::{Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verification};
 use coreward_model::tuple::Protocol;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
@@ -17,7 +17,7 @@ table! {
         /// What is asked of its servers.
         pub check: CheckKind = CheckKind::Tcp,
         /// Where a server is asked: "vip", which it holds and clients ask, or "server", its own address.
-        pub at: Option<Spanned<Place>>,
+        pub at: Option<Spanned<ProbeAddress>>,
         /// At which port; without it the service's.
         pub port: Option<Spanned<Number<1, 65535>>>,
         /// From one check to the next, at most.
@@ -157,7 +157,7 @@ pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, rea
     let health = table.get_ref();
     refuse_strangers(health, reader);
     let stamped_here = mode.timestamps == Timestamps::LoadBalancer;
-    if let Some(at) = health.at.as_ref().filter(|at| stamped_here && *at.get_ref() == Place::Vip) {
+    if let Some(at) = health.at.as_ref().filter(|at| stamped_here && *at.get_ref() == ProbeAddress::Vip) {
         reader.mistake(
             at.span(),
             "checks at the VIP of a service with `timestamps = \"lb\"`, where the load balancer would stamp its own \
@@ -186,7 +186,10 @@ pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, rea
     let results = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(Check {
         probe,
-        place: health.at.as_ref().map_or(if stamped_here { Place::Server } else { Place::Vip }, |at| *at.get_ref()),
+        probe_address: health
+            .at
+            .as_ref()
+            .map_or(if stamped_here { ProbeAddress::Server } else { ProbeAddress::Vip }, |at| *at.get_ref()),
         port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,

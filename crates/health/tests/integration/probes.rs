@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use coreward_health::checker::{Checker, Service};
 use coreward_health::probe::{Prober, Unwell};
-use coreward_model::health::{Check, HttpProbe, Jitter, Place, Probe, StatusRange, Thresholds, Verdict, Verification};
+use coreward_model::health::{
+    Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verdict, Verification,
+};
 use rustls::crypto::ring;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use rustls_pki_types::PrivateKeyDer;
@@ -16,7 +18,7 @@ use rustls_pki_types::PrivateKeyDer;
 fn check(probe: Probe) -> Arc<Check> {
     Arc::new(Check {
         probe,
-        place: Place::Server,
+        probe_address: ProbeAddress::Server,
         port: None,
         interval: Duration::from_millis(20),
         timeout: Duration::from_secs(20),
@@ -73,7 +75,7 @@ fn tcp() {
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
     let SocketAddr::V4(nobody) = taken.local_addr().unwrap() else { unreachable!("bound to an IPv4 address") };
-    assert_eq!(ask(Probe::Tcp, nobody), Err(Unwell::Refused));
+    assert_eq!(ask(Probe::Tcp, nobody), Err(Unwell::ConnectionRefused));
 }
 
 #[test]

@@ -63,7 +63,7 @@ enum Delivery {
     /// Dropped on the way, or nobody wanted it.
     Lost,
     /// A server without the connection got it, and resets.
-    Refused,
+    Rejected,
 }
 
 impl Simulation {
@@ -191,7 +191,7 @@ impl Simulation {
                 let gap = self.gap();
                 self.at(gap, Event::Packet(number));
             }
-            Delivery::Refused => {
+            Delivery::Rejected => {
                 if flags == RST {
                     self.report.resets_astray += 1;
                 } else if timestamps {
@@ -336,7 +336,7 @@ impl Simulation {
         }
         // A SYN sent twice: this server has a half-open connection, but not this one.
         if connection.timestamps || connection.sockets.iter().any(|socket| socket.server == server) {
-            return Delivery::Refused;
+            return Delivery::Rejected;
         }
         self.hand_to_the_one_before(number, server, frame)
     }
@@ -346,13 +346,13 @@ impl Simulation {
         let named = u16::from_be_bytes([frame[ETHERNET + 4], frame[ETHERNET + 5]]);
         let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
         let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {
-            return Delivery::Refused;
+            return Delivery::Rejected;
         };
         self.report.chained += 1;
         match self.servers[before].life {
             Life::Gone => Delivery::Lost,
             _ if self.connection(number).server == Some(before) => Delivery::Accepted(before),
-            _ => Delivery::Refused,
+            _ => Delivery::Rejected,
         }
     }
 

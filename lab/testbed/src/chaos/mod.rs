@@ -5,12 +5,12 @@
 //! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
 //! * [`traffic`]: the clients
 //! * [`writer`]: who changes the configuration, by [`document`], drains servers, and remembers what was acknowledged ([`drains`])
-//! * [`attraction`]: what a server draws whose agent lies about its load
+//! * [`byzantine_share`]: what a server draws whose agent lies about its load
 //! * [`watch`]: what must only grow or stay; [`ask`]: by the operator's commands
 //! * [`outcome`]: what was seen, in words
 
 pub mod ask;
-pub mod attraction;
+pub mod byzantine_share;
 pub mod disk;
 pub mod document;
 pub mod drains;
@@ -39,7 +39,7 @@ use crate::interrupt;
 use crate::nginx::Nginx;
 use crate::preload::Preload;
 use crate::topology::{SERVICE, Testbed, TestbedOptions};
-use attraction::Attraction;
+use byzantine_share::ByzantineShare;
 use disk::Disk;
 use document::Documents;
 use etcd::Etcd;
@@ -211,7 +211,7 @@ impl<'a> Run<'a> {
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
         let seconds = f64::from(self.options.seconds) * CHANGES_SHARE;
         let interval = Duration::from_secs_f64(seconds / self.options.changes.max(1) as f64);
-        let (busiest, attraction) = std::thread::scope(|scope| {
+        let (busiest, byzantine_share) = std::thread::scope(|scope| {
             let _stop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
             scope.spawn(|| change_loads(self.testbed, &all_done));
             scope.spawn(|| watch.run(&all_done));
@@ -225,8 +225,8 @@ impl<'a> Run<'a> {
             self.site.restart_controllers()?;
             self.wait_until_whole(&["kill"], &watch)?;
             writer.look_again(&mut written)?;
-            let attraction = self.attraction(&writer, &mut written)?;
-            Ok::<_, anyhow::Error>((self.site.taken()?, attraction))
+            let byzantine_share = self.byzantine_share(&writer, &mut written)?;
+            Ok::<_, anyhow::Error>((self.site.taken()?, byzantine_share))
         })?;
         self.check_growth(&busiest);
         let mut outcome = Outcome {
@@ -234,7 +234,7 @@ impl<'a> Run<'a> {
             seed: self.options.seed,
             faults: self.faults.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
             lies: self.site.lies().into(),
-            attraction,
+            byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.writes(),
             watched: watch.watched(),
@@ -298,23 +298,23 @@ impl<'a> Run<'a> {
     }
 
     /// Measures the connections a server draws while an impostor reports idle cores in its name.
-    fn attraction(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<Attraction>> {
+    fn byzantine_share(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<ByzantineShare>> {
         if !self.kinds.contains(&FaultKind::Liar) {
             return Ok(None);
         }
         writer.undrain(written, 0)?;
         self.say(&format!("an impostor reports idle cores of s{LIAR}"));
         self.site.begin_lies(LIAR, Lie::Load)?;
-        let attraction = self.testbed.client().within(|| Attraction::measure(LIAR, SERVERS))?;
+        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(LIAR, SERVERS))?;
         self.site.end_lies(LIAR)?;
-        if attraction.is_over_limit() {
+        if byzantine_share.is_over_limit() {
             self.violations.push(format!(
-                "idle cores reported in s{LIAR}'s name drew {attraction}; by second: {:?}\n{}",
-                attraction.seconds,
+                "idle cores reported in s{LIAR}'s name drew {byzantine_share}; by second: {:?}\n{}",
+                byzantine_share.seconds,
                 logs(self.testbed)
             ));
         }
-        Ok(Some(attraction))
+        Ok(Some(byzantine_share))
     }
 
     /// Waits until everybody reports and is heard again, and new tables are in force.

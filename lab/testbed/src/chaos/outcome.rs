@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use serde::Serialize;
 
 use super::LIAR;
-use super::attraction::Attraction;
+use super::byzantine_share::ByzantineShare;
 use super::liar::Lies;
 use super::traffic::Seen;
 use super::watch::{Taken, Watched};
@@ -25,7 +25,7 @@ pub struct Outcome {
     /// What was told by those who lie.
     pub lies: LiesTold,
     /// Connections drawn by a server whose agent reported idle cores; `None`: no lies.
-    pub attraction: Option<Attraction>,
+    pub byzantine_share: Option<ByzantineShare>,
     /// After each round: how long it took until everything was whole again.
     pub recoveries: Vec<Recovery>,
     /// Changes of the configuration.
@@ -83,8 +83,8 @@ impl fmt::Display for Outcome {
         let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         writeln!(f, "\nseed {seed}, {seconds:.0} s, {} faults: {}", faults.values().sum::<u64>(), kinds.join(", "))?;
         writeln!(f, "  lies         {} reports, {} connections", lies.reports, lies.connections)?;
-        if let Some(attraction) = &self.attraction {
-            writeln!(f, "  idle cores   reported in s{LIAR}'s name drew {attraction}")?;
+        if let Some(byzantine_share) = &self.byzantine_share {
+            writeln!(f, "  idle cores   reported in s{LIAR}'s name drew {byzantine_share}")?;
         }
         for (name, count) in [
             ("downloads", seen.downloads),

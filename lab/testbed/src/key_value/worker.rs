@@ -60,7 +60,7 @@ pub(crate) enum Pace {
 
 /// Why a datagram was not answered.
 #[derive(Debug, thiserror::Error)]
-enum Refused {
+enum Rejection {
     #[error(transparent)]
     BadRequest(#[from] BadRequest),
     #[error("a {0}, for which there is no service time: give one by --service-us or in the request")]
@@ -97,7 +97,7 @@ impl Worker<'_> {
                 other => other.context("cannot receive")?,
             };
             self.counters.add(Counters::RECEIVED, 1);
-            let datagram = if received.truncated { Err(Refused::Truncated) } else { Ok(&buffer[..received.length]) };
+            let datagram = if received.truncated { Err(Rejection::Truncated) } else { Ok(&buffer[..received.length]) };
             let outcome = datagram.and_then(|datagram| {
                 let request = Request::parse(datagram)?;
                 self.serve(&request, received.arrived_ns, &mut core, &mut response)
@@ -126,16 +126,16 @@ impl Worker<'_> {
         arrived_ns: u64,
         core: &mut VirtualCore,
         response: &mut ResponseWriter,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Rejection> {
         if request.value.len() > VALUE_MAX {
-            return Err(Refused::Value(request.value.len()));
+            return Err(Rejection::Value(request.value.len()));
         }
         let begun_ns = now_ns();
         let service_ns = match self.pace {
             Pace::Work => None,
             Pace::Clock(_) if request.service_ns > 0 => Some(request.service_ns),
             Pace::Clock(times) => {
-                let no_time = Refused::NoServiceTime(request.request_type);
+                let no_time = Rejection::NoServiceTime(request.request_type);
                 Some(times.get_ns(request.request_type).ok_or(no_time)?)
             }
         };

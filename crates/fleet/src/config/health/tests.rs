@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use coreward_config::Source;
-use coreward_model::health::{Place, Probe, StatusRange, Verification, WhenAllDown};
+use coreward_model::health::{Probe, ProbeAddress, StatusRange, Verification, WhenAllDown};
 
 use crate::config::{FleetConfig, ServiceConfig};
 
@@ -25,10 +25,13 @@ fn without_the_table_nobody_checks() {
 #[test]
 fn an_empty_table_is_a_check_of_tcp() {
     let check = parse("[service.health]\n").unwrap().check.unwrap();
-    assert_eq!((&check.probe, check.place, check.port), (&Probe::Tcp, Place::Vip, None));
+    assert_eq!((&check.probe, check.probe_address, check.port), (&Probe::Tcp, ProbeAddress::Vip, None));
     assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
     assert_eq!((check.thresholds.rise(), check.thresholds.fall(), check.jitter.get()), (2, 3, 0.1));
-    assert_eq!(parse("timestamps = \"lb\"\n[service.health]\n").unwrap().check.unwrap().place, Place::Server);
+    assert_eq!(
+        parse("timestamps = \"lb\"\n[service.health]\n").unwrap().check.unwrap().probe_address,
+        ProbeAddress::Server
+    );
 }
 
 #[test]
@@ -36,7 +39,10 @@ fn requests() {
     let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
     let check = parse(keys).unwrap().check.unwrap();
-    assert_eq!((check.place, check.port, check.interval), (Place::Server, Some(8080), Duration::from_millis(500)));
+    assert_eq!(
+        (check.probe_address, check.port, check.interval),
+        (ProbeAddress::Server, Some(8080), Duration::from_millis(500))
+    );
     let Probe::Http(http) = check.probe else { panic!("{check:?}") };
     assert_eq!((http.path.as_str(), http.host.as_deref()), ("/healthz?full=1", Some("www.example.org")));
     assert_eq!(http.expect, StatusRange::new(204, 204).unwrap());

@@ -92,7 +92,7 @@ impl Lb {
             table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
             ..default
         };
-        config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
+        config.check().map_err(|error| Unfit::Rejected(error.to_string()))?;
         let measured = matches!(measure, Measure::ServerVariancePct | Measure::CoreVariancePct | Measure::ServedPct);
         if !measured {
             return Err(Unfit::NotMeasured { kind: KIND, measure });

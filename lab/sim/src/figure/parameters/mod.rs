@@ -57,7 +57,7 @@ pub enum Unfit {
     },
     /// The simulator's own words.
     #[error("{0}")]
-    Refused(String),
+    Rejected(String),
 }
 
 /// A variant as scenario files write it.

@@ -91,7 +91,7 @@ impl Path {
             seeds: vec![seed],
             ..default
         };
-        config.check().map_err(|error| Unfit::Refused(error.to_string()))?;
+        config.check().map_err(|error| Unfit::Rejected(error.to_string()))?;
         Ok(Some((Job::Path(config), Wanted { seed, ..Wanted::of(measure) })))
     }
 }

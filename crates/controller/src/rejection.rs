@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use coreward_model::load::ReadingsRefused;
+use coreward_model::load::ReadingsRejection;
 use coreward_wire::ReportError;
 
 use super::token_bucket::Quota;
@@ -19,7 +19,7 @@ pub const MOST_LOAD_BALANCERS: usize = 1024;
 
 /// Why a report, or an agent, was not taken. What runs keeps running.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Refused {
+pub enum Rejection {
     /// Nobody of that name is in the controller's file.
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
     UnknownServer(String),
@@ -91,14 +91,14 @@ pub enum Refused {
     TooManyLoadBalancers(String),
     /// The readings are of no use.
     #[error(transparent)]
-    Readings(#[from] ReadingsRefused),
+    Readings(#[from] ReadingsRejection),
     /// The message is.
     #[error(transparent)]
     Malformed(#[from] ReportError),
 }
 
-impl Refused {
-    /// All names that [`Refused::reason`] gives: the counters in `coreward status`.
+impl Rejection {
+    /// All names that [`Rejection::reason`] gives: the counters in `coreward status`.
     pub const REASONS: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
@@ -123,24 +123,24 @@ impl Refused {
     /// The counter that counts it.
     pub fn reason(&self) -> &'static str {
         match self {
-            Refused::UnknownServer(_) => "unknown_server",
-            Refused::DuplicateSession { .. } => "duplicate_session",
-            Refused::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
-            Refused::DuplicateRack { .. } => "duplicate_rack",
-            Refused::UnknownRack(_) => "unknown_rack",
-            Refused::UnknownLoadBalancer(_) => "unknown_load_balancer",
-            Refused::ForeignRack { .. } => "foreign_rack",
-            Refused::Superseded(_) => "superseded",
-            Refused::Readings(ReadingsRefused::OutOfOrder { .. }) => "out_of_order",
-            Refused::Readings(ReadingsRefused::ClockStoodStill { .. }) => "clock_stood_still",
-            Refused::Readings(ReadingsRefused::NoCores) => "no_cores",
-            Refused::Malformed(ReportError::Rss(_)) => "malformed_rss",
-            Refused::Readings(ReadingsRefused::Impossible { .. }) => "impossible_load",
-            Refused::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
-            Refused::Malformed(ReportError::TooLarge { .. }) => "too_large",
-            Refused::TooOften(_) => "too_often",
-            Refused::TooManyRegistrations(_) => "too_many_registrations",
-            Refused::TooManyLoadBalancers(_) => "too_many_load_balancers",
+            Rejection::UnknownServer(_) => "unknown_server",
+            Rejection::DuplicateSession { .. } => "duplicate_session",
+            Rejection::DuplicateLoadBalancer { .. } => "duplicate_load_balancer",
+            Rejection::DuplicateRack { .. } => "duplicate_rack",
+            Rejection::UnknownRack(_) => "unknown_rack",
+            Rejection::UnknownLoadBalancer(_) => "unknown_load_balancer",
+            Rejection::ForeignRack { .. } => "foreign_rack",
+            Rejection::Superseded(_) => "superseded",
+            Rejection::Readings(ReadingsRejection::OutOfOrder { .. }) => "out_of_order",
+            Rejection::Readings(ReadingsRejection::ClockStoodStill { .. }) => "clock_stood_still",
+            Rejection::Readings(ReadingsRejection::NoCores) => "no_cores",
+            Rejection::Malformed(ReportError::Rss(_)) => "malformed_rss",
+            Rejection::Readings(ReadingsRejection::Impossible { .. }) => "impossible_load",
+            Rejection::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
+            Rejection::Malformed(ReportError::TooLarge { .. }) => "too_large",
+            Rejection::TooOften(_) => "too_often",
+            Rejection::TooManyRegistrations(_) => "too_many_registrations",
+            Rejection::TooManyLoadBalancers(_) => "too_many_load_balancers",
         }
     }
 
@@ -148,16 +148,16 @@ impl Refused {
     pub fn ends_session(&self) -> bool {
         matches!(
             self,
-            Refused::UnknownServer(_)
-                | Refused::DuplicateSession { .. }
-                | Refused::DuplicateLoadBalancer { .. }
-                | Refused::DuplicateRack { .. }
-                | Refused::UnknownRack(_)
-                | Refused::UnknownLoadBalancer(_)
-                | Refused::ForeignRack { .. }
-                | Refused::Superseded(_)
-                | Refused::TooManyRegistrations(_)
-                | Refused::TooManyLoadBalancers(_)
+            Rejection::UnknownServer(_)
+                | Rejection::DuplicateSession { .. }
+                | Rejection::DuplicateLoadBalancer { .. }
+                | Rejection::DuplicateRack { .. }
+                | Rejection::UnknownRack(_)
+                | Rejection::UnknownLoadBalancer(_)
+                | Rejection::ForeignRack { .. }
+                | Rejection::Superseded(_)
+                | Rejection::TooManyRegistrations(_)
+                | Rejection::TooManyLoadBalancers(_)
         )
     }
 }

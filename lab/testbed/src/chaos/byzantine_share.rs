@@ -25,14 +25,14 @@ const DEVIATIONS: f64 = 5.0;
 
 /// Connections that the server drew.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Attraction {
+pub struct ByzantineShare {
     /// Its share of new connections if it were treated as all others, of 1.
     pub fair: f64,
     /// Its connections, and all connections, second by second.
     pub seconds: Vec<[u64; 2]>,
 }
 
-impl Attraction {
+impl ByzantineShare {
     /// Opens connections while the liar reports; call it in the client's namespace. `servers`: how many there are.
     ///
     /// # Errors
@@ -74,7 +74,7 @@ impl Attraction {
     }
 }
 
-impl fmt::Display for Attraction {
+impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let percent = [self.at_first(), self.at_last().0, self.fair, self.limit()].map(|share| 100.0 * share);
         let [at_first, at_last, fair, limit] = percent;
@@ -92,7 +92,7 @@ mod tests {
 
     #[test]
     fn chance_is_not_over_the_limit() {
-        let last = |drawn| Attraction {
+        let last = |drawn| ByzantineShare {
             fair: 0.25,
             seconds: [vec![[100, 100]; LASTS - END], vec![[drawn, 100]; END]].concat(),
         };

@@ -23,7 +23,7 @@ const MAX_ELAPSED: Duration = Duration::from_secs(1);
 
 /// What servers took of new connections.
 #[derive(Debug, Default)]
-pub struct Attraction {
+pub struct ShareLimiter {
     /// Connections that were opened since the last update.
     services: HashMap<ServiceIndex, u64>,
     servers: HashMap<ServerId, u64>,
@@ -33,7 +33,7 @@ pub struct Attraction {
     excluded: HashSet<(ServiceIndex, ServerId)>,
 }
 
-impl Attraction {
+impl ShareLimiter {
     /// Counts connections.
     pub fn add(&mut self, newly: &NewlyOpened) {
         for (service, count) in &newly.services {
@@ -83,29 +83,29 @@ impl Controller {
     /// Returns the part of its share of the service's new connections that the server gets: less than 1 in its slow
     /// start, 0 while it is excluded.
     pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
-        let is_excluded = self.attraction.excluded.contains(&(service.fleet().index, id));
+        let is_excluded = self.share_limiter.excluded.contains(&(service.fleet().index, id));
         if is_excluded { 0.0 } else { service.ramp(id, now) }
     }
 
     /// Updates what servers may take, once per [`UPDATE_INTERVAL`].
-    pub(super) fn update_attraction(&mut self, now: Now) {
-        let elapsed = now.monotonic.saturating_sub(self.attraction.updated);
+    pub(super) fn update_share_limiter(&mut self, now: Now) {
+        let elapsed = now.monotonic.saturating_sub(self.share_limiter.updated);
         if elapsed < UPDATE_INTERVAL {
             return;
         }
-        self.attraction.updated = now.monotonic;
+        self.share_limiter.updated = now.monotonic;
         let mut expected: HashMap<ServerId, f64> = HashMap::new();
-        for (index, opened) in std::mem::take(&mut self.attraction.services) {
+        for (index, opened) in std::mem::take(&mut self.share_limiter.services) {
             let Some(position) = self.positions.get(&index) else { continue };
             for (id, share) in self.fair_shares(*position, now) {
                 *expected.entry(id).or_default() += share * opened as f64;
             }
         }
-        let before: HashSet<ServerId> = self.attraction.limited().collect();
+        let before: HashSet<ServerId> = self.share_limiter.limited().collect();
         let servers = &self.fleet.servers;
-        self.attraction.allowances.retain(|id, _| servers.contains_key(id));
-        self.attraction.update(&expected, elapsed.min(MAX_ELAPSED));
-        let limited: HashSet<ServerId> = self.attraction.limited().collect();
+        self.share_limiter.allowances.retain(|id, _| servers.contains_key(id));
+        self.share_limiter.update(&expected, elapsed.min(MAX_ELAPSED));
+        let limited: HashSet<ServerId> = self.share_limiter.limited().collect();
         self.report_limited(&before, &limited);
         self.exclude_spent(&limited, now);
     }
@@ -123,13 +123,13 @@ impl Controller {
         for position in positions.into_iter().filter(|position| self.services[*position].reads_loads()) {
             let index = self.services[position].fleet().index;
             let servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
-            let (spent, others): (Vec<_>, Vec<_>) = servers.partition(|id| self.attraction.is_spent(*id));
+            let (spent, others): (Vec<_>, Vec<_>) = servers.partition(|id| self.share_limiter.is_spent(*id));
             if !others.is_empty() {
                 excluded.extend(spent.into_iter().map(|id| (index, id)));
             }
         }
-        let before = std::mem::replace(&mut self.attraction.excluded, excluded);
-        let changed = before.symmetric_difference(&self.attraction.excluded).map(|(_, id)| *id);
+        let before = std::mem::replace(&mut self.share_limiter.excluded, excluded);
+        let changed = before.symmetric_difference(&self.share_limiter.excluded).map(|(_, id)| *id);
         for id in changed.collect::<HashSet<_>>() {
             self.source_changed(id);
         }

@@ -134,7 +134,7 @@ fn lying_agent_attracts_at_most_twice_its_fair_part() {
         let part = harness.part_of_liar();
         // A tenth is fair.
         assert!(part < 0.21, "{policy}: {part}");
-        assert_eq!(harness.controller.attraction.limited_count(), 1, "{policy}");
+        assert_eq!(harness.controller.share_limiter.limited_count(), 1, "{policy}");
     }
 }
 
@@ -174,7 +174,7 @@ fn honest_servers_are_not_limited() {
         let mut harness = Harness::new(policy, false);
         for interval in 0..600 {
             harness.step(interval);
-            assert_eq!(harness.controller.attraction.limited_count(), 0, "{policy}, interval {interval}");
+            assert_eq!(harness.controller.share_limiter.limited_count(), 0, "{policy}, interval {interval}");
         }
     }
 }
@@ -183,8 +183,8 @@ fn honest_servers_are_not_limited() {
 fn liar_that_reports_its_load_again_is_limited_no_more() {
     let mut harness = Harness::new("crossrss", true);
     (0..300).for_each(|interval| harness.step(interval));
-    assert_eq!(harness.controller.attraction.limited_count(), 1);
+    assert_eq!(harness.controller.share_limiter.limited_count(), 1);
     harness.lies = false;
     (300..900).for_each(|interval| harness.step(interval));
-    assert_eq!(harness.controller.attraction.limited_count(), 0);
+    assert_eq!(harness.controller.share_limiter.limited_count(), 0);
 }
