@@ -143,7 +143,7 @@ impl Agent {
             counting: Counting::default(),
         };
         agent.rss_changed();
-        agent.look_after();
+        agent.maintain();
         Ok(agent)
     }
 
@@ -224,7 +224,7 @@ impl Agent {
         tracing::info!("configuration {}: serves {}", configuration.generation, names.join(", "));
         self.confirmed = configuration.generation;
         self.configuration = Some(configuration);
-        self.look_after();
+        self.maintain();
     }
 
     /// Nothing of a configuration can be used.
@@ -263,14 +263,14 @@ impl Agent {
     }
 
     /// Follows what changes by itself: the NIC's RSS, the CPUs of its queues, the workers. About once a second.
-    pub fn look_after(&mut self) {
-        if self.rss.follow(&mut self.memory) {
+    pub fn maintain(&mut self) {
+        if self.rss.sync(&mut self.memory) {
             self.rss_changed();
         }
         self.cpu_of_queue = queues::cpus(&self.config.interface, self.rss.receive_queues());
         self.load.refresh(&self.cpu_of_queue);
         self.keep_times_near();
-        self.chain.follow(&mut self.programs);
+        self.chain.apply_changes(&mut self.programs);
         let not_in_force = self.judge_rss();
         self.warnings.clear();
         if let Some(configuration) = self.configuration.as_ref().filter(|configuration| is_stamped(configuration)) {
@@ -284,7 +284,7 @@ impl Agent {
         self.warnings.extend(not_in_force);
         self.warnings.extend(self.counting.warning());
         self.warnings.extend(self.load.warnings());
-        self.warnings.extend(self.steering.look(&self.cpu_of_queue));
+        self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
         if self.hazards_at.is_none_or(|at| at.elapsed() > HAZARDS_INTERVAL) {
             self.hazards = Hazards::gather(&self.config.interface).words(&self.config.interface);
@@ -394,8 +394,8 @@ impl Agent {
         }
         self.sequence += 1;
         // Sooner than the next look: until then packets for a server that is new are kept.
-        self.chain.follow(&mut self.programs);
-        self.counting.follow(self.configuration.as_ref());
+        self.chain.apply_changes(&mut self.programs);
+        self.counting.poll(self.configuration.as_ref());
         let generation = self.rss.generation();
         let rss = (generation != told.rss_generation())
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
@@ -437,7 +437,7 @@ impl Agent {
             (_, None) => self.end_dispatch()?,
         }
         self.config.dispatch = config.dispatch;
-        self.look_after();
+        self.maintain();
         Ok(())
     }
 

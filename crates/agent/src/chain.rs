@@ -53,13 +53,13 @@ impl Chain {
             self.resolver = Some(Resolver::start(&self.interface).context("finding other servers")?);
         }
         if let Some((resolver, _)) = &self.resolver {
-            resolver.follow(self.ids.keys().copied().collect());
+            resolver.set_addresses(self.ids.keys().copied().collect());
         }
         Ok(())
     }
 
     /// Takes over what ARP has said meanwhile.
-    pub fn follow(&mut self, programs: &mut ServerPrograms) {
+    pub fn apply_changes(&mut self, programs: &mut ServerPrograms) {
         let Some((_, changes)) = &self.resolver else { return };
         for Change { address, mac } in changes.try_iter() {
             let Some(ids) = self.ids.get(&address) else { continue };

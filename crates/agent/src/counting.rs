@@ -37,7 +37,7 @@ struct Counted {
 
 impl Counting {
     /// Takes in what was counted, and begins anew when that is due.
-    pub fn follow(&mut self, configuration: Option<&AgentConfiguration>) {
+    pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(ended) = self.under_way.take_if(|thread| thread.is_finished()) {
             let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
             self.take(outcome);

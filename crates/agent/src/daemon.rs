@@ -24,7 +24,7 @@ use crate::config::Config;
 use crate::told::Told;
 
 /// How often the agent looks after what changes by itself.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. What packets need is pinned and stays at work; the NIC's RSS is put back.
 ///
 /// # Errors
@@ -37,9 +37,10 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
         let scrapes = Scrapes::listen(agent.metrics_address())?;
-        let chores = Chores { look: every(LOOK_INTERVAL), reload: Some((hangup, config_file.to_owned())), scrapes };
+        let chores =
+            Chores { maintenance: every(POLL_INTERVAL), reload: Some((hangup, config_file.to_owned())), scrapes };
         let connection = connection(&agent)?;
-        coreward_daemon::until_told(async { match follow_for_ever(&mut agent, connection, chores).await {} }).await
+        coreward_daemon::run_until_shutdown(async { match run_sessions(&mut agent, connection, chores).await {} }).await
     })?;
     agent.leave()
 }
@@ -53,8 +54,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let connection = connection(agent)?;
-        let chores = Chores { look: every(LOOK_INTERVAL), reload: None, scrapes: Scrapes::default() };
-        Ok(follow_for_ever(agent, connection, chores).await)
+        let chores = Chores { maintenance: every(POLL_INTERVAL), reload: None, scrapes: Scrapes::default() };
+        Ok(run_sessions(agent, connection, chores).await)
     })
 }
 
@@ -64,14 +65,14 @@ fn connection(agent: &Agent) -> anyhow::Result<Connection> {
 
 /// What is to be done whether there is a controller or not.
 struct Chores {
-    look: Interval,
+    maintenance: Interval,
     /// SIGHUP, and the file to read then.
     reload: Option<(Signal, PathBuf)>,
     scrapes: Scrapes,
 }
 
 enum Chore {
-    Look,
+    Maintain,
     Reload(PathBuf),
     Scrape(oneshot::Sender<Page>),
 }
@@ -89,7 +90,7 @@ impl Chores {
             }
         };
         tokio::select! {
-            _ = self.look.tick() => Chore::Look,
+            _ = self.maintenance.tick() => Chore::Maintain,
             path = reload => Chore::Reload(path),
             scrape = self.scrapes.next() => Chore::Scrape(scrape),
         }
@@ -110,7 +111,7 @@ impl Chores {
 impl Chore {
     fn perform(self, agent: &mut Agent, connection: &Connection) {
         let path = match self {
-            Self::Look => return agent.look_after(),
+            Self::Maintain => return agent.maintain(),
             Self::Scrape(scrape) => {
                 let mut page = agent.metrics(&connection.warnings());
                 connection.add_metrics(&mut page);
@@ -144,20 +145,16 @@ fn every(period: Duration) -> Interval {
     interval
 }
 
-async fn follow_for_ever(
-    agent: &mut Agent,
-    mut connection: Connection,
-    mut chores: Chores,
-) -> std::convert::Infallible {
+async fn run_sessions(agent: &mut Agent, mut connection: Connection, mut chores: Chores) -> std::convert::Infallible {
     loop {
-        let error = follow(&mut connection, agent, &mut chores).await.err();
+        let error = run_session(&mut connection, agent, &mut chores).await.err();
         let pause = connection.ended(error.as_ref());
         chores.meanwhile(agent, &connection, tokio::time::sleep(pause)).await;
     }
 }
 
 /// One stream, until it ends.
-async fn follow(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
+async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
     let channel = chores.meanwhile(agent, connection, connection.connect()).await?;
     let mut client = ControlClient::new(channel);
     let (messages, receiver) = mpsc::channel(4);

@@ -40,7 +40,7 @@ pub struct RssArgs {
 }
 
 /// Between two looks at the samples: fewer SYNs than `RSS_SAMPLES` should arrive meanwhile.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
@@ -142,7 +142,7 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
         if over || args.syns.is_some_and(|syns| last >= syns) {
             break;
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
     let counters = programs.counters();
     let count = |counter: intf::server_counter| counters[counter as usize];

@@ -22,7 +22,7 @@ use coreward_fleet::config::TableTiming;
 /// Servers that are read before others have their turn, and at most one shard more: some milliseconds.
 const MEMBERS_AT_ONCE: usize = 4096;
 
-/// Position at which [`Controller::look_from`] goes on; by default the beginning.
+/// Position at which [`Controller::poll_inputs_from`] goes on; by default the beginning.
 #[derive(Debug, Default)]
 pub struct InputCursor {
     /// Of the service.
@@ -93,15 +93,15 @@ impl Controller {
     /// Looks for what changes by itself; to be called once per report interval, and after a change of the configuration or of
     /// what checks say.
     /// `interval_ended`: whether a report interval has.
-    pub fn look(&mut self, now: Now, interval_ended: bool) {
+    pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
-            next = self.look_from(from, now, interval_ended);
+            next = self.poll_inputs_from(from, now, interval_ended);
         }
     }
 
     /// Reads the next [`MEMBERS_AT_ONCE`] servers, and returns the position to go on at.
-    pub fn look_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
+    pub fn poll_inputs_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
             self.update_health(now);
@@ -110,13 +110,13 @@ impl Controller {
         let mut members = 0;
         while position < self.services.len() {
             if shards.is_empty() {
-                shards = self.begin_look(position, now, interval_ended);
+                shards = self.due_shards(position, now, interval_ended);
             }
             while members < MEMBERS_AT_ONCE
                 && let Some(shard) = shards.pop_front()
             {
                 members += shard.members(&self.services[position].fleet().members).count();
-                self.look_at(position, Some(shard), now);
+                self.poll_shard(position, Some(shard), now);
             }
             if members >= MEMBERS_AT_ONCE && !shards.is_empty() {
                 return Some(InputCursor { position, shards });
@@ -127,20 +127,20 @@ impl Controller {
     }
 
     /// Returns the shards of the service's servers that are to be read.
-    fn begin_look(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
+    fn due_shards(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
         if interval_ended {
             self.begin_interval(position);
             self.renew_unreported(position, now);
         }
         let shards = self.services[position].next_shards(!interval_ended);
         if shards.is_empty() {
-            self.look_at(position, None, now);
+            self.poll_shard(position, None, now);
         }
         shards.into()
     }
 
     /// `shard`: none of a service without servers.
-    fn look_at(&mut self, position: usize, shard: Option<Shard>, now: Now) {
+    fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
         let found = shard.map(|shard| (shard, self.server_inputs(position, shard, now)));
         let inputs = self.inputs(position, now);
         let service = &mut self.services[position];

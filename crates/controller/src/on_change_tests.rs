@@ -88,7 +88,7 @@ impl World {
 #[test]
 fn only_services_whose_inputs_changed_get_a_table() {
     let mut world = World::new();
-    world.controller.look(at(0), true);
+    world.controller.poll_inputs(at(0), true);
     assert_eq!(world.tables_made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
     assert_eq!(world.tables_made(at(1)), []);
     world.report(0, at(10));
@@ -99,18 +99,18 @@ fn only_services_whose_inputs_changed_get_a_table() {
     world.report(0, at(21));
     assert_eq!(world.tables_made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
     // All cores are known now, and later too old.
-    world.controller.look(at(100), true);
+    world.controller.poll_inputs(at(100), true);
     world.tables_made(at(100));
-    world.controller.look(at(200), true);
+    world.controller.poll_inputs(at(200), true);
     assert_eq!(world.tables_made(at(200)), [], "nothing has changed");
-    world.controller.look(at(100_000), true);
+    world.controller.poll_inputs(at(100_000), true);
     assert_eq!(world.tables_made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
 }
 
 #[test]
 fn the_oldest_change_is_the_cause() {
     let mut world = World::new();
-    world.controller.look(at(0), true);
+    world.controller.poll_inputs(at(0), true);
     world.tables_made(at(0));
     world.report(0, at(10));
     world.report(1, at(15));
@@ -130,7 +130,7 @@ fn counts_go_on_where_the_load_is_no_newer() {
     for now in [0, 100] {
         (0..4).for_each(|server| world.report(server, at(now)));
     }
-    world.controller.look(at(100), true);
+    world.controller.poll_inputs(at(100), true);
     world.tables_made(at(100));
     world.report(1, at(110));
     let table = world.due(at(110)).remove(0).new.table;
@@ -148,7 +148,7 @@ fn counts_go_on_where_the_load_is_no_newer() {
     // A server that is silent for too long: its counts end with the interval.
     world.report(0, at(100_000));
     world.due(at(100_000));
-    world.controller.look(at(100_000), true);
+    world.controller.poll_inputs(at(100_000), true);
     world.report(0, at(100_010));
     let table = world.due(at(100_010)).remove(0).new.table;
     assert_eq!(age(&table, 1), 0);
@@ -157,10 +157,10 @@ fn counts_go_on_where_the_load_is_no_newer() {
 #[test]
 fn traffic_makes_tables_due_that_go_by_it() {
     let mut world = World::new();
-    world.controller.look(at(0), true);
+    world.controller.poll_inputs(at(0), true);
     world.tables_made(at(0));
     let session = world.controller.register_load_balancer("lb1", at(1)).unwrap();
-    world.controller.look(at(2), false);
+    world.controller.poll_inputs(at(2), false);
     world.tables_made(at(2));
     let api = world.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
@@ -172,13 +172,13 @@ fn traffic_makes_tables_due_that_go_by_it() {
 #[test]
 fn a_new_configuration_changes_what_it_changes() {
     let mut world = World::new();
-    world.controller.look(at(0), true);
+    world.controller.poll_inputs(at(0), true);
     world.tables_made(at(0));
     let config = fleet("alpha = 0.25\n");
     world.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
     world.report(0, at(1));
     world.controller.configure(Fleet::new(&config, &world.records));
-    world.controller.look(at(2), false);
+    world.controller.poll_inputs(at(2), false);
     assert_eq!(world.tables_made(at(2)), [("web", 2)], "what was due is due still, and no other");
 }
 

@@ -22,7 +22,7 @@ impl Controller {
         let pool = match self.services[position].take_cached_pool() {
             Some(known) => self.refreshed(position, known, now),
             None => {
-                self.follow(position, now);
+                self.update_eligibilities(position, now);
                 self.pool(&self.services[position], now)
             }
         };
@@ -92,11 +92,11 @@ impl Controller {
     }
 
     /// Where the servers of the service at this position stand now.
-    fn follow(&mut self, position: usize, now: Now) {
+    fn update_eligibilities(&mut self, position: usize, now: Now) {
         let service = self.services[position].fleet();
         let eligibility = |id: &ServerId| (*id, self.eligibility(service, *id, now));
         let eligibilities = service.members.keys().map(eligibility).collect();
-        self.services[position].follow(eligibilities, now);
+        self.services[position].update_eligibilities(eligibilities, now);
         self.racks.changes += 1;
     }
 

@@ -157,7 +157,7 @@ impl Service {
 
     /// This is where its servers stand now. Who was fit for new connections when the first table was made has not just
     /// joined.
-    pub fn follow(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
+    pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
         let moment = self.begun.then_some(now.monotonic);
         let mut before = std::mem::take(&mut self.statuses);
         let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
@@ -313,7 +313,7 @@ impl Service {
     pub fn place(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.generation += 1;
         let mut table = self.policy.place(pool, self.fleet.buckets, self.generation);
-        if self.history.follow(&table.consistent) {
+        if self.history.update(&table.consistent) {
             self.history_changed = true;
             self.add_predecessors();
         }

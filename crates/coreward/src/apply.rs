@@ -34,7 +34,7 @@ pub struct ApplyArgs {
 }
 
 /// How often it is looked who has it in force.
-const LOOK_INTERVAL: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// # Errors
 /// When the document is wrong, the controller refuses it, or the answer is no.
@@ -73,7 +73,7 @@ fn wait(client: &Client, timeout: Duration) -> anyhow::Result<()> {
         if is_final(&seen) || Instant::now() >= limit {
             anyhow::bail!("{}", not_in_force(&seen));
         }
-        std::thread::sleep(LOOK_INTERVAL);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

@@ -11,7 +11,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 use crate::{AskArgs, Format, print};
 
 /// How often the controller is asked while somebody waits. Agents count each second.
-const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Nobody waits longer.
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
@@ -113,7 +113,7 @@ async fn wait(
         if status.remaining == Some(0) {
             return Ok((status, Left::None));
         }
-        sleep(LOOK_INTERVAL.min(end - Instant::now())).await;
+        sleep(POLL_INTERVAL.min(end - Instant::now())).await;
         let answer = match timeout_at(end, client.drain_status(&server)).await {
             Ok(answer) => answer,
             Err(_) => {

@@ -51,7 +51,7 @@ impl Connection {
     pub fn new(controllers: Controllers, tls: Option<&Files>, expected: &'static [Role]) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {
-            Some(tls) => drop(tokio::spawn(tls.clone().look_after())),
+            Some(tls) => drop(tokio::spawn(tls.clone().maintenance_loop())),
             None if controllers.addresses().iter().all(|address| address.ip().is_loopback()) => {}
             None => tracing::warn!(
                 "no `[tls]`: whoever is on the way to {controllers} can read the cookie keys, and change what comes from there"

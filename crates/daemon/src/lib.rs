@@ -20,7 +20,7 @@ pub use controllers::Controllers;
 /// Signals that a daemon handles.
 const HANDLED: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 
-/// Signals wait from now on until the daemon can handle them ([`until_told`]): by default they would end it. To be called before there
+/// Signals wait from now on until the daemon can handle them ([`run_until_shutdown`]): by default they would end it. To be called before there
 /// are other threads, and before any file is read.
 ///
 /// # Errors
@@ -35,7 +35,7 @@ pub fn hold_signals() -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Those of `work`, or when a signal cannot be waited for.
-pub async fn until_told(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _ends_nothing = signal(SignalKind::hangup())?;
     tell(NotifyState::Ready);

@@ -47,7 +47,7 @@ fn the_service_manager_hears_of_readiness_life_and_end() {
         works.await?;
         anyhow::bail!("its own reason")
     };
-    assert_eq!(runtime.block_on(coreward_daemon::until_told(work)).unwrap_err().to_string(), "its own reason");
+    assert_eq!(runtime.block_on(coreward_daemon::run_until_shutdown(work)).unwrap_err().to_string(), "its own reason");
     let heard = manager.join().unwrap();
     assert_eq!(heard[0], "READY=1");
     let alive = is_alive(&heard);

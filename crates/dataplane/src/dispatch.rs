@@ -25,7 +25,7 @@ use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
 
 pub use books::{Books, WorkerCounts};
 pub use options::{
-    LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_TYPES, Options, Patience, Policy, RequestId, RequestType,
+    LONGEST_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Patience, Policy, RequestId, RequestType,
     UnknownPolicy,
 };
 
@@ -184,13 +184,13 @@ impl Dispatch {
         }
     }
 
-    /// What should be done every [`LOOK_INTERVAL`]: reads the queues, gives up requests that will have no response, bars
+    /// What should be done every [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no response, bars
     /// workers that do not read. Whether a worker has died since the last look. `now`: of any clock that only goes on.
     ///
     /// # Errors
     /// When the kernel does not let the queues be read.
-    pub fn look(&mut self, now: Duration, patience: &Patience) -> anyhow::Result<bool> {
-        self.books.begin_look();
+    pub fn poll(&mut self, now: Duration, patience: &Patience) -> anyhow::Result<bool> {
+        self.books.begin_poll();
         self.read_queues()?;
         Ok(self.books.repair(&self.workers.sockets(), now, patience))
     }

@@ -77,7 +77,7 @@ pub struct Neighbours {
 
 impl Neighbours {
     /// Follows these addresses and no others; new ones are asked for at once.
-    pub fn follow(&mut self, addresses: &[Ipv4Addr], now: Duration) {
+    pub fn set_addresses(&mut self, addresses: &[Ipv4Addr], now: Duration) {
         let wanted: BTreeSet<Ipv4Addr> = addresses.iter().copied().collect();
         self.known.retain(|address, _| wanted.contains(address));
         for address in wanted {
@@ -169,7 +169,7 @@ impl Resolver {
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
-                if let Err(error) = link.follow(&shared, &changes, &ended) {
+                if let Err(error) = link.run(&shared, &changes, &ended) {
                     tracing::error!("MAC addresses are no longer resolved: {error:#}");
                 }
             })
@@ -178,7 +178,7 @@ impl Resolver {
     }
 
     /// Follows these addresses and no others.
-    pub fn follow(&self, addresses: Vec<Ipv4Addr>) {
+    pub fn set_addresses(&self, addresses: Vec<Ipv4Addr>) {
         *self.wanted.lock() = Some(addresses);
     }
 
@@ -217,7 +217,7 @@ impl Link {
         Ok(Self { socket, interface: interface.to_owned() })
     }
 
-    fn follow(
+    fn run(
         &self,
         wanted: &Mutex<Option<Vec<Ipv4Addr>>>,
         changes: &Sender<Change>,
@@ -229,7 +229,7 @@ impl Link {
         while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
             let new = wanted.lock().take();
             if let Some(new) = new {
-                neighbours.follow(&new, start.elapsed());
+                neighbours.set_addresses(&new, start.elapsed());
             }
             let mut lost = Vec::new();
             if start.elapsed() >= paced_until {
@@ -320,7 +320,7 @@ mod tests {
     #[test]
     fn a_neighbour_is_found_kept_and_lost() {
         let mut neighbours = Neighbours::default();
-        neighbours.follow(&[A], at(0));
+        neighbours.set_addresses(&[A], at(0));
         assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, destination: MacAddress::BROADCAST }]);
         assert_eq!(neighbours.heard(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
         assert_eq!(neighbours.heard(A, MAC, at(2)), None);
@@ -342,7 +342,7 @@ mod tests {
     fn many_are_asked_at_a_pace() {
         let all: Vec<Ipv4Addr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n)).collect();
         let mut neighbours = Neighbours::default();
-        neighbours.follow(&all, at(0));
+        neighbours.set_addresses(&all, at(0));
         let mut asked = BTreeSet::new();
         while asked.len() < all.len() {
             let (probes, _) = neighbours.due(at(1));
@@ -357,12 +357,12 @@ mod tests {
     #[test]
     fn a_new_mac_address_counts_at_once_and_strangers_never() {
         let mut neighbours = Neighbours::default();
-        neighbours.follow(&[A], at(0));
+        neighbours.set_addresses(&[A], at(0));
         neighbours.heard(A, MAC, at(1));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
         assert_eq!(neighbours.heard(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
         assert_eq!(neighbours.heard(Ipv4Addr::new(10, 1, 1, 2), MAC, at(6)), None);
-        neighbours.follow(&[], at(7));
+        neighbours.set_addresses(&[], at(7));
         assert_eq!(neighbours.next_due(), None);
     }
 

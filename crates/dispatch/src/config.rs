@@ -8,7 +8,7 @@ use coreward_config::{
     AbsolutePath, Diagnostics, Field, HOUR, Number, Period, Reader, Source, Spanned, choices, table,
 };
 use coreward_dataplane::dispatch::{
-    self, LONGEST_RESPONSE_TIMEOUT, LOOK_INTERVAL, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, Patience, Policy,
+    self, LONGEST_RESPONSE_TIMEOUT, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Patience, Policy,
     RequestType,
 };
 use coreward_model::dispatch::{ClassBounds, Weight};
@@ -93,7 +93,7 @@ table! {
 }
 
 /// Shorter than the interval at which user space looks makes no difference.
-const SHORTEST_WAIT: u64 = LOOK_INTERVAL.as_nanos() as u64;
+const SHORTEST_WAIT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 table! {
     struct ServiceTable {

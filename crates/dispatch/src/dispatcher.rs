@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
-use coreward_dataplane::dispatch::{LOOK_INTERVAL, cgroup_root};
+use coreward_dataplane::dispatch::{POLL_INTERVAL, cgroup_root};
 use parking_lot::Mutex;
 
 use crate::config::Config;
@@ -49,7 +49,7 @@ impl Dispatcher {
         // It inherits the network namespace.
         let thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
-            .spawn(move || services.look_after(&receiver, &told))
+            .spawn(move || services.maintenance_loop(&receiver, &told))
             .context("a thread for the dispatch")?;
         Ok(Self { requests: Some(sender), seen, thread: Some(thread) })
     }
@@ -110,13 +110,13 @@ impl Services {
         Ok(all)
     }
 
-    fn look_after(&mut self, requests: &Receiver<Request>, seen: &Mutex<Seen>) {
+    fn maintenance_loop(&mut self, requests: &Receiver<Request>, seen: &Mutex<Seen>) {
         let mut next = Instant::now();
         loop {
-            self.services.iter_mut().for_each(Service::look);
+            self.services.iter_mut().for_each(Service::poll);
             *seen.lock() = self.seen();
             // A look that is late is not made up for: requests would look older than they are.
-            next = (next + LOOK_INTERVAL).max(Instant::now());
+            next = (next + POLL_INTERVAL).max(Instant::now());
             match requests.recv_timeout(next.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,

@@ -64,9 +64,9 @@ impl Service {
         Ok(service)
     }
 
-    /// What should be done every [`dispatch::LOOK_INTERVAL`].
-    pub fn look(&mut self) {
-        let looked = self.dispatch.look(self.started.elapsed(), &self.config.patience);
+    /// What should be done every [`dispatch::POLL_INTERVAL`].
+    pub fn poll(&mut self) {
+        let looked = self.dispatch.poll(self.started.elapsed(), &self.config.patience);
         let died = looked.unwrap_or_else(|error| {
             self.warn(format!("{error:#}"));
             false

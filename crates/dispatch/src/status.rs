@@ -5,12 +5,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{self, Books, COUNTER_NAMES, LOOK_INTERVAL, WorkerCounts};
+use coreward_dataplane::dispatch::{self, Books, COUNTER_NAMES, POLL_INTERVAL, WorkerCounts};
 use coreward_wire::v1;
 use serde_json::{Value, json};
 
 /// So many looks may be late before somebody is told.
-const LATE: Duration = LOOK_INTERVAL.saturating_mul(20);
+const LATE: Duration = POLL_INTERVAL.saturating_mul(20);
 
 /// What is known of one service.
 #[derive(Debug, Clone)]

@@ -76,13 +76,13 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
         services: args.services.iter().map(|service| service.0).collect(),
     };
     let mut facts = gather(&told)?;
-    let mut findings = checks::look(&facts);
+    let mut findings = checks::run(&facts);
     let mut done = Vec::new();
     if args.fix {
         done = fix::apply(&findings);
         if !done.is_empty() {
             facts = gather(&told)?;
-            findings = checks::look(&facts);
+            findings = checks::run(&facts);
         }
     }
     let fit = findings.iter().all(|(_, finding)| finding.severity < Severity::Fault);

@@ -24,7 +24,7 @@ const MARGIN: u32 = 10;
 /// How often a lease is renewed while it lasts: so that it outlives several that fail.
 const RENEWALS: u32 = 5;
 /// How long a watch of the leader's key is trusted to tell.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// How often whoever waits for its end looks at the clock.
 const CLOCK_LOOK: Duration = Duration::from_millis(100);
 /// Before etcd is tried again.
@@ -114,7 +114,7 @@ impl Candidate {
     ///
     /// # Errors
     /// When etcd cannot be asked.
-    pub async fn look(&self, cluster: &Cluster) -> Result<Seen, EtcdError> {
+    pub async fn read_leader(&self, cluster: &Cluster) -> Result<Seen, EtcdError> {
         let found = self.leader_of(cluster).await?;
         let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
         Ok(value.map_or(Seen::Nobody, Seen::Leader))
@@ -202,11 +202,11 @@ impl Candidate {
             async move { client.watch(key, Some(from)).await }
         };
         let changed = async {
-            let mut changes = cluster.call(Moment::now() + LOOK_INTERVAL, watch).await.ok()?;
+            let mut changes = cluster.call(Moment::now() + POLL_INTERVAL, watch).await.ok()?;
             while changes.message().await.ok()??.events().is_empty() {}
             Some(())
         };
-        if let Ok(None) = tokio::time::timeout(LOOK_INTERVAL, changed).await {
+        if let Ok(None) = tokio::time::timeout(POLL_INTERVAL, changed).await {
             tokio::time::sleep(RETRY_INTERVAL).await;
         }
     }

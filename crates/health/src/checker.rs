@@ -183,8 +183,8 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
         for target in targets.iter() {
             checked.entry(target.key).or_insert_with(|| {
                 shared.found().insert(target.key, Found::nothing());
-                let follow = follow(target.key, target.task.server, target.prober.clone(), shared.clone());
-                Checked { task: target.task.clone(), handle: tokio::spawn(follow).abort_handle() }
+                let checks = check_target(target.key, target.task.server, target.prober.clone(), shared.clone());
+                Checked { task: target.task.clone(), handle: tokio::spawn(checks).abort_handle() }
             });
         }
         shared.changes.send_modify(|count| *count += 1);
@@ -192,7 +192,7 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
 }
 
 /// Checks one target for ever.
-async fn follow<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
+async fn check_target<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
     let draw = || UnwrapErr(SysRng).random::<f64>();
     let check = prober.check();
     let mut due = Instant::now() + check.interval.min(FIRST_WITHIN).mul_f64(draw());

@@ -124,8 +124,8 @@ async fn serve(
         last.restore(&mut forwarder);
     }
     let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer, sweeper, last };
-    let work = follow_for_ever(&config, &mut connection, &mut forwarder, &mut around);
-    let outcome = coreward_daemon::until_told(work).await;
+    let work = run_sessions(&config, &mut connection, &mut forwarder, &mut around);
+    let outcome = coreward_daemon::run_until_shutdown(work).await;
     around.last.save(&mut forwarder);
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
         && let Some(mut announcer) = around.announcer.take()
@@ -171,8 +171,8 @@ impl Around {
     }
 
     /// Looks after the forwarder, and announces what it can do.
-    async fn look_after(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
-        forwarder.look_after()?;
+    async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
+        forwarder.maintain()?;
         self.last.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Nothing is known yet: what a process before this one announced stays.
@@ -223,23 +223,23 @@ impl Around {
     }
 }
 
-async fn follow_for_ever(
+async fn run_sessions(
     config: &Config,
     connection: &mut Connection,
     forwarder: &mut Forwarder,
     around: &mut Around,
 ) -> anyhow::Result<()> {
     loop {
-        let error = follow(config, connection, forwarder, around).await.err();
+        let error = run_session(config, connection, forwarder, around).await.err();
         forwarder.end_stream();
         let pause = connection.ended(error.as_ref());
         around.meanwhile(forwarder, connection, tokio::time::sleep(pause)).await?;
-        around.look_after(forwarder, &config.interface).await?;
+        around.maintain(forwarder, &config.interface).await?;
     }
 }
 
 /// One stream, until it ends.
-async fn follow(
+async fn run_session(
     config: &Config,
     connection: &mut Connection,
     forwarder: &mut Forwarder,
@@ -287,7 +287,7 @@ async fn follow(
             }
             () = tokio::time::sleep_until(next_state), if state_is_due => false,
             _ = tick.tick() => {
-                around.look_after(forwarder, &config.interface).await?;
+                around.maintain(forwarder, &config.interface).await?;
                 true
             }
             _ = traffic.tick() => {

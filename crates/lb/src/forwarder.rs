@@ -343,7 +343,7 @@ impl Forwarder {
     ///
     /// # Errors
     /// When the device is gone.
-    pub fn look_after(&mut self) -> anyhow::Result<()> {
+    pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolver.is_alive(), "the thread that resolves MAC addresses has ended");
         let now = monotonic();
         if now.saturating_sub(self.counted) >= COUNT_INTERVAL {

@@ -81,9 +81,9 @@ impl Security {
     }
 
     /// Reads certificates again when their files change, for ever.
-    pub async fn look_after(&self) -> std::convert::Infallible {
+    pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         match &self.tls {
-            Some(tls) => tls.clone().look_after().await,
+            Some(tls) => tls.clone().maintenance_loop().await,
             None => std::future::pending().await,
         }
     }
@@ -103,8 +103,8 @@ pub struct ApiDoor(Arc<Gate>);
 
 impl ApiDoor {
     /// Ends connections whose certificate has expired since, or was denied, for ever.
-    pub async fn look_after(self) -> std::convert::Infallible {
-        self.0.look_after_always().await
+    pub async fn maintenance_loop(self) -> std::convert::Infallible {
+        self.0.maintenance_loop().await
     }
 }
 

@@ -34,7 +34,7 @@ impl BucketHistory {
 
     /// Takes in the choice of a new table; true when a bucket changed hands. Nobody's buckets (no server is eligible) stay
     /// on record as whose they were. With another number of buckets all begins anew: none is the same as one of before.
-    pub fn follow(&mut self, consistent: &[ServerId]) -> bool {
+    pub fn update(&mut self, consistent: &[ServerId]) -> bool {
         if consistent.is_empty() || consistent == self.now {
             return false;
         }
@@ -78,12 +78,12 @@ mod tests {
     #[test]
     fn one_step_back_is_remembered() {
         let mut history = BucketHistory::default();
-        assert!(history.follow(&ids(&[1, 2, 3, 1])));
+        assert!(history.update(&ids(&[1, 2, 3, 1])));
         assert_eq!(history.consistent_before(), []);
-        assert!(!history.follow(&ids(&[1, 2, 3, 1])));
+        assert!(!history.update(&ids(&[1, 2, 3, 1])));
         // Server 1 leaves, then 2: bucket 0 was 2's last, bucket 3 is 3's since 1 left.
-        assert!(history.follow(&ids(&[2, 2, 3, 3])));
-        assert!(history.follow(&ids(&[3, 3, 3, 3])));
+        assert!(history.update(&ids(&[2, 2, 3, 3])));
+        assert!(history.update(&ids(&[3, 3, 3, 3])));
         let before: Vec<u64> =
             history.consistent_before().iter().map(|id| id.map_or(0, |id| id.get().into())).collect();
         assert_eq!(before, [2, 2, 0, 1]);
@@ -93,11 +93,11 @@ mod tests {
     #[test]
     fn an_empty_pool_changes_nothing_and_other_buckets_everything() {
         let mut history = BucketHistory::default();
-        history.follow(&ids(&[1, 2]));
-        assert!(!history.follow(&[]));
-        history.follow(&ids(&[2, 2]));
+        history.update(&ids(&[1, 2]));
+        assert!(!history.update(&[]));
+        history.update(&ids(&[2, 2]));
         assert_eq!(history.before(), [Some(ids(&[1])[0]), None]);
-        assert!(history.follow(&ids(&[2, 2, 2, 2])));
+        assert!(history.update(&ids(&[2, 2, 2, 2])));
         assert_eq!((history.consistent_before(), history.before().len()), (Vec::new(), 4));
         assert_eq!(BucketHistory::restored(ids(&[1]), vec![]), None);
     }

@@ -42,7 +42,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         let rack = Rack::bind(config.clone()).await?;
         tracing::info!("listening on {}", rack.address());
         let security = rack.security.clone();
-        coreward_daemon::until_told(async {
+        coreward_daemon::run_until_shutdown(async {
             tokio::select! {
                 outcome = rack.serve() => outcome,
                 never = reload_when_told(hangup, path, config, &security) => match never {},
@@ -132,16 +132,16 @@ impl Rack {
             .serve_with_incoming(self.security.gate(&[Role::Agent], Limits::default()).admit(self.listener));
         tokio::select! {
             outcome = service => outcome.context("the rack's socket failed"),
-            never = follow_for_ever(&self.config, &shared) => match never? {},
-            never = self.security.look_after() => match never {},
+            never = run_sessions(&self.config, &shared) => match never? {},
+            never = self.security.maintenance_loop() => match never {},
         }
     }
 }
 
-async fn follow_for_ever(config: &Config, shared: &Shared) -> anyhow::Result<Infallible> {
+async fn run_sessions(config: &Config, shared: &Shared) -> anyhow::Result<Infallible> {
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
-        let outcome = follow(config, &mut connection, shared).await;
+        let outcome = run_session(config, &mut connection, shared).await;
         shared.disconnected();
         let pause = connection.ended(outcome.err().as_ref());
         tokio::time::sleep(pause).await;
@@ -149,7 +149,7 @@ async fn follow_for_ever(config: &Config, shared: &Shared) -> anyhow::Result<Inf
 }
 
 /// One stream to the controller, until it ends.
-async fn follow(config: &Config, connection: &mut Connection, shared: &Shared) -> anyhow::Result<()> {
+async fn run_session(config: &Config, connection: &mut Connection, shared: &Shared) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
     let (messages, receiver) = mpsc::channel(QUEUED);
     let registration =

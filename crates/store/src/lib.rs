@@ -99,7 +99,7 @@ mod tests {
         records.departed("lb2", Duration::from_secs(1_700_000_000));
         let mut buckets = BucketHistory::default();
         for pool in [[1u64, 1], [1, 2]] {
-            buckets.follow(&pool.map(|id| ServerId::try_from(id).unwrap()));
+            buckets.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
         }
         let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, buckets };
         records.services.insert("web".into(), service);

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::{Mutex, MutexGuard};
 
 /// How often it is looked whether a file has changed.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Files, and when they were written as far as whoever reads them knows.
 #[derive(Debug)]
@@ -32,7 +32,7 @@ impl Changes {
     /// written one after the other.
     pub async fn come(&self) {
         loop {
-            tokio::time::sleep(LOOK_INTERVAL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             if self.has_any() {
                 return;
             }

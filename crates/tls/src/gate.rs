@@ -32,7 +32,7 @@ use crate::tls::Tls;
 use crate::verify::{ClientVerifier, Denied};
 
 /// How often certificates of open connections are looked at.
-const LOOK_INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Handshakes that are done and wait to be served.
 const ADMITTED: usize = 64;
 /// After an error of the listening socket: others need time to end (out of files).
@@ -168,13 +168,13 @@ impl Gate {
     }
 
     async fn accept(self: &Arc<Self>, listener: &TcpListener, admitted: &mpsc::Sender<io::Result<Admitted>>) {
-        let mut look = tokio::time::interval(LOOK_INTERVAL);
+        let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 _ = look.tick() => {
-                    self.look_after();
+                    self.maintain();
                     continue;
                 }
             };
@@ -278,21 +278,21 @@ impl Gate {
 
     /// Where somebody else accepts ([`Self::admit_one`]): ends connections whose certificate has expired since, or was
     /// denied, for ever.
-    pub async fn look_after_always(&self) -> std::convert::Infallible {
-        let mut look = tokio::time::interval(LOOK_INTERVAL);
+    pub async fn maintenance_loop(&self) -> std::convert::Infallible {
+        let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             look.tick().await;
-            self.look_after();
+            self.maintain();
         }
     }
 
     /// Ends connections whose certificate has expired since, or was denied: who is alive comes back with another one.
-    fn look_after(&self) {
-        self.look_after_at(unix_now());
+    fn maintain(&self) {
+        self.maintain_at(unix_now());
     }
 
-    pub(crate) fn look_after_at(&self, now: Duration) {
+    pub(crate) fn maintain_at(&self, now: Duration) {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.with_fewer_authorities() {
             let doors: Vec<Arc<Door>> = self.inside().doors.values().cloned().collect();

@@ -316,9 +316,9 @@ async fn a_connection_does_not_outlive_its_certificate() {
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    listening.gate.look_after_at(unix_now() + DAY / 2);
+    listening.gate.maintain_at(unix_now() + DAY / 2);
     ask(&mut stream).await.expect("the certificate is still valid");
-    listening.gate.look_after_at(unix_now() + 2 * DAY);
+    listening.gate.maintain_at(unix_now() + 2 * DAY);
     let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
 }

@@ -86,7 +86,7 @@ impl Tls {
     }
 
     /// Reads files that have changed, or all by SIGHUP, and says what ends soon; for ever.
-    pub async fn look_after(self: Arc<Self>) -> std::convert::Infallible {
+    pub async fn maintenance_loop(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
         loop {

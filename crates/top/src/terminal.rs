@@ -59,7 +59,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     };
     std::thread::Builder::new().name("asks".to_owned()).spawn(beside)?;
     let mut terminal = ratatui::try_init()?;
-    let outcome = follow(&mut terminal, seen, &heard, &ended);
+    let outcome = event_loop(&mut terminal, seen, &heard, &ended);
     ratatui::try_restore()?;
     outcome.map(|()| None)
 }
@@ -92,7 +92,7 @@ async fn ask(client: &Client, sender: &Sender<Heard>) {
     }
 }
 
-fn follow(
+fn event_loop(
     terminal: &mut ratatui::DefaultTerminal,
     mut seen: Seen,
     heard: &Receiver<Heard>,

@@ -84,7 +84,7 @@ impl Service {
 
 impl Promises {
     /// Takes in what a change made known. `places`: of the services of a [`Change::Services`].
-    pub fn follow(&mut self, change: &Change, places: &[usize]) {
+    pub fn apply(&mut self, change: &Change, places: &[usize]) {
         match change {
             Change::Services(services) => {
                 let mut before = std::mem::take(&mut self.services);

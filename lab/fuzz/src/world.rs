@@ -287,7 +287,7 @@ impl World {
         if let Some(instance) = &mut self.instance {
             instance.change(change, &places, &freed)?;
         }
-        self.promises.follow(change, &places);
+        self.promises.apply(change, &places);
         Ok(places)
     }
 

@@ -54,7 +54,7 @@ impl RssManager {
 
     /// Reads again, and sets again where the NIC does not hold what it was given. True when key, table or number of
     /// receive queues have changed since the last time.
-    pub fn follow(&mut self, memory: &mut Memory) -> bool {
+    pub fn sync(&mut self, memory: &mut Memory) -> bool {
         let before = self.generation;
         self.refresh();
         self.apply(memory);
@@ -287,12 +287,12 @@ mod tests {
             assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (takes_key, 2));
             // Somebody sets another table; then the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
-            assert!(manager.follow(&mut memory));
+            assert!(manager.sync(&mut memory));
             assert_eq!(manager.known().unwrap().indirection_table, table);
             device.lock().unwrap().queues = 2;
-            assert!(manager.follow(&mut memory));
+            assert!(manager.sync(&mut memory));
             assert_eq!(manager.known().unwrap().indirection_table.queues().iter().max(), Some(&1));
-            assert!(!manager.follow(&mut memory));
+            assert!(!manager.sync(&mut memory));
             // The process is killed; the next one still knows the original.
             drop((manager, memory));
             let mut memory = Memory::open(&pins).unwrap();

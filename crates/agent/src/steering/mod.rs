@@ -104,7 +104,7 @@ impl Steering {
 
     /// Brings sockets and queues up to date; to be called about once a second. `cpu_of_queue`: the CPU that serves each
     /// receive queue. Gives what the operator should know, in words.
-    pub fn look(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
+    pub fn update(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
             return warnings;
@@ -115,7 +115,7 @@ impl Steering {
         };
         for (address, service) in &mut self.services {
             let inodes = listeners::most_specific((*address).into(), &sockets);
-            match service.look(self.mode, inodes, cpu_of_queue) {
+            match service.update(self.mode, inodes, cpu_of_queue) {
                 Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
                 Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
             }
@@ -155,7 +155,12 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 
 impl Service {
     /// Gives a warning when connections of some queue go to workers of the kernel's choice.
-    fn look(&mut self, mode: Steer, inodes: BTreeSet<Inode>, cpu_of_queue: &[usize]) -> anyhow::Result<Option<String>> {
+    fn update(
+        &mut self,
+        mode: Steer,
+        inodes: BTreeSet<Inode>,
+        cpu_of_queue: &[usize],
+    ) -> anyhow::Result<Option<String>> {
         if inodes.is_empty() {
             (self.seen, self.incomplete) = (None, None);
             return Ok(Some("nobody listens".to_owned()));

@@ -88,7 +88,7 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
             assert_eq!(ask()?, "contained");
         }
         assert_eq!(counter(&mut agent, "stamped"), before, "a random offset is no clock");
-        agent.look_after();
+        agent.maintain();
         let named =
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("another network namespace"));
         assert!(named(&agent), "{:?}", agent.warnings());

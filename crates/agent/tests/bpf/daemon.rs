@@ -77,7 +77,7 @@ impl Control for Listener {
 }
 
 /// Lets the agent follow a controller until that has heard enough, or for a minute; what it heard.
-fn follow(
+fn run_agent_until(
     agent: &mut Agent,
     listener: Listener,
     is_enough: impl Fn(&Listener) -> bool,
@@ -137,7 +137,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         assert_eq!(sysctl(), "1", "nothing is stamped yet");
         std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let began = Instant::now();
-        let heard = follow(&mut agent, Listener::default(), |listener| reported(listener, 30, 3))?;
+        let heard = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 30, 3))?;
         let elapsed = began.elapsed();
         assert_eq!(sysctl(), "2");
 
@@ -207,7 +207,7 @@ fn a_controller_that_is_away_or_refuses_is_asked_again() -> anyhow::Result<()> {
         let mut agent = Agent::start(config(&testbed))?;
         let refusing = Listener { refuse: true, ..Listener::default() };
         let is_refused = |listener: &Listener| listener.refused.load(Ordering::Relaxed) > 0;
-        assert!(follow(&mut agent, refusing.clone(), is_refused)?.is_empty());
+        assert!(run_agent_until(&mut agent, refusing.clone(), is_refused)?.is_empty());
         assert!(is_refused(&refusing));
         // Nobody at all, then one who takes it.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -215,7 +215,7 @@ fn a_controller_that_is_away_or_refuses_is_asked_again() -> anyhow::Result<()> {
             let served = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
             assert!(served.is_err(), "it ended: {served:?}");
         });
-        let heard = follow(&mut agent, Listener::default(), |listener| reported(listener, 6, 0))?;
+        let heard = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 6, 0))?;
         assert!(reports(&heard).len() > 5);
         agent.detach()
     })
@@ -269,7 +269,7 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
             for port in first_port..first_port + 64 {
                 get(&testbed, WHO, port)?;
             }
-            agent.look_after();
+            agent.maintain();
             let (matched, mismatched) = (counter(&mut agent, "rss_matched"), counter(&mut agent, "rss_mismatched"));
             assert_eq!((matched + mismatched, mismatched == 0), (64, in_force), "{matched} of 64 matched");
             let warned = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
@@ -296,7 +296,7 @@ fn it_finds_other_servers_and_says_which_sockets_are_open() -> anyhow::Result<()
         let servers_before = vec![server_before(1, there), server_before(2, missing)];
         agent.configure(AgentConfiguration { servers_before, ..configuration() }, &[]);
         wait_until("one of two servers is found", || {
-            agent.look_after();
+            agent.maintain();
             let missing = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
             Ok(missing.is_some_and(|warning| !warning.contains(&format!("{there}"))))
         })?;

@@ -39,7 +39,7 @@ fn workers(nginx: &Nginx, count: usize) -> anyhow::Result<Vec<u32>> {
 /// Looks until every socket has a worker again.
 fn look_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
     wait_until("a worker for every socket", || {
-        agent.look_after();
+        agent.maintain();
         Ok(!agent.warnings().iter().any(|warning| warning.contains("worker") || warning.contains("steered")))
     })
 }
@@ -119,13 +119,13 @@ fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() 
             wait_until("the agent knows what the NIC hashes by", || {
                 get(&testbed, WHO, port)?;
                 port += 1;
-                agent.look_after();
+                agent.maintain();
                 Ok(agent.rss() == Some(&changed))
             })?;
             let before = counter(&mut agent, "rss_mismatched");
             served_by(&testbed, port, &workers)?;
             port += 1_000;
-            agent.look_after();
+            agent.maintain();
             assert_eq!(counter(&mut agent, "rss_mismatched"), before, "{}", input.name());
             let warned = agent.warnings().iter().any(|warning| warning.contains("not in force"));
             assert!(!warned, "{:?}", agent.warnings());
@@ -154,7 +154,7 @@ fn a_nic_that_moves_open_connections_is_noticed() -> anyhow::Result<()> {
                     get(&testbed, WHO, port)?;
                     port += 1;
                 }
-                agent.look_after();
+                agent.maintain();
                 let sampled = counter(agent, "rss_established_matched") + counter(agent, "rss_established_mismatched");
                 Ok(sampled >= 20 && warned(agent) == expected)
             })

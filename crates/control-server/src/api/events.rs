@@ -60,7 +60,7 @@ impl EventLog {
     }
 
     /// The fleet as it is now. `wall`: since 1970.
-    pub fn look(&self, overview: &Overview, wall: Duration) {
+    pub fn record_changes(&self, overview: &Overview, wall: Duration) {
         let mut seen = self.seen.lock();
         let happened = match &*seen {
             Some(before) if before == overview => return,

@@ -184,7 +184,7 @@ mod tests {
         let manager = StateManager::open(&path, config, election.security.denied.clone(), open).unwrap();
         let (shared, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
-        election.take(Arc::new(shared));
+        election.become_leader(Arc::new(shared));
         let guard =
             Arc::new(Guard::new(Arc::new(Tokens::open(directory).unwrap()), Default::default(), Arc::default()));
         let (events, feed, document) = Default::default();

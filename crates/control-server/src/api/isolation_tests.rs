@@ -18,7 +18,7 @@ use nix::time::{ClockId, clock_gettime};
 use reqwest::{Client, Method};
 use serde_json::json;
 
-use super::{look, router};
+use super::{poll_loop, router};
 use crate::config::ControllerConfig;
 use crate::server::controller_state::{ControllerState, WantedChange};
 use crate::server::leader_election::LeaderElection;
@@ -149,7 +149,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
         ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
     let shared = Arc::new(shared);
     shared.settle();
-    election.take(shared.clone());
+    election.become_leader(shared.clone());
     let drawn = Arc::new(Tokens::open(directory).unwrap());
     let listener = Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = listener.address();
@@ -164,7 +164,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
         let (router, api) = router(Arc::new(election), drawn).unwrap();
         let watch = watch_thread(site.api_thread.clone());
         let beside = async {
-            tokio::join!(look(api), watch);
+            tokio::join!(poll_loop(api), watch);
         };
         let _serving = listener.serve(Plain, router, || (), beside).unwrap();
         let keep = async {

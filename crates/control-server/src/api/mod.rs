@@ -41,7 +41,7 @@ use events::EventLog;
 use feed::Feed;
 
 /// How often it is looked what has happened.
-const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balancer, knows and can be told. Every request carries \
                            `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
@@ -159,7 +159,7 @@ pub fn serve(
     let begin_thread = || lower_thread_priority("API worker");
     listener.serve(acceptor, router, begin_thread, async move {
         lower_thread_priority("API");
-        tokio::join!(look(api), follow_signal(&guard, hangup));
+        tokio::join!(poll_loop(api), follow_signal(&guard, hangup));
     })
 }
 
@@ -173,17 +173,17 @@ async fn follow_signal(guard: &Guard, mut hangup: Signal) {
 }
 
 /// Looks what has happened, and tells watchers, for ever.
-async fn look(api: Api) {
+async fn poll_loop(api: Api) {
     let mut due = tokio::time::interval(feed::SHORTEST_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut next_look = Instant::now();
+    let mut next_poll = Instant::now();
     loop {
         let moment = due.tick().await;
         // Who does not lead knows nothing.
         let Ok(shared) = api.shared() else { continue };
-        let whole = moment >= next_look;
+        let whole = moment >= next_poll;
         if whole {
-            next_look = moment + LOOK_INTERVAL;
+            next_poll = moment + POLL_INTERVAL;
         }
         let api = api.clone();
         // Thousands of servers take their time.
@@ -191,7 +191,7 @@ async fn look(api: Api) {
             if whole {
                 let now = shared.now();
                 let overview = shared.overview(now);
-                api.events.look(&overview, now.wall);
+                api.events.record_changes(&overview, now.wall);
                 api.feed.overview(overview);
             }
             api.feed.loads(|| shared.loads());

@@ -235,14 +235,14 @@ impl ControllerState {
         Some(tables::shown(service, &table, age, &names))
     }
 
-    /// Calls `look` for each server. The lock is free between parts of them.
-    fn each_server<T>(&self, look: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
+    /// Calls `read` for each server. The lock is free between parts of them.
+    fn each_server<T>(&self, read: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
             let before = found.len();
             let controller = self.controller();
             for (id, server) in controller.servers_after(after).take(SERVERS_AT_ONCE) {
-                found.push(look(&controller, id, server));
+                found.push(read(&controller, id, server));
                 after = Some(id);
             }
             drop(controller);
@@ -254,12 +254,12 @@ impl ControllerState {
         }
     }
 
-    /// The same of each service. `look` gets the service's pool where the controller has none.
-    fn each_service<T>(&self, now: Now, look: impl Fn(&Controller, usize, Option<&Pool>) -> Option<T>) -> Vec<T> {
+    /// The same of each service. `read` gets the service's pool where the controller has none.
+    fn each_service<T>(&self, now: Now, read: impl Fn(&Controller, usize, Option<&Pool>) -> Option<T>) -> Vec<T> {
         let mut found = Vec::new();
         loop {
             let pool = self.pool_if_unknown(found.len(), now);
-            let next = look(&self.controller(), found.len(), pool.as_ref());
+            let next = read(&self.controller(), found.len(), pool.as_ref());
             let Some(service) = next else { return found };
             found.push(service);
             std::thread::yield_now();
@@ -325,7 +325,7 @@ impl ControllerState {
         match timing {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => {
-                self.look_at_all(now, true);
+                self.poll_all_inputs(now, true);
                 self.due.notify_one();
             }
         }
@@ -419,26 +419,26 @@ impl ControllerState {
         let timing = self.controller().fleet().tables;
         match timing {
             TableTiming::Interval => self.make_all_tables(now),
-            TableTiming::OnChange => self.look(),
+            TableTiming::OnChange => self.poll_inputs(),
         }
     }
 
     /// With tables on change: makes those due whose services' servers have changed otherwise than by a report.
-    pub fn look(&self) {
+    pub fn poll_inputs(&self) {
         if !self.settled.load(Ordering::Relaxed) {
             return;
         }
         let timing = self.controller().fleet().tables;
         if timing == TableTiming::OnChange {
-            self.look_at_all(self.now(), false);
+            self.poll_all_inputs(self.now(), false);
             self.due.notify_one();
         }
     }
 
-    fn look_at_all(&self, now: Now, interval_ended: bool) {
+    fn poll_all_inputs(&self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
-            next = self.controller().look_from(from, now, interval_ended);
+            next = self.controller().poll_inputs_from(from, now, interval_ended);
         }
     }
 

@@ -75,12 +75,12 @@ impl LeaderElection {
     }
 
     /// This controller leads.
-    pub fn take(&self, shared: Arc<ControllerState>) {
+    pub fn become_leader(&self, shared: Arc<ControllerState>) {
         self.set(Role::Leads(shared));
     }
 
     /// Another one leads, or nobody.
-    pub fn follow(&self, leader: Option<Leader>) {
+    pub fn become_follower(&self, leader: Option<Leader>) {
         self.set(Role::Follows(leader));
     }
 
@@ -137,7 +137,7 @@ impl LeaderElection {
     /// Resigns, also while it becomes the leader, if there are other controllers.
     pub async fn resign(&self) {
         let Some(cluster) = &self.cluster else { return };
-        self.follow(None);
+        self.become_follower(None);
         match cluster.leave().await {
             Ok(true) => tracing::info!("another controller may lead now"),
             Ok(false) => {}
@@ -178,16 +178,16 @@ pub async fn campaign(
     let seen = move |seen| match seen {
         Seen::Nobody => {
             tracing::info!("no controller leads");
-            election.follow(None);
+            election.become_follower(None);
         }
         Seen::Leader(value) => {
             let leader = serde_json::from_str::<Leader>(&value).ok();
             tracing::info!("this controller follows: {} leads", leader.as_ref().map_or(value, Leader::to_string));
-            election.follow(leader);
+            election.become_follower(leader);
         }
         Seen::Unknown(problem) => {
             tracing::warn!("who leads is not known: {problem}");
-            election.follow(None);
+            election.become_follower(None);
         }
     };
     let campaign = cluster.spawn(async move { candidate.campaign(cluster_of, seen).await });
@@ -206,7 +206,7 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
 /// When etcd cannot be asked.
 pub fn who_leads(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
-    Ok(match cluster.block_on(candidate(config)?.look(&cluster))? {
+    Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
         Seen::Leader(value) => match serde_json::from_str::<Leader>(&value) {
             Ok(leader) => format!("controller {leader} leads"),
             Err(_) => format!("{value} leads"),
@@ -225,7 +225,7 @@ pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
 }
 
 /// Takes files of `[etcd.tls]` up when they have changed, for ever. What cannot be used changes nothing.
-pub async fn look_after_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
+pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let own = files.own.iter().flat_map(|(certificate, key)| [certificate, key]);
     let changes = Changes::of(std::iter::once(&files.ca).chain(own));

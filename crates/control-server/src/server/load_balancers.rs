@@ -115,7 +115,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
             Some(Message::Health(health)) => match HealthMessage::try_from(&health) {
                 Ok(health) => {
                     shared.controller().load_balancers.health(session, health, now);
-                    shared.look();
+                    shared.poll_inputs();
                 }
                 Err(error) => tracing::warn!("a load balancer's health checks cannot be used: {error}"),
             },

@@ -75,7 +75,7 @@ const EVENT_INTERVAL: u32 = 7;
 /// How often ids of servers that left are looked over.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
-const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again.
 ///
@@ -99,7 +99,7 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     let server = Server::bind(&config).await?;
     tracing::info!("listening on {}, the API at {}", server.address(), server.api_address());
     let election = server.election();
-    let outcome = coreward_daemon::until_told(server.serve()).await;
+    let outcome = coreward_daemon::run_until_shutdown(server.serve()).await;
     election.resign().await;
     outcome
 }
@@ -212,7 +212,7 @@ impl Server {
                 Work::Alone(term) => term.lead(&mut files).await,
                 Work::Together(cluster, etcd) => tokio::select! {
                     outcome = take_turns(&self.path, self.config, &self.election, (&cluster, &etcd), &mut files) => outcome,
-                    never = leader_election::look_after_certificates(&cluster, &etcd) => match never {},
+                    never = leader_election::maintain_certificates(&cluster, &etcd) => match never {},
                 },
             }
         };
@@ -220,8 +220,8 @@ impl Server {
             outcome = others => outcome.context("the controller's socket failed"),
             outcome = load_balancers.ended() => outcome,
             outcome = work => outcome,
-            never = self.election.security.look_after() => match never {},
-            never = api_door.look_after() => match never {},
+            never = self.election.security.maintenance_loop() => match never {},
+            never = api_door.maintenance_loop() => match never {},
         }
     }
 }
@@ -288,7 +288,7 @@ async fn take_turns(
             Err(error) => format!("what is on record cannot be used: {error:#}"),
         };
         tracing::error!("this controller leads no more: {reason}");
-        election.follow(None);
+        election.become_follower(None);
         if let Err(error) = leadership.resign().await {
             tracing::debug!("the lease ends by itself: {error}");
         }
@@ -320,7 +320,7 @@ impl Term {
         let (shared, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
         let shared = Arc::new(shared);
-        election.take(shared.clone());
+        election.become_leader(shared.clone());
         Self { manager, shared, changes }
     }
 
@@ -330,7 +330,7 @@ impl Term {
         tokio::select! {
             () = make_tables(&shared, manager.restarted()) => Ok(()),
             outcome = keep(manager, &shared, changes, hangup) => outcome,
-            () = look(&shared) => Ok(()),
+            () = maintenance_loop(&shared) => Ok(()),
         }
     }
 }
@@ -399,8 +399,8 @@ pub(crate) async fn make(
 }
 
 /// Looks after what is to be written down by itself, for ever: buckets that changed hands, and keys.
-async fn look(shared: &ControllerState) {
-    let mut due = tokio::time::interval(LOOK_INTERVAL);
+async fn maintenance_loop(shared: &ControllerState) {
+    let mut due = tokio::time::interval(POLL_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut not_rotated = None;
     loop {

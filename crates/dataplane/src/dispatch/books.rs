@@ -16,7 +16,7 @@ use coreward_model::dispatch::{Liveness, Weight, given_up};
 use rand::TryRng as _;
 use rand::rngs::SysRng;
 
-use super::options::{LOOK_INTERVAL, Options, Patience};
+use super::options::{Options, POLL_INTERVAL, Patience};
 use crate::mapped::Mapped;
 use crate::reuseport::SocketCookie;
 
@@ -151,7 +151,7 @@ impl Books {
         (SocketAddr::new(Ipv6Addr::from(*octets).to_canonical(), port), name)
     }
 
-    /// How long ago the last look was, by the wall clock: more than some [`LOOK_INTERVAL`]s, and nobody repairs.
+    /// How long ago the last look was, by the wall clock: more than some [`POLL_INTERVAL`]s, and nobody repairs.
     pub fn since_last_look(&self) -> Duration {
         let looked = self.state.load(offset_of!(intf::dispatch_state, looked_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(looked))
@@ -238,7 +238,7 @@ impl Books {
     }
 
     /// Until the programs' next look the present requests are of a new age.
-    pub(super) fn begin_look(&self) {
+    pub(super) fn begin_poll(&self) {
         self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
         self.state.store(offset_of!(intf::dispatch_state, looked_ms), wall_clock_ms());
     }
@@ -301,7 +301,7 @@ impl Books {
     fn give_up_old(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
         let epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages: Vec<u32> = entries.iter().map(|(_, entry)| entry.age(epoch)).collect();
-        let looks = timeout.div_duration_f64(LOOK_INTERVAL).ceil() as u32;
+        let looks = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
         for at in given_up(&ages, self.queued(slot), looks) {
             self.give_up(entries[at].0, entries[at].1);
         }

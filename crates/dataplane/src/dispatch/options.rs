@@ -120,7 +120,7 @@ impl Default for Patience {
 }
 
 /// Time between two looks; what [`Patience`] says is rounded up to multiples of it.
-pub const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The longest [`Patience::response_timeout`]: ages are kept modulo 256 looks.
 pub const LONGEST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 

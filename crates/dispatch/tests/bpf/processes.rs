@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, LOOK_INTERVAL, Patience, Policy, WorkerCounts};
+use coreward_dataplane::dispatch::{self, POLL_INTERVAL, Patience, Policy, WorkerCounts};
 use coreward_dataplane::test_run::may_load_bpf;
 use coreward_dispatch::{config, service, status};
 use nix::sched::{CloneFlags, unshare};
@@ -180,9 +180,9 @@ impl Site {
                 *self.answered.entry(u32::from_le_bytes(response[1..5].try_into().unwrap())).or_default() += 1;
             }
         }
-        if self.looked.elapsed() >= LOOK_INTERVAL {
+        if self.looked.elapsed() >= POLL_INTERVAL {
             self.looked = Instant::now();
-            self.service.iter_mut().for_each(service::Service::look);
+            self.service.iter_mut().for_each(service::Service::poll);
         }
     }
 

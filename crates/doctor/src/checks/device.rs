@@ -8,8 +8,8 @@ use crate::facts::{Device, Facts, Role};
 use crate::finding::Finding;
 
 /// What checks of a device say while there is none: the check `interface` has said why.
-fn with_device(facts: &Facts, look: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
-    facts.device.as_ref().map_or_else(Vec::new, look)
+fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
+    facts.device.as_ref().map_or_else(Vec::new, check)
 }
 
 /// Whether it is there.

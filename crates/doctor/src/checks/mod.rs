@@ -132,7 +132,7 @@ pub const CHECKS: &[Check] = &[
 ];
 
 /// What every check of the role says, with its name.
-pub fn look(facts: &Facts) -> Vec<(&'static Check, Finding)> {
+pub fn run(facts: &Facts) -> Vec<(&'static Check, Finding)> {
     let of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
     of_role.flat_map(|check| (check.look)(facts).into_iter().map(move |finding| (check, finding))).collect()
 }

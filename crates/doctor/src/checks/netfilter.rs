@@ -3,13 +3,13 @@
 use crate::facts::{Chain, Facts, Role};
 use crate::finding::Finding;
 
-fn with_chains(facts: &Facts, look: impl FnOnce(&[Chain]) -> Vec<Finding>) -> Vec<Finding> {
+fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {
         let tables = facts.netfilter.legacy_tables.join(", ");
         return vec![Finding::unknown(format!("the old iptables has tables ({tables}): see `iptables-legacy-save`"))];
     }
     match &facts.netfilter.chains {
-        Ok(chains) => look(chains),
+        Ok(chains) => check(chains),
         Err(reason) => vec![Finding::unknown(reason.clone())],
     }
 }

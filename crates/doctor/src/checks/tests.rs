@@ -146,7 +146,7 @@ fn certificates_end_and_have_an_owner() {
 fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
     let mut facts = fit(role);
     change(&mut facts);
-    let findings = look(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
+    let findings = run(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
     findings
         .map(|(check, finding)| {
             assert!(!finding.why.is_empty() && !finding.mend.is_empty(), "{}: {finding:?}", check.name);
@@ -168,7 +168,7 @@ fn a_fit_machine_has_nothing_to_mend() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         assert_eq!(found(role, |_| {}), []);
         let unknown: Vec<_> =
-            look(&fit(role)).into_iter().filter(|(_, finding)| finding.severity != Severity::Ok).collect();
+            run(&fit(role)).into_iter().filter(|(_, finding)| finding.severity != Severity::Ok).collect();
         assert!(unknown.is_empty(), "{unknown:?}");
     }
 }

@@ -8,7 +8,7 @@ use crate::facts::Announcement;
 /// Programs that learn routes from the kernel and tell routers, by the names of their processes.
 const ROUTING_DAEMONS: [&str; 2] = ["bird", "zebra"];
 
-pub fn look(table: u32) -> Announcement {
+pub fn gather(table: u32) -> Announcement {
     Announcement { table, rules: rules(table), daemon: routing_daemon() }
 }
 

@@ -9,7 +9,7 @@ use crate::facts::{CertificateFacts, Role};
 ///
 /// # Errors
 /// When the files cannot be used; the daemon would not start with them.
-pub(super) fn look(role: Role, files: Option<&Files>, name: Option<&str>) -> anyhow::Result<Vec<CertificateFacts>> {
+pub(super) fn gather(role: Role, files: Option<&Files>, name: Option<&str>) -> anyhow::Result<Vec<CertificateFacts>> {
     let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
     let certified = match role {
         Role::Lb => CertifiedRole::Lb,

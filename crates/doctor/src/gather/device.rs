@@ -12,7 +12,7 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 use crate::facts::{Device, RssProblem, Settings};
 
 /// `None`: there is none of that name.
-pub(super) fn look(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
+pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
     let index = if_nametoindex(name).ok()?;
     let entries: Vec<_> = getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
     let up = InterfaceFlags::IFF_UP | InterfaceFlags::IFF_RUNNING;

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::facts::{Chain, Netfilter};
 
-pub(super) fn look() -> Netfilter {
+pub(super) fn gather() -> Netfilter {
     let legacy = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
     Netfilter { chains: ruleset(), legacy_tables: legacy.lines().map(str::to_owned).collect() }
 }

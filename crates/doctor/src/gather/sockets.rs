@@ -11,10 +11,10 @@ use nix::sys::socket::{getsockopt, sockopt};
 use crate::facts::Sockets;
 
 pub(super) fn of(service: &ServiceAddress) -> Result<Sockets, String> {
-    look(service).map_err(|error| format!("{error:#}"))
+    gather(service).map_err(|error| format!("{error:#}"))
 }
 
-fn look(service: &ServiceAddress) -> anyhow::Result<Sockets> {
+fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
     let inodes = match service.protocol {
         Protocol::Tcp => listeners::listening(service.socket)?,
         Protocol::Udp => listeners::receiving(service.socket)?,

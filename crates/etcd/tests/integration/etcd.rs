@@ -177,7 +177,7 @@ fn others_wait_and_know_who_leads() {
     cluster.block_on(first.resign()).unwrap();
     let second = cluster.block_on(second).unwrap();
     assert!(second.holds() && !first.holds());
-    let now = cluster.block_on(candidate("c", LEASE).look(&cluster)).unwrap();
+    let now = cluster.block_on(candidate("c", LEASE).read_leader(&cluster)).unwrap();
     assert_eq!(now, Seen::Leader("b".to_owned()));
 }
 
@@ -185,7 +185,7 @@ fn others_wait_and_know_who_leads() {
 fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
-    eventually("etcd has started", || look(&cluster) == Ok(Seen::Nobody));
+    eventually("etcd has started", || read_leader(&cluster) == Ok(Seen::Nobody));
     // Nobody knows yet that it has won.
     let lease = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).unwrap());
@@ -193,7 +193,7 @@ fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
     assert!(cluster.block_on(cluster.leave()).unwrap());
     // Its campaign goes on until the process has ended, and wins nothing.
     assert!(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).is_err());
-    assert_eq!(look(&other), Ok(Seen::Nobody));
+    assert_eq!(read_leader(&other), Ok(Seen::Nobody));
     let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
     // Who has resigned has nothing left.
     other.block_on(second.resign()).unwrap();
@@ -248,8 +248,8 @@ fn connect(endpoint: &str, tls: &TlsOptions) -> Arc<Cluster> {
     Arc::new(Cluster::new(&[endpoint.to_owned()], Some(tls)).unwrap())
 }
 
-fn look(cluster: &Cluster) -> Result<Seen, String> {
-    cluster.block_on(candidate("x", LEASE).look(cluster)).map_err(|error| error.to_string())
+fn read_leader(cluster: &Cluster) -> Result<Seen, String> {
+    cluster.block_on(candidate("x", LEASE).read_leader(cluster)).map_err(|error| error.to_string())
 }
 
 #[test]
@@ -282,20 +282,20 @@ fn by_tls_and_with_the_right_certificates_only() {
         ("one that has expired", options(&own, Some(&expired)), "etcd refuses our certificate, or that we show none"),
     ] {
         let cluster = connect(&endpoint, &tls);
-        let said = look(&cluster).unwrap_err();
+        let said = read_leader(&cluster).unwrap_err();
         println!("{what}: {said}");
         assert!(said.contains(&endpoint) && said.contains(expected), "{what}: {said}");
         cluster.block_on(cluster.clone().renew(options(&own, Some(&own)))).unwrap();
-        assert_eq!(look(&cluster), Ok(Seen::Leader("a".to_owned())), "the next certificates do");
+        assert_eq!(read_leader(&cluster), Ok(Seen::Leader("a".to_owned())), "the next certificates do");
     }
     let plain = Cluster::new(&[etcd.member.endpoint()], None).unwrap();
-    look(&plain).unwrap_err();
+    read_leader(&plain).unwrap_err();
     let elsewhere = serving(ours.issue("etcd2", "192.0.2.1", Validity::from_now(DAY)));
     let cluster = connect(&elsewhere.member.secure_endpoint(), &options(&own, Some(&own)));
     // Until it has started, it is not found.
     let mut said = String::new();
     eventually("another host", || {
-        said = look(&cluster).unwrap_err();
+        said = read_leader(&cluster).unwrap_err();
         println!("another host: {said}");
         !said.contains("refused")
     });

@@ -240,7 +240,7 @@ impl Forwarder {
         let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
         let followed: BTreeSet<Ipv4Addr> = servers.chain(peers).filter_map(ipv4).collect();
         self.macs.retain(|address, _| followed.contains(address));
-        self.resolver.follow(followed.into_iter().collect());
+        self.resolver.set_addresses(followed.into_iter().collect());
     }
 
     fn index_servers(&mut self) {

@@ -142,7 +142,7 @@ impl RecentServer {
     }
 
     /// Takes in its loads: a new report of them, if they are fresh.
-    fn follow(&mut self, loads: &CoreLoads, fresh: bool) {
+    fn update(&mut self, loads: &CoreLoads, fresh: bool) {
         if !fresh && self.newest == *loads {
             return;
         }
@@ -173,7 +173,7 @@ impl RecentLoads {
             while before.next_if(|known| known.id < server.id).is_some() {}
             let known = before.next_if(|known| known.id == server.id);
             let mut known = known.unwrap_or_else(|| RecentServer::new(server.id, loads));
-            known.follow(loads, server.fresh);
+            known.update(loads, server.fresh);
             *loads = known.evened.clone();
             self.of_servers.push(known);
         }

@@ -187,7 +187,7 @@ impl<'a, 'g> KnownHere<'a, 'g> {
         let in_part = servers.iter().any(|server| server.ramp < 1.0);
         // What a bucket remembers is in the order of loads alone.
         let remembered = if cores.levels.alike() && !in_part { most } else { 0 };
-        reached.follow(&servers, &group.key, cores.buckets, cores.neutral, remembered);
+        reached.update(&servers, &group.key, cores.buckets, cores.neutral, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
         let levels = if cores.levels.alike() { Vec::new() } else { servers.iter().map(level).collect() };
         Self { group, servers, in_part, levels, reached }
@@ -206,7 +206,7 @@ impl<'a, 'g> PassedUp<'a, 'g> {
         let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
         let is_kept = cores.levels.alike() && !lists.is_empty();
         if is_kept {
-            kept.follow(&cores.pool.racks, &group.key, cores.buckets, most);
+            kept.update(&cores.pool.racks, &group.key, cores.buckets, most);
         }
         Self { lists, cores: is_kept.then_some(kept) }
     }

@@ -36,8 +36,8 @@ pub struct KeptGroup {
 impl Kept {
     /// How the known loads of the eligible servers are spread, by class.
     pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
-        self.spreads.follow(pool);
-        let passed_up = self.passed_up.follow(&pool.racks);
+        self.spreads.update(pool);
+        let passed_up = self.passed_up.update(&pool.racks);
         if passed_up.is_empty() {
             return Cow::Borrowed(&self.spreads.of_class);
         }
@@ -88,7 +88,7 @@ struct Counted {
 }
 
 impl Spreads {
-    fn follow(&mut self, pool: &Pool) {
+    fn update(&mut self, pool: &Pool) {
         let mut before = std::mem::take(&mut self.counted).into_iter().peekable();
         for server in pool.eligible() {
             let Some(cores) = server.loads.as_ref().and_then(Loads::cores) else { continue };

@@ -16,7 +16,7 @@ struct Known(Vec<Arc<RackSummary>>);
 
 impl Known {
     /// These are the newest. Gives those that are others now, with what was known there; `None`: all are.
-    fn follow(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
+    fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
         let before = std::mem::replace(&mut self.0, racks.to_vec());
         let same_racks = before.len() == racks.len();
         let changed = before.into_iter().zip(racks).enumerate();
@@ -34,8 +34,8 @@ pub struct PassedUpSpreads {
 
 impl PassedUpSpreads {
     /// As it is now.
-    pub fn follow(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<Class, LoadSpread> {
-        match self.known.follow(racks) {
+    pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<Class, LoadSpread> {
+        match self.known.update(racks) {
             Some(changed) => {
                 for (position, before) in changed {
                     for (class, spread) in &before.spreads {
@@ -72,9 +72,9 @@ pub struct PassedUpCores {
 
 impl PassedUpCores {
     /// As it is now. `most`: how many of each bucket are wanted.
-    pub fn follow(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
+    pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
         let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
-        match self.known.follow(racks) {
+        match self.known.update(racks) {
             Some(changed) if same => {
                 changed.into_iter().for_each(|(position, _)| self.renew(position, &racks[position]))
             }

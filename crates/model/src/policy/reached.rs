@@ -33,7 +33,7 @@ struct Column {
 impl ReachedLoads {
     /// As it is now, for these servers of the group with that key. `most`: how many of each bucket's least loaded are wanted; 0:
     /// none are, as servers are compared by something else.
-    pub fn follow(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
+    pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
         let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
         let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
         if !all_known || self.buckets != buckets.get() {

@@ -349,7 +349,7 @@ impl Scenario {
     }
 
     /// The index of the series whose colour and shape the series at `index` has, and whether it is drawn open.
-    pub fn look(&self, index: usize) -> (usize, bool) {
+    pub fn appearance(&self, index: usize) -> (usize, bool) {
         let open = self.series[index].simulated;
         let like = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| open);
         (like.unwrap_or(index), open)

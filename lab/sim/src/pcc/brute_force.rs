@@ -21,7 +21,7 @@ use super::{Arrivals, Config, Layout, Run, Updates};
 /// Where packets of a connection go, said as plainly as can be.
 trait Network<B> {
     /// The tables may have changed. `stopped` load balancers are no more.
-    fn look(&mut self, balancer: &B, cluster: &Cluster);
+    fn observe(&mut self, balancer: &B, cluster: &Cluster);
 
     /// The connection's first packet was placed.
     fn begin(&mut self, connection: &Connection, cluster: &Cluster);
@@ -44,7 +44,7 @@ impl<B: Balancer, N: Network<B>> Followed<B, N> {
     }
 
     fn send_to_all(&mut self, cluster: &Cluster) {
-        self.network.look(&self.balancer, cluster);
+        self.network.observe(&self.balancer, cluster);
         for (connection, broken) in self.open.values_mut().filter(|(_, broken)| broken.is_none()) {
             if self.network.send(connection, &self.balancer, cluster) != connection.server {
                 *broken = Some(cluster.now);
@@ -103,7 +103,7 @@ impl<B: Balancer, N: Network<B>> Balancer for Followed<B, N> {
 struct ByBucket;
 
 impl Network<Hashed> for ByBucket {
-    fn look(&mut self, _: &Hashed, _: &Cluster) {}
+    fn observe(&mut self, _: &Hashed, _: &Cluster) {}
 
     fn begin(&mut self, _: &Connection, _: &Cluster) {}
 
@@ -120,7 +120,7 @@ struct DaisyChained {
 }
 
 impl Network<Beamer> for DaisyChained {
-    fn look(&mut self, balancer: &Beamer, _: &Cluster) {
+    fn observe(&mut self, balancer: &Beamer, _: &Cluster) {
         let table = balancer.table();
         if self.pointed_to.is_empty() {
             self.pointed_to = vec![u16::MAX; table.len()];
@@ -149,7 +149,7 @@ struct ConnectionTables {
 }
 
 impl Network<Stateful> for ConnectionTables {
-    fn look(&mut self, _: &Stateful, cluster: &Cluster) {
+    fn observe(&mut self, _: &Stateful, cluster: &Cluster) {
         let running: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
         self.tables.retain(|load_balancer, _| running.contains(load_balancer));
     }
@@ -175,7 +175,7 @@ struct TablesByTag {
 }
 
 impl Network<SmallCookies> for TablesByTag {
-    fn look(&mut self, balancer: &SmallCookies, _: &Cluster) {
+    fn observe(&mut self, balancer: &SmallCookies, _: &Cluster) {
         self.configurations.insert(balancer.present() % balancer.tags(), balancer.present());
     }
 
@@ -199,7 +199,7 @@ impl Network<SmallCookies> for TablesByTag {
 struct ByCookie;
 
 impl Network<Cheetah> for ByCookie {
-    fn look(&mut self, _: &Cheetah, _: &Cluster) {}
+    fn observe(&mut self, _: &Cheetah, _: &Cluster) {}
 
     fn begin(&mut self, _: &Connection, _: &Cluster) {}
 

@@ -282,7 +282,7 @@ impl<'a> Run<'a> {
         for (at, is_end, planned) in events {
             while begun.elapsed() < at {
                 interrupt::check()?;
-                self.site.look_after()?;
+                self.site.maintain()?;
                 std::thread::sleep(STEP.min(at.saturating_sub(begun.elapsed())));
             }
             if is_end {
@@ -323,7 +323,7 @@ impl<'a> Run<'a> {
         let mut waited_for = None;
         loop {
             interrupt::check()?;
-            self.site.look_after()?;
+            self.site.maintain()?;
             let missing = match watch.status() {
                 Ok(status) => {
                     watch::not_whole(self.testbed, &status, since).or_else(|| watch.without_table(&status, since))

@@ -139,7 +139,7 @@ impl<'a> Site<'a> {
     ///
     /// # Errors
     /// When the kernel does not know one of them.
-    pub fn look_after(&mut self) -> anyhow::Result<()> {
+    pub fn maintain(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemons() {
             if self.down.contains(&daemon) {
                 continue;
@@ -184,7 +184,7 @@ impl<'a> Site<'a> {
         self.fleet.kill(daemon)
     }
 
-    /// One that ends at once is found by [`Site::look_after`].
+    /// One that ends at once is found by [`Site::maintain`].
     fn start(&mut self, daemon: &str) {
         self.down.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {

@@ -19,7 +19,7 @@ use crate::topology::{Testbed, load_balancer_name, rack_name};
 /// Where every load balancer serves its metrics, in its own namespace.
 pub const METRICS: &str = "127.0.0.1:9440";
 /// How often it is looked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A status costs the controller more than a scrape costs a load balancer.
 const STATUS_EVERY: u32 = 5;
 const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
@@ -100,7 +100,7 @@ impl<'a> Watch<'a> {
             {
                 self.look_at_status(&status);
             }
-            std::thread::sleep(LOOK_INTERVAL.saturating_sub(begin.elapsed()));
+            std::thread::sleep(POLL_INTERVAL.saturating_sub(begin.elapsed()));
         }
     }
 

@@ -24,7 +24,7 @@ const ROTATE_EVERY: u64 = 50;
 /// Every so many changes a server is drained by command, or that is ended.
 const DRAIN_EVERY: u64 = 4;
 /// Every so many changes it is looked whether the controller has what it acknowledged.
-const LOOK_EVERY: u64 = 10;
+const CHECK_EVERY: u64 = 10;
 /// After a failure.
 const PAUSE: Duration = Duration::from_millis(100);
 /// The last changes are acknowledged within this time.
@@ -121,8 +121,8 @@ impl<'a> Writer<'a> {
             if made.is_multiple_of(ROTATE_EVERY) {
                 self.try_rotation();
             }
-            if made.is_multiple_of(LOOK_EVERY) {
-                self.look(&mut model);
+            if made.is_multiple_of(CHECK_EVERY) {
+                self.check_state(&mut model);
             }
         }
         documents.restore();
@@ -142,7 +142,7 @@ impl<'a> Writer<'a> {
     /// # Errors
     /// When the controller does not answer.
     pub fn look_again(&self, model: &mut Model) -> anyhow::Result<()> {
-        ensure!(self.look(model), "the controller does not say what is in force");
+        ensure!(self.check_state(model), "the controller does not say what is in force");
         Ok(())
     }
 
@@ -166,7 +166,7 @@ impl<'a> Writer<'a> {
         let (text, present) = (documents.text(), documents.present());
         fs::write(&self.file, &text)?;
         // An attempt that nobody answered may be in force by now.
-        if !model.unanswered.is_empty() && !self.look(model) {
+        if !model.unanswered.is_empty() && !self.check_state(model) {
             return Ok(false);
         }
         match self.apply() {
@@ -227,7 +227,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Compares what is in force with the model; false when the controller does not answer.
-    fn look(&self, model: &mut Model) -> bool {
+    fn check_state(&self, model: &mut Model) -> bool {
         let Ok((generation, text)) = self.in_force() else { return false };
         let Ok(status) = self.status() else { return false };
         self.count(|writes| writes.looks += 1);

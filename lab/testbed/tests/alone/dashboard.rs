@@ -113,7 +113,7 @@ async fn complaints(client: &Client) -> anyhow::Result<Vec<String>> {
     Ok(lines.iter().filter(|line| line["level"] == "SEVERE").map(|line| line["message"].to_string()).collect())
 }
 
-async fn look(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
+async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
     let client = connect().await?;
     client.goto(DASHBOARD).await?;
     until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
@@ -217,5 +217,5 @@ fn a_browser_shows_every_core_and_what_changes() {
         fleet.lock().unwrap().set_pool(&testbed, pool)
     };
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();
-    testbed.controller().within(|| runtime()?.block_on(look(token, &drain))).unwrap();
+    testbed.controller().within(|| runtime()?.block_on(check_dashboard(token, &drain))).unwrap();
 }

@@ -148,9 +148,9 @@ impl Bed {
     }
 
     /// One look, 100 ms after the one before. Whether a worker was found dead.
-    pub fn look(&mut self, patience: &Patience) -> bool {
-        self.clock += dispatch::LOOK_INTERVAL;
-        self.dispatch.look(self.clock, patience).unwrap()
+    pub fn poll(&mut self, patience: &Patience) -> bool {
+        self.clock += dispatch::POLL_INTERVAL;
+        self.dispatch.poll(self.clock, patience).unwrap()
     }
 
     pub fn counts(&self, slot: u32) -> WorkerCounts {

@@ -36,7 +36,7 @@ impl Legend {
             entries.push((index, label, (x, row * ROW)));
             x += wide + GAP;
         }
-        let looks = (0..scenario.series.len()).map(|index| scenario.look(index)).collect();
+        let looks = (0..scenario.series.len()).map(|index| scenario.appearance(index)).collect();
         Self { entries, looks, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }
     }
 

@@ -49,7 +49,7 @@ impl<'a> Frame<'a> {
     ) -> Self {
         let styles = numbers.curves.iter().map(|curve| {
             let same = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
-            scenario.look(scenario.series.iter().position(same).unwrap_or(0))
+            scenario.appearance(scenario.series.iter().position(same).unwrap_or(0))
         });
         let (top, bottom) = (origin.1 + TOP, origin.1 + size.1 - BOTTOM);
         let marks = panel.mark.iter().map(|mark| mark.y);
