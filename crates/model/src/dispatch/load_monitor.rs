@@ -26,6 +26,11 @@ impl Epoch {
         let length = 1u64.checked_shl(exponent.into())?;
         NonZeroU64::new(length).map(Self)
     }
+
+    /// Its length.
+    pub const fn get(self) -> NonZeroU64 {
+        self.0
+    }
 }
 
 /// Condition of scaling up: one request waits at the NIC at two consecutive checks (Caladan's rule, OSDI'20).

@@ -1,0 +1,265 @@
+//! The orchestrator's side of the memory: sends requests and hints to cores, receives responses and messages.
+
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::path::Path;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+use crate::error::RuntimeError;
+use crate::layout::{Geometry, MESSAGES, RawMessage, SlotHeader};
+use crate::message::{HintMessage, Message};
+use crate::ring::{Consumer, DamagedCursor, Producer};
+use crate::segment::{LockByte, Segment, ServiceEntry};
+
+/// Header of a request in a core's queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RequestHeader {
+    /// Address and port of the client.
+    pub client: SocketAddrV4,
+    /// The service.
+    pub service: u8,
+    /// Arrival in nanoseconds of the orchestrator's clock.
+    pub arrived: u64,
+}
+
+/// Header of a response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ResponseHeader {
+    /// Address and port of the client.
+    pub client: SocketAddrV4,
+    /// The service.
+    pub service: u8,
+    /// Requests of the service that it completes.
+    pub completed: u32,
+}
+
+pub(crate) fn client(slot: &SlotHeader) -> SocketAddrV4 {
+    SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.port)
+}
+
+/// The queues of all cores.
+#[derive(Debug)]
+pub struct CoreQueues {
+    segment: Segment,
+    rings: Vec<Rings>,
+}
+
+#[derive(Debug)]
+struct Rings {
+    /// The worker that was accepted last; 0: none yet.
+    worker: u32,
+    requests: Vec<Producer>,
+    hints: Producer,
+    responses: Consumer,
+    messages: Consumer,
+}
+
+impl CoreQueues {
+    /// Creates the memory at `path`, without workers. `services` are numbered by their position.
+    ///
+    /// # Errors
+    /// When a size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
+    pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
+        let segment = Segment::create(path, geometry, services)?;
+        let rings = (0..geometry.cores).map(|_| Rings {
+            worker: 0,
+            requests: (0..geometry.priorities).map(|_| Producer::new(geometry.slots, 0)).collect(),
+            hints: Producer::new(MESSAGES, 0),
+            responses: Consumer::new(geometry.response_slots(), 0),
+            messages: Consumer::new(MESSAGES, 0),
+        });
+        Ok(Self { rings: rings.collect(), segment })
+    }
+
+    /// Sizes of the memory.
+    pub fn geometry(&self) -> &Geometry {
+        &self.segment.geometry
+    }
+
+    /// Whether a worker has the core. A system call.
+    pub fn has_worker(&self, core: u16) -> bool {
+        // A lock that cannot be read keeps the worker: its requests are not lost without proof.
+        self.segment.is_locked(LockByte::Core(core)).unwrap_or(true)
+    }
+
+    /// Whether a worker waits to be accepted at the core.
+    #[inline]
+    pub fn has_new_worker(&self, core: u16) -> bool {
+        self.segment.core(core).worker_tails.worker.load(Acquire) != self.rings[usize::from(core)].worker
+    }
+
+    /// Accepts the new worker of the core. The requests of the previous one that were not answered are discarded, and
+    /// so are its messages.
+    pub fn accept_worker(&mut self, core: u16) {
+        let lines = self.segment.core(core);
+        let rings = &mut self.rings[usize::from(core)];
+        let geometry = &self.segment.geometry;
+        let adopt = |own: &AtomicU32, other: &AtomicU32| {
+            let position = other.load(Acquire);
+            own.store(position, Release);
+            position
+        };
+        let (tails, heads) = (&lines.orchestrator_tails, &lines.orchestrator_heads);
+        for (priority, producer) in rings.requests.iter_mut().enumerate() {
+            *producer = Producer::new(geometry.slots, adopt(&tails.data[priority], &lines.worker_heads.data[priority]));
+        }
+        rings.hints = Producer::new(MESSAGES, adopt(&tails.messages, &lines.worker_heads.messages));
+        let responses = adopt(&heads.data[0], &lines.worker_tails.data[0]);
+        rings.responses = Consumer::new(geometry.response_slots(), responses);
+        rings.messages = Consumer::new(MESSAGES, adopt(&heads.messages, &lines.worker_tails.messages));
+        rings.worker = lines.worker_tails.worker.load(Acquire);
+        tails.worker.store(rings.worker, Release);
+    }
+
+    /// Puts a request into a queue of the core.
+    ///
+    /// # Errors
+    /// When the payload is too long, the priority has no queue, or the queue is full or damaged. The request is not
+    /// sent then.
+    #[inline]
+    pub fn send(
+        &mut self,
+        core: u16,
+        priority: u8,
+        header: &RequestHeader,
+        payload: &[u8],
+    ) -> Result<(), RuntimeError> {
+        let Self { segment, rings } = self;
+        let geometry = &segment.geometry;
+        let (length, limit) = (payload.len(), geometry.payload_bytes());
+        if length > limit {
+            return Err(RuntimeError::TooLong { length, limit });
+        }
+        let Some(producer) = rings[usize::from(core)].requests.get_mut(usize::from(priority)) else {
+            return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priorities - 1 });
+        };
+        let lines = segment.core(core);
+        let slot = producer.free_slot(&lines.worker_heads.data[usize::from(priority)]);
+        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "requests" })?;
+        let header = SlotHeader {
+            address: (*header.client.ip()).into(),
+            port: header.client.port(),
+            service: header.service.into(),
+            length: length as u32,
+            completed: 0,
+            arrived: header.arrived,
+        };
+        segment.write_slot(geometry.request(core, priority, slot), header, payload);
+        producer.advance();
+        producer.publish(&lines.orchestrator_tails.data[usize::from(priority)]);
+        Ok(())
+    }
+
+    /// Sends a hint to the core's worker.
+    ///
+    /// # Errors
+    /// When the ring is full or damaged.
+    pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
+        let lines = self.segment.core(core);
+        let producer = &mut self.rings[usize::from(core)].hints;
+        let slot = producer.free_slot(&lines.worker_heads.messages);
+        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "hints" })?;
+        self.segment.write_message(self.segment.geometry.downlink_message(core, slot), hint.into());
+        producer.advance();
+        producer.publish(&lines.orchestrator_tails.messages);
+        Ok(())
+    }
+
+    /// Receives up to `limit` responses of the core, and returns their number. A response whose length is out of range
+    /// is passed as `None` payload.
+    ///
+    /// # Errors
+    /// When the ring is damaged.
+    #[inline]
+    pub fn receive_responses(
+        &mut self,
+        core: u16,
+        limit: usize,
+        mut receive: impl FnMut(ResponseHeader, Option<&[u8]>),
+    ) -> Result<usize, DamagedCursor> {
+        let Self { segment, rings } = self;
+        let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].responses);
+        let mut received = 0;
+        while received < limit
+            && let Some(slot) = consumer.oldest_slot(&lines.worker_tails.data[0])?
+        {
+            let (header, payload) = segment.read_slot(segment.geometry.response(core, slot));
+            let service = u8::try_from(header.service).unwrap_or(u8::MAX);
+            receive(ResponseHeader { client: client(&header), service, completed: header.completed }, payload);
+            consumer.advance();
+            consumer.publish(&lines.orchestrator_heads.data[0]);
+            received += 1;
+        }
+        Ok(received)
+    }
+
+    /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
+    /// `None`.
+    ///
+    /// # Errors
+    /// When the ring is damaged.
+    #[inline]
+    pub fn receive_messages(
+        &mut self,
+        core: u16,
+        limit: usize,
+        mut receive: impl FnMut(Option<Message>),
+    ) -> Result<usize, DamagedCursor> {
+        let Self { segment, rings } = self;
+        let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].messages);
+        let mut received = 0;
+        while received < limit
+            && let Some(slot) = consumer.oldest_slot(&lines.worker_tails.messages)?
+        {
+            receive(segment.read_message(segment.geometry.uplink_message(core, slot)).message());
+            consumer.advance();
+            received += 1;
+        }
+        if received > 0 {
+            consumer.publish(&lines.orchestrator_heads.messages);
+        }
+        Ok(received)
+    }
+}
+
+impl Segment {
+    /// Writes a slot that belongs to this side. The payload fits.
+    #[inline]
+    pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
+        let start: *mut SlotHeader = self.slot(offset, size_of::<SlotHeader>() + payload.len());
+        // SAFETY: inside the mapping and aligned (`Segment::slot`); no other side accesses the slot until it is
+        // published.
+        unsafe {
+            start.write(header);
+            start.add(1).cast::<u8>().copy_from_nonoverlapping(payload.as_ptr(), payload.len());
+        }
+    }
+
+    /// Reads a slot that belongs to this side. `None` for a payload whose length is out of range. The payload must not
+    /// be used after the slot was returned.
+    #[inline]
+    pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
+        let start: *mut SlotHeader = self.slot(offset, self.geometry.slot_bytes as usize);
+        // SAFETY: inside the mapping and aligned (`Segment::slot`); any bit pattern is a header.
+        let header = unsafe { start.read() };
+        let length = header.length as usize;
+        let fits = length <= self.geometry.payload_bytes();
+        // SAFETY: inside the slot, which no other side writes until it is returned.
+        let payload = fits.then(|| unsafe { std::slice::from_raw_parts(start.add(1).cast::<u8>(), length) });
+        (header, payload)
+    }
+
+    #[inline]
+    pub(crate) fn write_message(&self, offset: usize, message: RawMessage) {
+        // SAFETY: as in `write_slot`.
+        unsafe { self.slot::<RawMessage>(offset, size_of::<RawMessage>()).write(message) }
+    }
+
+    #[inline]
+    pub(crate) fn read_message(&self, offset: usize) -> RawMessage {
+        // SAFETY: as in `read_slot`.
+        unsafe { self.slot::<RawMessage>(offset, size_of::<RawMessage>()).read() }
+    }
+}

@@ -1,0 +1,141 @@
+//! Errors of the shared memory and of RingLeader's interface on it.
+
+use std::net::SocketAddrV4;
+use std::time::Duration;
+use std::{io, path::PathBuf};
+
+use crate::layout::GeometryError;
+use crate::ring::DamagedCursor;
+
+/// Reason for which the memory or a call is rejected.
+#[derive(Debug, thiserror::Error)]
+pub enum RuntimeError {
+    /// The file system or the kernel refuses an operation.
+    #[error("{path}: {action}: {source}")]
+    Io {
+        /// Operation that failed.
+        action: &'static str,
+        /// File of the memory.
+        path: PathBuf,
+        /// Error of the kernel.
+        source: io::Error,
+    },
+    /// The file has other contents.
+    #[error("not the memory of an orchestrator")]
+    OtherContents,
+    /// The orchestrator has another version of this library.
+    #[error("layout version {found}: expected {expected}; run both sides from one release")]
+    LayoutVersion {
+        /// Version of the memory.
+        found: u32,
+        /// Version of this library.
+        expected: u32,
+    },
+    /// The orchestrator runs as another user.
+    #[error("the memory belongs to user {owner}: expected user {user}, as which this process runs")]
+    OtherUser {
+        /// User of the memory.
+        owner: u32,
+        /// Effective user of this process.
+        user: u32,
+    },
+    /// The file is shorter or longer than its header requires.
+    #[error("{found} bytes of memory: expected {expected}")]
+    Size {
+        /// Bytes of the file.
+        found: u64,
+        /// Bytes by the header.
+        expected: u64,
+    },
+    /// A size that no memory can have.
+    #[error(transparent)]
+    Geometry(#[from] GeometryError),
+    /// Another orchestrator uses the file.
+    #[error("another orchestrator is running with this memory")]
+    OrchestratorRunning,
+    /// The orchestrator ended. Connect again.
+    #[error("the orchestrator is not running")]
+    OrchestratorGone,
+    /// The orchestrator runs and does not answer.
+    #[error("core {core}: the orchestrator did not accept the worker within {timeout:?}")]
+    NotAccepted {
+        /// Core of the worker.
+        core: u16,
+        /// Time that the worker waited.
+        timeout: Duration,
+    },
+    /// No such core.
+    #[error("core {core}: expected 0 to {last}")]
+    CoreOutOfRange {
+        /// Core of the call.
+        core: u16,
+        /// Last core.
+        last: u16,
+    },
+    /// Another worker serves the core.
+    #[error("core {0} has a worker already")]
+    CoreTaken(u16),
+    /// No such service in the orchestrator's configuration.
+    #[error("service {service}: the orchestrator has {services} services")]
+    UnknownService {
+        /// Service of the call.
+        service: u8,
+        /// Number of services.
+        services: u32,
+    },
+    /// A process has registered the service.
+    #[error("service {0} is registered already")]
+    RegisteredTwice(u8),
+    /// A core is enabled for a service that this process has not registered.
+    #[error("core {core}: service {service} is not registered by this process")]
+    NotRegistered {
+        /// Service of the call.
+        service: u8,
+        /// Core of the call.
+        core: u16,
+    },
+    /// A priority that has no queue.
+    #[error("priority {priority}: expected 0 to {last}")]
+    PriorityOutOfRange {
+        /// Priority of the call.
+        priority: u8,
+        /// Lowest priority.
+        last: u8,
+    },
+    /// The orchestrator's configuration differs.
+    #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
+    OtherService {
+        /// Service of the call.
+        service: u8,
+        /// Address of the call.
+        address: SocketAddrV4,
+        /// Priority of the call.
+        priority: u8,
+        /// Address and priority in the configuration.
+        expected: String,
+    },
+    /// A payload that fits no slot.
+    #[error("{length} bytes: a slot holds {limit}")]
+    TooLong {
+        /// Bytes of the payload.
+        length: usize,
+        /// Bytes that fit.
+        limit: usize,
+    },
+    /// The other side does not empty a ring.
+    #[error("core {core}: the ring of {ring} is full")]
+    RingFull {
+        /// Core of the ring.
+        core: u16,
+        /// Contents of the ring.
+        ring: &'static str,
+    },
+    /// The other side stored a cursor that is impossible.
+    #[error("core {core}: {source}")]
+    Damaged {
+        /// Core of the ring.
+        core: u16,
+        /// Cursors of the ring.
+        source: DamagedCursor,
+    },
+}

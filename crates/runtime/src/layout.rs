@@ -1,0 +1,256 @@
+//! Layout of the memory that the orchestrator and the workers of a server share.
+//!
+//! ```text
+//! header | services (64 lines) | core 0 | core 1 | ...
+//! core:    tails of the orchestrator | its heads | tails of the worker | its heads
+//!          | messages to the orchestrator | messages to the worker | responses | requests of priority 0 | 1 | ...
+//! ```
+//!
+//! Each cache line has one writer. A worker polls one line: the tails of the orchestrator.
+
+use std::mem::size_of;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use coreward_model::dispatch::MAX_SERVICES;
+
+/// First bytes of the memory.
+pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
+/// Version of this layout. Another version is rejected.
+pub const LAYOUT_VERSION: u32 = 1;
+/// Bytes of a cache line: everything is aligned to it.
+pub(crate) const LINE: usize = 64;
+/// Priorities, at most (RingLeader, NSDI'23, Sect. 6).
+pub const MAX_PRIORITIES: u8 = 8;
+/// Cores, at most.
+pub const MAX_CORES: u16 = 256;
+/// Requests in a queue of one core and priority, at most.
+pub const MAX_SLOTS: u32 = 1024;
+/// Bytes of a slot, at most: the largest UDP payload fits.
+pub const MAX_SLOT_BYTES: u32 = 1 << 16;
+/// Messages in each direction between a core's worker and the orchestrator.
+pub(crate) const MESSAGES: u32 = 256;
+
+/// First line of the memory. The orchestrator stores it before the file has its name.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Header {
+    pub magic: AtomicU64,
+    pub layout_version: AtomicU32,
+    /// User of the orchestrator and of all workers.
+    pub owner: AtomicU32,
+    pub bytes: AtomicU64,
+    pub cores: AtomicU32,
+    pub services: AtomicU32,
+    pub priorities: AtomicU32,
+    pub slots: AtomicU32,
+    pub slot_bytes: AtomicU32,
+}
+
+/// A service, as the orchestrator's configuration has it.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct ServiceLine {
+    pub address: AtomicU32,
+    pub port: AtomicU32,
+    pub priority: AtomicU32,
+}
+
+/// Cursors of the rings that one side fills.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Tails {
+    /// Requests by priority; in the worker's line, the first is that of the responses.
+    pub data: [AtomicU32; MAX_PRIORITIES as usize],
+    pub messages: AtomicU32,
+    /// In the worker's line, its number at this core, from 1; in the orchestrator's, the last worker that it accepted.
+    /// The cursors of a worker go on where those of the previous one ended.
+    pub worker: AtomicU32,
+}
+
+/// Cursors of the rings that one side empties.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Heads {
+    pub data: [AtomicU32; MAX_PRIORITIES as usize],
+    pub messages: AtomicU32,
+}
+
+/// The cursors of a core.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(crate) struct CoreLines {
+    pub orchestrator_tails: Tails,
+    pub orchestrator_heads: Heads,
+    pub worker_tails: Tails,
+    pub worker_heads: Heads,
+}
+
+/// Start of a slot of requests or responses; the payload follows.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct SlotHeader {
+    /// IPv4 address of the client.
+    pub address: u32,
+    /// Port of the client.
+    pub port: u16,
+    pub service: u16,
+    /// Bytes of the payload.
+    pub length: u32,
+    /// Requests of the service that a response completes.
+    pub completed: u32,
+    /// Arrival of a request in nanoseconds of the orchestrator's clock.
+    pub arrived: u64,
+}
+
+/// A message in a ring.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C, align(32))]
+pub(crate) struct RawMessage {
+    pub kind: u8,
+    pub service: u8,
+    pub core: u16,
+    pub count: u32,
+    pub epoch: u64,
+    pub threshold: u64,
+}
+
+/// The variable sizes of the memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Workers, one per core; 1 to [`MAX_CORES`].
+    pub cores: u16,
+    /// Priorities; 1 to [`MAX_PRIORITIES`].
+    pub priorities: u8,
+    /// Requests in a queue of one core and priority: a power of two up to [`MAX_SLOTS`].
+    pub slots: u32,
+    /// Bytes of a slot: a multiple of 64 from 64 to [`MAX_SLOT_BYTES`].
+    pub slot_bytes: u32,
+}
+
+/// Sizes that no memory can have.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{name} {value}: expected {expected}")]
+pub struct GeometryError {
+    name: &'static str,
+    value: u32,
+    expected: &'static str,
+}
+
+impl Geometry {
+    /// # Errors
+    /// When a size is out of range.
+    pub fn check(&self) -> Result<(), GeometryError> {
+        let error = |name, value, expected| Err(GeometryError { name, value, expected });
+        if !(1..=MAX_CORES).contains(&self.cores) {
+            return error("cores", self.cores.into(), "1 to 256");
+        }
+        if !(1..=MAX_PRIORITIES).contains(&self.priorities) {
+            return error("priorities", self.priorities.into(), "1 to 8");
+        }
+        if !self.slots.is_power_of_two() || self.slots > MAX_SLOTS {
+            return error("slots", self.slots, "a power of two up to 1024");
+        }
+        let bytes = self.slot_bytes;
+        if bytes == 0 || bytes > MAX_SLOT_BYTES || !bytes.is_multiple_of(LINE as u32) {
+            return error("slot_bytes", bytes, "a multiple of 64 from 64 to 65536");
+        }
+        Ok(())
+    }
+
+    /// Payload bytes that fit a slot.
+    pub fn payload_bytes(&self) -> usize {
+        self.slot_bytes as usize - size_of::<SlotHeader>()
+    }
+
+    /// Slots of a core's ring of responses: one for each request that the core can have.
+    pub(crate) fn response_slots(&self) -> u32 {
+        (self.slots * u32::from(self.priorities)).next_power_of_two()
+    }
+
+    fn messages_bytes() -> usize {
+        MESSAGES as usize * size_of::<RawMessage>()
+    }
+
+    fn core_bytes(&self) -> usize {
+        let slots = self.response_slots() + self.slots * u32::from(self.priorities);
+        size_of::<CoreLines>() + 2 * Self::messages_bytes() + slots as usize * self.slot_bytes as usize
+    }
+
+    /// Bytes of the whole memory.
+    pub fn bytes(&self) -> usize {
+        self.core(self.cores)
+    }
+
+    /// Offset of a service's line.
+    pub(crate) fn service(service: u8) -> usize {
+        size_of::<Header>() + usize::from(service) * size_of::<ServiceLine>()
+    }
+
+    /// Offset of a core's part, which begins with its [`CoreLines`].
+    pub(crate) fn core(&self, core: u16) -> usize {
+        Self::service(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
+    }
+
+    /// Offset of a message from the worker to the orchestrator.
+    pub(crate) fn uplink_message(&self, core: u16, slot: u32) -> usize {
+        self.core(core) + size_of::<CoreLines>() + slot as usize * size_of::<RawMessage>()
+    }
+
+    /// Offset of a message from the orchestrator to the worker.
+    pub(crate) fn downlink_message(&self, core: u16, slot: u32) -> usize {
+        self.uplink_message(core, slot) + Self::messages_bytes()
+    }
+
+    /// Offset of a slot of responses.
+    pub(crate) fn response(&self, core: u16, slot: u32) -> usize {
+        let first = self.core(core) + size_of::<CoreLines>() + 2 * Self::messages_bytes();
+        first + slot as usize * self.slot_bytes as usize
+    }
+
+    /// Offset of a slot of requests.
+    pub(crate) fn request(&self, core: u16, priority: u8, slot: u32) -> usize {
+        self.response(core, self.response_slots() + u32::from(priority) * self.slots + slot)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_aligned_and_do_not_overlap() {
+        let geometry = Geometry { cores: 3, priorities: 2, slots: 4, slot_bytes: 128 };
+        let mut parts = Vec::new();
+        for core in 0..3 {
+            parts.push((geometry.core(core), size_of::<CoreLines>()));
+            for slot in 0..MESSAGES {
+                parts.push((geometry.uplink_message(core, slot), size_of::<RawMessage>()));
+                parts.push((geometry.downlink_message(core, slot), size_of::<RawMessage>()));
+            }
+            parts.extend((0..8).map(|slot| (geometry.response(core, slot), 128)));
+            for priority in 0..2 {
+                parts.extend((0..4).map(|slot| (geometry.request(core, priority, slot), 128)));
+            }
+        }
+        parts.sort_unstable();
+        assert!(parts.iter().all(|(offset, bytes)| offset % bytes.min(&LINE) == 0));
+        let mut end = size_of::<Header>() + MAX_SERVICES * size_of::<ServiceLine>();
+        for (offset, bytes) in parts {
+            assert_eq!(offset, end, "no hole, no overlap");
+            end += bytes;
+        }
+        assert_eq!(end, geometry.bytes());
+    }
+
+    #[test]
+    fn sizes_out_of_range_are_named() {
+        let good = Geometry { cores: 256, priorities: 8, slots: 1024, slot_bytes: 65536 };
+        let error = |geometry: Geometry| geometry.check().unwrap_err().to_string();
+        assert_eq!(good.check(), Ok(()));
+        assert_eq!(error(Geometry { cores: 257, ..good }), "cores 257: expected 1 to 256");
+        assert_eq!(error(Geometry { priorities: 9, ..good }), "priorities 9: expected 1 to 8");
+        assert_eq!(error(Geometry { slots: 3, ..good }), "slots 3: expected a power of two up to 1024");
+        let text = "slot_bytes 100: expected a multiple of 64 from 64 to 65536";
+        assert_eq!(error(Geometry { slot_bytes: 100, ..good }), text);
+    }
+}

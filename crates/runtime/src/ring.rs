@@ -1,0 +1,202 @@
+//! Cursors of a ring with one producer and one consumer. The slots themselves are the caller's.
+//!
+//! Both cursors count slots since the start, modulo 2^32. Each is written by one side only, so no side waits for the
+//! other. `tests/integration/ring_loom.rs` runs both sides in every order that the memory model allows.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A counter in memory that both sides share; one side stores it.
+pub trait Cursor {
+    /// Returns the value, and makes all earlier accesses of the side that stored it visible (acquire).
+    fn load(&self) -> u32;
+    /// Stores a value after all earlier accesses of this side (release).
+    fn store(&self, value: u32);
+}
+
+impl Cursor for AtomicU32 {
+    #[inline]
+    fn load(&self) -> u32 {
+        AtomicU32::load(self, Ordering::Acquire)
+    }
+
+    #[inline]
+    fn store(&self, value: u32) {
+        AtomicU32::store(self, value, Ordering::Release);
+    }
+}
+
+/// A cursor that the other side cannot have stored by these rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
+pub struct DamagedCursor {
+    /// Slots of the ring.
+    pub slots: u32,
+    /// Slots in use by the two cursors.
+    pub used: u32,
+}
+
+/// Returns `used` if a ring can have so many slots in use.
+#[inline]
+fn checked(used: u32, slots: u32) -> Result<u32, DamagedCursor> {
+    if used <= slots { Ok(used) } else { Err(DamagedCursor { slots, used }) }
+}
+
+/// The producer's side of a ring.
+#[derive(Debug, Clone)]
+pub struct Producer {
+    slots: u32,
+    tail: u32,
+    /// The consumer's cursor when it was last read.
+    head: u32,
+}
+
+impl Producer {
+    /// The producer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
+    pub fn new(slots: u32, start: u32) -> Self {
+        assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
+        Self { slots, tail: start, head: start }
+    }
+
+    /// Returns the index of the next free slot, which this side may write. `None`: the ring is full.
+    ///
+    /// # Errors
+    /// When the consumer's cursor is ahead of this side's.
+    #[inline]
+    pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
+        if self.tail.wrapping_sub(self.head) == self.slots {
+            let read = head.load();
+            checked(self.tail.wrapping_sub(read), self.slots)?;
+            self.head = read;
+            if self.tail.wrapping_sub(read) == self.slots {
+                return Ok(None);
+            }
+        }
+        Ok(Some(self.tail & (self.slots - 1)))
+    }
+
+    /// Completes the slot of [`free_slot`](Self::free_slot). The consumer sees it after [`publish`](Self::publish).
+    #[inline]
+    pub fn advance(&mut self) {
+        self.tail = self.tail.wrapping_add(1);
+    }
+
+    /// Whether the consumer has returned all slots.
+    pub fn is_empty(&self, head: &impl Cursor) -> bool {
+        head.load() == self.tail
+    }
+
+    /// Makes all completed slots visible to the consumer.
+    #[inline]
+    pub fn publish(&self, tail: &impl Cursor) {
+        tail.store(self.tail);
+    }
+}
+
+/// The consumer's side of a ring.
+#[derive(Debug, Clone)]
+pub struct Consumer {
+    slots: u32,
+    head: u32,
+    /// The producer's cursor when it was last read.
+    tail: u32,
+}
+
+impl Consumer {
+    /// The consumer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
+    pub fn new(slots: u32, start: u32) -> Self {
+        assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
+        Self { slots, head: start, tail: start }
+    }
+
+    /// Returns the index of the oldest slot, which this side may read. `None`: the ring is empty.
+    ///
+    /// # Errors
+    /// When the producer's cursor is behind this side's, or ahead by more than the ring has slots.
+    #[inline]
+    pub fn oldest_slot(&mut self, tail: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
+        if self.head == self.tail {
+            let read = tail.load();
+            checked(read.wrapping_sub(self.head), self.slots)?;
+            self.tail = read;
+        }
+        Ok((self.head != self.tail).then_some(self.head & (self.slots - 1)))
+    }
+
+    /// Completes the slot of [`oldest_slot`](Self::oldest_slot). The producer may reuse it after
+    /// [`publish`](Self::publish).
+    #[inline]
+    pub fn advance(&mut self) {
+        self.head = self.head.wrapping_add(1);
+    }
+
+    /// Returns all completed slots to the producer.
+    #[inline]
+    pub fn publish(&self, head: &impl Cursor) {
+        head.store(self.head);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// The ring is a bounded FIFO, also when its cursors wrap.
+        #[test]
+        fn ring_agrees_with_a_bounded_queue(
+            (order, start) in (0u32..4, prop_oneof![Just(0), u32::MAX - 9..u32::MAX]),
+            steps in prop::collection::vec(any::<(bool, bool)>(), 1..200),
+        ) {
+            let slots = 1 << order;
+            let (head, tail) = (AtomicU32::new(start), AtomicU32::new(start));
+            let mut producer = Producer::new(slots, start);
+            let mut consumer = Consumer::new(slots, start);
+            let (mut memory, mut expected) = (vec![0; slots as usize], VecDeque::new());
+            let mut published = 0;
+            for (value, (produces, publishes)) in steps.into_iter().enumerate() {
+                if produces {
+                    let slot = producer.free_slot(&head).unwrap();
+                    if let Some(slot) = slot {
+                        memory[slot as usize] = value;
+                        expected.push_back(value);
+                        producer.advance();
+                    }
+                    prop_assert!(slot.is_some() || expected.len() == slots as usize);
+                    if publishes {
+                        producer.publish(&tail);
+                        published = expected.len();
+                    }
+                } else {
+                    let slot = consumer.oldest_slot(&tail).unwrap();
+                    prop_assert_eq!(slot.is_some(), published > 0);
+                    if let Some(slot) = slot {
+                        prop_assert_eq!(Some(memory[slot as usize]), expected.pop_front());
+                        published -= 1;
+                        consumer.advance();
+                        consumer.publish(&head);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn damaged_cursors_are_reported() {
+        let (head, tail) = (AtomicU32::new(1), AtomicU32::new(5));
+        let mut producer = Producer::new(4, 0);
+        for _ in 0..4 {
+            assert!(producer.free_slot(&head).unwrap().is_some());
+            producer.advance();
+        }
+        head.store(5, Ordering::Relaxed);
+        let negative = DamagedCursor { slots: 4, used: u32::MAX };
+        assert_eq!(producer.free_slot(&head), Err(negative), "more was consumed than produced");
+        assert_eq!(Consumer::new(4, 0).oldest_slot(&tail), Err(DamagedCursor { slots: 4, used: 5 }));
+        tail.store(u32::MAX, Ordering::Relaxed);
+        assert_eq!(Consumer::new(4, 0).oldest_slot(&tail), Err(negative), "the tail went back");
+    }
+}

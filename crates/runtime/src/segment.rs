@@ -1,0 +1,255 @@
+//! The shared memory: a file that the orchestrator creates and the workers open.
+//!
+//! Locks on single bytes of the file show who is alive, because the kernel releases them when a process ends: one byte
+//! for the orchestrator, one for each core's worker, one for each registered service.
+
+use std::fs::{File, OpenOptions, rename};
+use std::mem::align_of;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::num::NonZeroUsize;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::error::RuntimeError;
+use crate::layout::{CoreLines, Geometry, Header, LAYOUT_VERSION, LINE, MAGIC, ServiceLine};
+
+/// A service in the orchestrator's configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServiceEntry {
+    /// Address and port of its requests.
+    pub address: SocketAddrV4,
+    /// Its queue at each core; 0 is the highest.
+    pub priority: u8,
+}
+
+/// Byte of the file whose lock shows that a part is in use.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum LockByte {
+    Orchestrator,
+    Core(u16),
+    Service(u8),
+}
+
+impl LockByte {
+    fn offset(self) -> i64 {
+        match self {
+            Self::Orchestrator => 0,
+            Self::Service(service) => 1 + i64::from(service),
+            Self::Core(core) => 1024 + i64::from(core),
+        }
+    }
+
+    fn flock(self, kind: i32) -> libc::flock {
+        let (l_type, l_whence) = (kind as i16, libc::SEEK_SET as i16);
+        libc::flock { l_type, l_whence, l_start: self.offset(), l_len: 1, l_pid: 0 }
+    }
+}
+
+/// The mapped memory.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    file: File,
+    address: NonNull<u8>,
+    bytes: NonZeroUsize,
+    pub geometry: Geometry,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread. Cursors are atomic; slots have one owner at a time.
+unsafe impl Send for Segment {}
+// SAFETY: as above.
+unsafe impl Sync for Segment {}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`, and references into it have the lifetime of `self`.
+        let _ = unsafe { munmap(self.address.cast(), self.bytes.get()) };
+    }
+}
+
+fn io_error(action: &'static str, path: &Path, source: impl Into<std::io::Error>) -> RuntimeError {
+    RuntimeError::Io { action, path: path.to_owned(), source: source.into() }
+}
+
+fn map(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {
+    let bytes = NonZeroUsize::new(bytes).ok_or(RuntimeError::OtherContents)?;
+    let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let address = unsafe { mmap(None, bytes, protection, MapFlags::MAP_SHARED, file, 0) };
+    Ok((address.map_err(|error| io_error("map", path, error))?.cast(), bytes))
+}
+
+impl Segment {
+    /// Creates the memory and gives it its name at once. An orchestrator that was killed leaves a file, which is
+    /// replaced; its workers notice that its lock is gone.
+    pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
+        geometry.check()?;
+        if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priorities) {
+            return Err(RuntimeError::PriorityOutOfRange { priority: entry.priority, last: geometry.priorities - 1 });
+        }
+        if let Ok(previous) = OpenOptions::new().read(true).write(true).open(path)
+            && is_locked(&previous, LockByte::Orchestrator).unwrap_or(false)
+        {
+            return Err(RuntimeError::OrchestratorRunning);
+        }
+        let unnamed = path.with_extension(format!("{}.new", std::process::id()));
+        let _ = std::fs::remove_file(&unnamed);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(&unnamed).map_err(|error| io_error("create", &unnamed, error))?;
+        file.set_len(geometry.bytes() as u64).map_err(|error| io_error("resize", &unnamed, error))?;
+        let (address, bytes) = map(&file, geometry.bytes(), &unnamed)?;
+        let segment = Self { file, address, bytes, geometry };
+        segment.lock(LockByte::Orchestrator).map_err(|error| io_error("lock", &unnamed, error))?;
+        segment.describe(services);
+        rename(&unnamed, path).map_err(|error| io_error("rename", path, error))?;
+        Ok(segment)
+    }
+
+    fn describe(&self, services: &[ServiceEntry]) {
+        let (header, geometry) = (self.header(), &self.geometry);
+        header.layout_version.store(LAYOUT_VERSION, Relaxed);
+        header.owner.store(nix::unistd::geteuid().as_raw(), Relaxed);
+        header.bytes.store(geometry.bytes() as u64, Relaxed);
+        header.cores.store(geometry.cores.into(), Relaxed);
+        header.services.store(services.len() as u32, Relaxed);
+        header.priorities.store(geometry.priorities.into(), Relaxed);
+        header.slots.store(geometry.slots, Relaxed);
+        header.slot_bytes.store(geometry.slot_bytes, Relaxed);
+        for (service, entry) in services.iter().enumerate() {
+            let line = self.service_line(service as u8);
+            line.address.store((*entry.address.ip()).into(), Relaxed);
+            line.port.store(entry.address.port().into(), Relaxed);
+            line.priority.store(entry.priority.into(), Relaxed);
+        }
+        header.magic.store(MAGIC, Release);
+    }
+
+    /// Opens the memory of a running orchestrator and checks all of its header.
+    pub fn open(path: &Path) -> Result<Self, RuntimeError> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).custom_flags(libc::O_NOFOLLOW);
+        let file = options.open(path).map_err(|error| io_error("open", path, error))?;
+        let metadata = file.metadata().map_err(|error| io_error("stat", path, error))?;
+        let user = nix::unistd::geteuid().as_raw();
+        if metadata.uid() != user {
+            return Err(RuntimeError::OtherUser { owner: metadata.uid(), user });
+        }
+        if metadata.len() < LINE as u64 {
+            return Err(RuntimeError::OtherContents);
+        }
+        let (address, bytes) = map(&file, metadata.len() as usize, path)?;
+        let geometry = Geometry { cores: 1, priorities: 1, slots: 1, slot_bytes: LINE as u32 };
+        let mut segment = Self { file, address, bytes, geometry };
+        segment.geometry = segment.checked_geometry(user)?;
+        if !segment.is_orchestrator_running() {
+            return Err(RuntimeError::OrchestratorGone);
+        }
+        Ok(segment)
+    }
+
+    fn checked_geometry(&self, user: u32) -> Result<Geometry, RuntimeError> {
+        let header = self.header();
+        if header.magic.load(Acquire) != MAGIC {
+            return Err(RuntimeError::OtherContents);
+        }
+        let found = header.layout_version.load(Relaxed);
+        if found != LAYOUT_VERSION {
+            return Err(RuntimeError::LayoutVersion { found, expected: LAYOUT_VERSION });
+        }
+        let owner = header.owner.load(Relaxed);
+        if owner != user {
+            return Err(RuntimeError::OtherUser { owner, user });
+        }
+        let geometry = Geometry {
+            cores: u16::try_from(header.cores.load(Relaxed)).unwrap_or(u16::MAX),
+            priorities: u8::try_from(header.priorities.load(Relaxed)).unwrap_or(u8::MAX),
+            slots: header.slots.load(Relaxed),
+            slot_bytes: header.slot_bytes.load(Relaxed),
+        };
+        geometry.check()?;
+        let (found, expected) = (self.bytes.get() as u64, geometry.bytes() as u64);
+        if found != expected || header.bytes.load(Relaxed) != expected {
+            return Err(RuntimeError::Size { found, expected });
+        }
+        Ok(geometry)
+    }
+
+    /// Locks a byte for this open file. Returns whether no other has it.
+    pub fn lock(&self, byte: LockByte) -> nix::Result<bool> {
+        match fcntl(self.file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock(libc::F_WRLCK))) {
+            Ok(_) => Ok(true),
+            Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether another open file has the byte.
+    pub fn is_locked(&self, byte: LockByte) -> nix::Result<bool> {
+        is_locked(&self.file, byte)
+    }
+
+    /// Whether the orchestrator that created the memory is alive. To be called by workers.
+    pub fn is_orchestrator_running(&self) -> bool {
+        self.is_locked(LockByte::Orchestrator).unwrap_or(false)
+    }
+
+    /// The entry of a service, if there is one.
+    pub fn service(&self, service: u8) -> Result<ServiceEntry, RuntimeError> {
+        let services = self.header().services.load(Relaxed);
+        if u32::from(service) >= services {
+            return Err(RuntimeError::UnknownService { service, services });
+        }
+        let line = self.service_line(service);
+        let address = SocketAddrV4::new(Ipv4Addr::from(line.address.load(Relaxed)), line.port.load(Relaxed) as u16);
+        Ok(ServiceEntry { address, priority: line.priority.load(Relaxed) as u8 })
+    }
+
+    pub fn check_core(&self, core: u16) -> Result<(), RuntimeError> {
+        let last = self.geometry.cores - 1;
+        if core > last { Err(RuntimeError::CoreOutOfRange { core, last }) } else { Ok(()) }
+    }
+
+    fn header(&self) -> &Header {
+        self.at(0)
+    }
+
+    fn service_line(&self, service: u8) -> &ServiceLine {
+        self.at(Geometry::service(service))
+    }
+
+    /// The cursors of a core. `core` is in range.
+    #[inline]
+    pub fn core(&self, core: u16) -> &CoreLines {
+        self.at(self.geometry.core(core))
+    }
+
+    /// `T` has only atomic fields.
+    #[inline]
+    fn at<T>(&self, offset: usize) -> &T {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes.get());
+        // SAFETY: inside the mapping and aligned, as the line above checks; atomic fields accept any bit pattern and
+        // changes by others.
+        unsafe { self.address.byte_add(offset).cast().as_ref() }
+    }
+
+    /// The memory from `offset` on, of which the caller may access `bytes` while the slot is its own.
+    #[inline]
+    pub fn slot<T>(&self, offset: usize, bytes: usize) -> *mut T {
+        assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.bytes.get());
+        // SAFETY: inside the mapping.
+        unsafe { self.address.byte_add(offset).cast().as_ptr() }
+    }
+}
+
+fn is_locked(file: &File, byte: LockByte) -> nix::Result<bool> {
+    let mut flock = byte.flock(libc::F_WRLCK);
+    fcntl(file.as_fd(), FcntlArg::F_OFD_GETLK(&mut flock))?;
+    Ok(flock.l_type != libc::F_UNLCK as i16)
+}

@@ -1,0 +1,308 @@
+//! Service of a core's requests by function handlers, highest priority first.
+//!
+//! A handler calls [`Context::yield_point`] now and then. When its quantum is used up and a request of higher priority
+//! waits, that request is served there, on the same stack, before the handler goes on. So a request of higher priority
+//! waits for one quantum and the time between two yield points, at most. A handler without yield points runs to its
+//! end.
+
+use std::net::SocketAddrV4;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use coreward_model::dispatch::MAX_SERVICES;
+
+use crate::core_queues::client;
+use crate::error::RuntimeError;
+use crate::layout::SlotHeader;
+use crate::message::{HintMessage, Message};
+use crate::worker::Worker;
+
+/// Time that a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
+pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
+
+/// A request in a handler.
+#[derive(Debug, Clone, Copy)]
+pub struct Request<'a> {
+    /// Address and port of the client.
+    pub client: SocketAddrV4,
+    /// The service.
+    pub service: u8,
+    /// Payload of the datagram.
+    pub payload: &'a [u8],
+}
+
+/// The end of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reply {
+    /// The response is sent to the client.
+    Send,
+    /// No response. The orchestrator learns of it by LoadFeedback, in batches.
+    Nothing,
+}
+
+/// Functions that serve requests and act on hints.
+pub trait Handler {
+    /// Serves a request. `response` is empty.
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
+
+    /// Acts on a hint: enables or disables services on cores, then rearms the monitor.
+    ///
+    /// # Errors
+    /// As the calls of [`Worker`]; they end the worker.
+    fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        worker.rearm_load_monitor(hint.service)
+    }
+}
+
+/// Settings of a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServeOptions {
+    /// Time that a request runs before it yields to one of higher priority.
+    pub quantum: Duration,
+    /// Time that an idle worker polls before it sleeps.
+    pub spin: Duration,
+    /// Time that an idle worker sleeps between two polls; 0: it always polls.
+    pub sleep: Duration,
+    /// Requests without a response that one LoadFeedback reports, at most. It is sent earlier when none waits.
+    pub feedback_batch: u32,
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        let (spin, sleep) = (Duration::from_micros(20), Duration::from_micros(50));
+        Self { quantum: DEFAULT_QUANTUM, spin, sleep, feedback_batch: 4 }
+    }
+}
+
+/// Counters of a worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ServeCounters {
+    /// Requests that ended.
+    pub served: u64,
+    /// Requests that were served inside another one of lower priority.
+    pub preempting: u64,
+    /// Responses that fit no slot and were not sent.
+    pub too_long: u64,
+}
+
+/// Interval at which an idle worker checks that the orchestrator runs.
+const ORCHESTRATOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Serves the queues of one core.
+struct Server<'w, 'r> {
+    worker: &'w mut Worker<'r>,
+    handler: &'w dyn Handler,
+    options: ServeOptions,
+    /// A response buffer by priority: one request of each priority runs at a time.
+    buffers: Vec<Vec<u8>>,
+    /// By service: completed requests without a response that were not reported.
+    unreported: [u32; MAX_SERVICES],
+    /// Services with unreported requests.
+    is_unreported: u64,
+    counters: ServeCounters,
+}
+
+/// A handler's view of its core.
+pub struct Context<'c> {
+    server: &'c mut (dyn Preempt + 'c),
+    priority: u8,
+    quantum: Duration,
+    slice_started: Instant,
+    error: Option<RuntimeError>,
+}
+
+trait Preempt {
+    fn is_preempted(&mut self, priority: u8) -> Result<bool, RuntimeError>;
+    fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError>;
+    fn core(&self) -> u16;
+}
+
+impl Context<'_> {
+    /// Serves waiting requests of higher priority if the handler's quantum is used up.
+    pub fn yield_point(&mut self) {
+        if self.error.is_none()
+            && let Err(error) = self.try_yield()
+        {
+            // Returned to the caller of `serve` when the handler ends.
+            self.error = Some(error);
+        }
+    }
+
+    fn try_yield(&mut self) -> Result<(), RuntimeError> {
+        if self.server.is_preempted(self.priority)? && self.slice_started.elapsed() >= self.quantum {
+            self.server.serve_above(self.priority)?;
+            self.slice_started = Instant::now();
+        }
+        Ok(())
+    }
+
+    /// The core that runs the handler.
+    pub fn core(&self) -> u16 {
+        self.server.core()
+    }
+}
+
+impl Worker<'_> {
+    /// Serves requests until `stop` is set. Then it disables its services at this core and serves the rest.
+    ///
+    /// # Errors
+    /// When the orchestrator ended, or the memory is damaged. Connect again then.
+    pub fn serve(
+        &mut self,
+        handler: &dyn Handler,
+        options: ServeOptions,
+        stop: &AtomicBool,
+    ) -> Result<ServeCounters, RuntimeError> {
+        let buffers = vec![Vec::new(); self.segment.geometry.priorities.into()];
+        let (unreported, is_unreported, counters) = ([0; MAX_SERVICES], 0, ServeCounters::default());
+        let mut server = Server { worker: self, handler, options, buffers, unreported, is_unreported, counters };
+        server.run(stop)?;
+        server.leave()?;
+        Ok(server.counters)
+    }
+}
+
+impl Preempt for Server<'_, '_> {
+    #[inline]
+    fn is_preempted(&mut self, priority: u8) -> Result<bool, RuntimeError> {
+        self.highest(priority).map(|highest| highest.is_some())
+    }
+
+    fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError> {
+        while let Some((higher, slot)) = self.highest(priority)? {
+            self.counters.preempting += 1;
+            self.serve_request(higher, slot)?;
+        }
+        Ok(())
+    }
+
+    fn core(&self) -> u16 {
+        self.worker.core
+    }
+}
+
+impl Server<'_, '_> {
+    fn run(&mut self, stop: &AtomicBool) -> Result<(), RuntimeError> {
+        let mut idle_since = Instant::now();
+        let mut checked = idle_since;
+        while !stop.load(Relaxed) {
+            if self.serve_one()? {
+                idle_since = Instant::now();
+                continue;
+            }
+            self.report_all()?;
+            if checked.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
+                if !self.worker.segment.is_orchestrator_running() {
+                    return Err(RuntimeError::OrchestratorGone);
+                }
+                checked = Instant::now();
+            }
+            if idle_since.elapsed() < self.options.spin || self.options.sleep.is_zero() {
+                std::hint::spin_loop();
+            } else {
+                std::thread::sleep(self.options.sleep);
+            }
+        }
+        Ok(())
+    }
+
+    /// Acts on a hint and serves a request, if there are any. Returns whether it served one.
+    #[inline]
+    fn serve_one(&mut self) -> Result<bool, RuntimeError> {
+        if let Some(hint) = self.worker.next_hint()? {
+            self.handler.load_hint(hint, self.worker)?;
+        }
+        let Some((priority, slot)) = self.highest(u8::MAX)? else { return Ok(false) };
+        self.serve_request(priority, slot)?;
+        Ok(true)
+    }
+
+    fn leave(&mut self) -> Result<(), RuntimeError> {
+        let core = self.worker.core;
+        for service in self.worker.runtime.registered_services() {
+            self.worker.disable_service(service, core)?;
+        }
+        self.worker.wait_until_messages_are_read()?;
+        while let Some((priority, slot)) = self.highest(u8::MAX)? {
+            self.serve_request(priority, slot)?;
+        }
+        self.report_all()?;
+        self.worker.wait_until_messages_are_read()?;
+        self.worker.wait_until_responses_are_read()
+    }
+
+    /// The oldest request of the highest priority above `limit`: its priority and slot.
+    #[inline]
+    fn highest(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
+        let core = self.worker.core;
+        let tails = &self.worker.segment.core(core).orchestrator_tails.data;
+        for (priority, (consumer, tail)) in self.worker.rings.requests.iter_mut().zip(tails).enumerate() {
+            if priority >= usize::from(limit) {
+                break;
+            }
+            let slot = consumer.oldest_slot(tail).map_err(|source| RuntimeError::Damaged { core, source })?;
+            if let Some(slot) = slot {
+                return Ok(Some((priority as u8, slot)));
+            }
+        }
+        Ok(None)
+    }
+
+    fn serve_request(&mut self, priority: u8, slot: u32) -> Result<(), RuntimeError> {
+        let (core, geometry) = (self.worker.core, self.worker.segment.geometry);
+        let (header, payload) = self.worker.segment.read_slot(geometry.request(core, priority, slot));
+        let limit = geometry.payload_bytes();
+        let payload = payload.ok_or(RuntimeError::TooLong { length: header.length as usize, limit })?;
+        let request = Request { client: client(&header), service: header.service as u8, payload };
+        let mut response = std::mem::take(&mut self.buffers[usize::from(priority)]);
+        response.clear();
+        let (handler, quantum, slice_started) = (self.handler, self.options.quantum, Instant::now());
+        let mut context = Context { server: self, priority, quantum, slice_started, error: None };
+        let reply = handler.handle(&request, &mut response, &mut context);
+        if let Some(error) = context.error {
+            return Err(error);
+        }
+        let heads = &self.worker.segment.core(core).worker_heads.data;
+        let consumer = &mut self.worker.rings.requests[usize::from(priority)];
+        consumer.advance();
+        consumer.publish(&heads[usize::from(priority)]);
+        self.counters.served += 1;
+        let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
+        self.buffers[usize::from(priority)] = response;
+        if is_sent { Ok(()) } else { self.complete_without_response(request.service) }
+    }
+
+    /// Sends a response, which also completes the unreported requests of its service. Returns whether it fits a slot.
+    fn send_response(&mut self, header: SlotHeader, response: &[u8]) -> Result<bool, RuntimeError> {
+        if response.len() > self.worker.segment.geometry.payload_bytes() {
+            self.counters.too_long += 1;
+            return Ok(false);
+        }
+        let unreported = self.unreported.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
+        self.is_unreported &= !(1 << (header.service % MAX_SERVICES as u16));
+        let header = SlotHeader { length: response.len() as u32, completed: 1 + unreported, ..header };
+        self.worker.send_response(header, response)?;
+        Ok(true)
+    }
+
+    fn complete_without_response(&mut self, service: u8) -> Result<(), RuntimeError> {
+        let Some(unreported) = self.unreported.get_mut(usize::from(service)) else { return Ok(()) };
+        *unreported += 1;
+        self.is_unreported |= 1 << service;
+        if *unreported >= self.options.feedback_batch { self.report(service) } else { Ok(()) }
+    }
+
+    fn report(&mut self, service: u8) -> Result<(), RuntimeError> {
+        let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported[usize::from(service)]));
+        self.is_unreported &= !(1 << service);
+        self.worker.send(Message::LoadFeedback { service, core, count })
+    }
+
+    #[inline]
+    fn report_all(&mut self) -> Result<(), RuntimeError> {
+        while self.is_unreported != 0 {
+            self.report(self.is_unreported.trailing_zeros() as u8)?;
+        }
+        Ok(())
+    }
+}

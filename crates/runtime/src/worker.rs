@@ -1,0 +1,277 @@
+//! The workers' side of the memory: a process connects, registers its services, and runs a worker for each core.
+
+use std::collections::BTreeSet;
+use std::net::SocketAddrV4;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::RuntimeError;
+use crate::layout::{MESSAGES, SlotHeader};
+use crate::message::{HintMessage, Message, Trigger};
+use crate::ring::{Consumer, Producer};
+use crate::segment::{LockByte, Segment};
+
+/// Time that the orchestrator has to accept a worker, and to empty a full ring.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+const ANSWER_POLL_INTERVAL: Duration = Duration::from_micros(50);
+
+/// A process that serves requests. It holds the registrations of its services until it is dropped.
+#[derive(Debug)]
+pub struct Runtime {
+    path: PathBuf,
+    segment: Segment,
+    registered: Mutex<BTreeSet<u8>>,
+}
+
+impl Runtime {
+    /// Connects to the orchestrator whose memory is at `path`.
+    ///
+    /// # Errors
+    /// When the memory is of another layout version or another user, or no orchestrator runs.
+    pub fn connect(path: &Path) -> Result<Self, RuntimeError> {
+        Ok(Self { path: path.to_owned(), segment: Segment::open(path)?, registered: Mutex::default() })
+    }
+
+    /// Number of cores that can have a worker.
+    pub fn cores(&self) -> u16 {
+        self.segment.geometry.cores
+    }
+
+    /// Payload bytes that a response can have.
+    pub fn payload_bytes(&self) -> usize {
+        self.segment.geometry.payload_bytes()
+    }
+
+    /// Claims a service for this process (RegisterService). Address and priority must be those of the orchestrator's
+    /// configuration.
+    ///
+    /// # Errors
+    /// When the service is unknown or differs, its priority is out of range, or a process has registered it.
+    pub fn register_service(&self, service: u8, address: SocketAddrV4, priority: u8) -> Result<(), RuntimeError> {
+        let last = self.segment.geometry.priorities - 1;
+        if priority > last {
+            return Err(RuntimeError::PriorityOutOfRange { priority, last });
+        }
+        let entry = self.segment.service(service)?;
+        if (entry.address, entry.priority) != (address, priority) {
+            let expected = format!("{} with priority {}", entry.address, entry.priority);
+            return Err(RuntimeError::OtherService { service, address, priority, expected });
+        }
+        let mut registered = self.registrations();
+        if registered.contains(&service) || !self.lock(LockByte::Service(service))? {
+            return Err(RuntimeError::RegisteredTwice(service));
+        }
+        registered.insert(service);
+        Ok(())
+    }
+
+    fn lock(&self, byte: LockByte) -> Result<bool, RuntimeError> {
+        lock(&self.segment, &self.path, byte)
+    }
+
+    /// Becomes the worker of a core, which at first runs no service.
+    ///
+    /// # Errors
+    /// When the core is out of range or has a worker, or the orchestrator does not accept this one.
+    pub fn worker(&self, core: u16) -> Result<Worker<'_>, RuntimeError> {
+        self.segment.check_core(core)?;
+        let segment = Segment::open(&self.path)?;
+        segment.check_core(core)?;
+        if !lock(&segment, &self.path, LockByte::Core(core))? {
+            return Err(RuntimeError::CoreTaken(core));
+        }
+        let lines = segment.core(core);
+        let number = lines.worker_tails.worker.load(Acquire).wrapping_add(1).max(1);
+        let geometry = segment.geometry;
+        let request =
+            |priority: u8| Consumer::new(geometry.slots, lines.worker_heads.data[usize::from(priority)].load(Relaxed));
+        let rings = Rings {
+            requests: (0..geometry.priorities).map(request).collect(),
+            hints: Consumer::new(MESSAGES, lines.worker_heads.messages.load(Relaxed)),
+            responses: Producer::new(geometry.response_slots(), lines.worker_tails.data[0].load(Relaxed)),
+            messages: Producer::new(MESSAGES, lines.worker_tails.messages.load(Relaxed)),
+        };
+        lines.worker_tails.worker.store(number, Release);
+        let timeout = ANSWER_TIMEOUT;
+        if !wait(&segment, || lines.orchestrator_tails.worker.load(Acquire) == number)? {
+            return Err(RuntimeError::NotAccepted { core, timeout });
+        }
+        Ok(Worker { runtime: self, core, rings, segment })
+    }
+
+    /// The services that this process has registered.
+    pub fn registered_services(&self) -> Vec<u8> {
+        self.registrations().iter().copied().collect()
+    }
+
+    fn registrations(&self) -> MutexGuard<'_, BTreeSet<u8>> {
+        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn lock(segment: &Segment, path: &Path, byte: LockByte) -> Result<bool, RuntimeError> {
+    let io = |source: nix::Error| RuntimeError::Io { action: "lock", path: path.to_owned(), source: source.into() };
+    segment.lock(byte).map_err(io)
+}
+
+/// Waits until a condition holds; `false` after the timeout.
+fn wait(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
+    let started = Instant::now();
+    while !condition() {
+        if !segment.is_orchestrator_running() {
+            return Err(RuntimeError::OrchestratorGone);
+        }
+        if started.elapsed() >= ANSWER_TIMEOUT {
+            return Ok(false);
+        }
+        std::thread::sleep(ANSWER_POLL_INTERVAL);
+    }
+    Ok(true)
+}
+
+/// The worker of one core: the calls of RingLeader's interface (NSDI'23, Table 1), and the core's queues.
+#[derive(Debug)]
+pub struct Worker<'a> {
+    pub(crate) runtime: &'a Runtime,
+    pub(crate) core: u16,
+    pub(crate) rings: Rings,
+    pub(crate) segment: Segment,
+}
+
+#[derive(Debug)]
+pub(crate) struct Rings {
+    pub requests: Vec<Consumer>,
+    pub hints: Consumer,
+    pub responses: Producer,
+    pub messages: Producer,
+}
+
+impl Worker<'_> {
+    /// Its core.
+    pub fn core(&self) -> u16 {
+        self.core
+    }
+
+    /// `core` runs the service from now on (EnableService).
+    ///
+    /// # Errors
+    /// When this process has not registered the service, or the core is out of range.
+    pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
+        self.check(service, core)?;
+        self.send(Message::EnableService { service, core })
+    }
+
+    /// `core` takes no new requests of the service (DisableService). Requests that it has remain.
+    ///
+    /// # Errors
+    /// As [`enable_service`](Self::enable_service).
+    pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
+        self.check(service, core)?;
+        self.send(Message::DisableService { service, core })
+    }
+
+    /// `core` has completed `count` requests without a response (LoadFeedback). The orchestrator rejects and counts
+    /// feedback for requests that it has not sent there.
+    ///
+    /// # Errors
+    /// As [`enable_service`](Self::enable_service).
+    pub fn load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
+        self.check(service, core)?;
+        self.send(Message::LoadFeedback { service, core, count })
+    }
+
+    /// Enables a load monitor of the service, or changes its condition (EnableLoadMonitor).
+    ///
+    /// # Errors
+    /// When this process has not registered the service.
+    pub fn enable_load_monitor(&mut self, service: u8, trigger: Trigger) -> Result<(), RuntimeError> {
+        self.check(service, self.core)?;
+        self.send(Message::EnableLoadMonitor { service, trigger })
+    }
+
+    /// The cores have acted on the last hint of the service (RearmLoadMonitor).
+    ///
+    /// # Errors
+    /// When this process has not registered the service.
+    pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
+        self.check(service, self.core)?;
+        self.send(Message::RearmLoadMonitor { service })
+    }
+
+    /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped.
+    ///
+    /// # Errors
+    /// When the ring is damaged.
+    pub fn next_hint(&mut self) -> Result<Option<HintMessage>, RuntimeError> {
+        let (lines, hints) = (self.segment.core(self.core), &mut self.rings.hints);
+        let core = self.core;
+        let mut oldest = || hints.oldest_slot(&lines.orchestrator_tails.messages);
+        let Some(slot) = oldest().map_err(|source| RuntimeError::Damaged { core, source })? else { return Ok(None) };
+        let message = self.segment.read_message(self.segment.geometry.downlink_message(core, slot));
+        hints.advance();
+        hints.publish(&lines.worker_heads.messages);
+        Ok(message.hint())
+    }
+
+    /// Requests in the queues of a core. `core` is in range.
+    pub fn load(&self, core: u16) -> u32 {
+        let lines = self.segment.core(core);
+        let (tails, heads) = (&lines.orchestrator_tails.data, &lines.worker_heads.data);
+        tails.iter().zip(heads).map(|(tail, head)| tail.load(Relaxed).wrapping_sub(head.load(Relaxed))).sum()
+    }
+
+    fn check(&self, service: u8, core: u16) -> Result<(), RuntimeError> {
+        self.segment.check_core(core)?;
+        self.segment.service(service)?;
+        if self.runtime.registrations().contains(&service) {
+            Ok(())
+        } else {
+            Err(RuntimeError::NotRegistered { service, core })
+        }
+    }
+
+    pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {
+        let (core, lines) = (self.core, self.segment.core(self.core));
+        let producer = &mut self.rings.responses;
+        let slot = producer.free_slot(&lines.orchestrator_heads.data[0]);
+        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        // The ring has a slot for each request that the core can have.
+        let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "responses" })?;
+        self.segment.write_slot(self.segment.geometry.response(core, slot), header, payload);
+        producer.advance();
+        producer.publish(&lines.worker_tails.data[0]);
+        Ok(())
+    }
+
+    pub(crate) fn wait_until_messages_are_read(&self) -> Result<(), RuntimeError> {
+        let heads = &self.segment.core(self.core).orchestrator_heads;
+        self.wait_until_read("messages", || self.rings.messages.is_empty(&heads.messages))
+    }
+
+    pub(crate) fn wait_until_responses_are_read(&self) -> Result<(), RuntimeError> {
+        let heads = &self.segment.core(self.core).orchestrator_heads;
+        self.wait_until_read("responses", || self.rings.responses.is_empty(&heads.data[0]))
+    }
+
+    fn wait_until_read(&self, ring: &'static str, is_empty: impl Fn() -> bool) -> Result<(), RuntimeError> {
+        if wait(&self.segment, is_empty)? { Ok(()) } else { Err(RuntimeError::RingFull { core: self.core, ring }) }
+    }
+
+    pub(crate) fn send(&mut self, message: Message) -> Result<(), RuntimeError> {
+        let (core, lines) = (self.core, self.segment.core(self.core));
+        let producer = &mut self.rings.messages;
+        let mut free = None;
+        wait(&self.segment, || {
+            free = producer.free_slot(&lines.orchestrator_heads.messages).transpose();
+            free.is_some()
+        })?;
+        let slot = free.ok_or(RuntimeError::RingFull { core, ring: "messages" })?;
+        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        self.segment.write_message(self.segment.geometry.uplink_message(core, slot), message.into());
+        producer.advance();
+        producer.publish(&lines.worker_tails.messages);
+        Ok(())
+    }
+}

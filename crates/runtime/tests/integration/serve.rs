@@ -1,0 +1,164 @@
+//! A worker's loop: yields, feedback in batches, and its end.
+
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::Duration;
+
+use coreward_model::dispatch::LoadHint;
+use coreward_runtime::RuntimeError;
+use coreward_runtime::core_queues::CoreQueues;
+use coreward_runtime::message::{HintMessage, Message};
+use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
+use coreward_runtime::worker::{Runtime, Worker};
+
+use crate::shared_memory::{accepted, address, messages, orchestrator, request};
+
+/// Serves two services and records events.
+#[derive(Default)]
+struct Recorder {
+    events: Mutex<Vec<&'static str>>,
+    low_has_started: AtomicBool,
+    high_was_sent: AtomicBool,
+}
+
+impl Recorder {
+    fn record(&self, event: &'static str) {
+        self.events.lock().unwrap().push(event);
+    }
+}
+
+impl Handler for Recorder {
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+        if request.service == 0 {
+            self.record("high");
+            response.extend_from_slice(request.payload);
+            return Reply::Send;
+        }
+        self.record("low starts");
+        self.low_has_started.store(true, SeqCst);
+        while !self.high_was_sent.load(SeqCst) {
+            std::thread::yield_now();
+        }
+        context.yield_point();
+        self.record("low ends");
+        Reply::Nothing
+    }
+
+    fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        self.record("hint");
+        worker.enable_service(hint.service, worker.core())?;
+        worker.rearm_load_monitor(hint.service)
+    }
+}
+
+/// Serves until `work` returns; the orchestrator reads all rings meanwhile. Returns the messages and responses.
+fn serve(
+    queues: &mut CoreQueues,
+    path: &Path,
+    handler: &(dyn Handler + Sync),
+    options: ServeOptions,
+    work: impl FnOnce(&mut CoreQueues),
+) -> (ServeCounters, Vec<Message>, Vec<Vec<u8>>) {
+    let runtime = Runtime::connect(path).unwrap();
+    (0..2).for_each(|service| runtime.register_service(service, address(4000), service).unwrap());
+    let mut worker = accepted(queues, &runtime, 0);
+    let stop = AtomicBool::new(false);
+    let (mut sent, mut responses) = (Vec::new(), Vec::new());
+    let counters = std::thread::scope(|scope| {
+        let server = scope.spawn(|| worker.serve(handler, options, &stop).unwrap());
+        work(queues);
+        stop.store(true, SeqCst);
+        while !server.is_finished() {
+            sent.extend(messages(queues, 0));
+            queues.receive_responses(0, 9, |_, payload| responses.push(payload.unwrap().to_vec())).unwrap();
+        }
+        server.join().unwrap()
+    });
+    (counters, sent, responses)
+}
+
+fn events_with_quantum(quantum: Duration) -> (Vec<&'static str>, u64) {
+    let (_directory, path, mut queues) = orchestrator();
+    let handler = Recorder::default();
+    let options = ServeOptions { quantum, ..ServeOptions::default() };
+    let (counters, sent, responses) = serve(&mut queues, &path, &handler, options, |queues| {
+        queues.send(0, 1, &request(1), b"low").unwrap();
+        while !handler.low_has_started.load(SeqCst) {
+            std::thread::yield_now();
+        }
+        queues.send(0, 0, &request(0), b"answer").unwrap();
+        handler.high_was_sent.store(true, SeqCst);
+    });
+    assert_eq!((counters.served, &responses[..]), (2, &[b"answer".to_vec()][..]));
+    assert!(sent.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent:?}");
+    (handler.events.into_inner().unwrap(), counters.preempting)
+}
+
+#[test]
+fn handler_yields_to_higher_priority_after_its_quantum() {
+    assert_eq!(events_with_quantum(Duration::ZERO), (vec!["low starts", "high", "low ends"], 1));
+    assert_eq!(events_with_quantum(Duration::from_secs(3600)), (vec!["low starts", "low ends", "high"], 0));
+}
+
+/// Answers nothing to service 0, and too much to service 1.
+struct Silent;
+
+impl Handler for Silent {
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
+        response.resize(1000, 0);
+        if request.service == 0 { Reply::Nothing } else { Reply::Send }
+    }
+}
+
+#[test]
+fn feedback_is_batched_and_sent_before_the_end() {
+    for (feedback_batch, expected) in [(10, vec![3]), (2, vec![2, 1]), (1, vec![1, 1, 1])] {
+        let (_directory, path, mut queues) = orchestrator();
+        let options = ServeOptions { feedback_batch, ..ServeOptions::default() };
+        let runtime = Runtime::connect(&path).unwrap();
+        runtime.register_service(0, address(4000), 0).unwrap();
+        let mut worker = accepted(&mut queues, &runtime, 0);
+        (0..3).for_each(|_| queues.send(0, 0, &request(0), b"no answer").unwrap());
+        // A worker that is to end serves all that was sent before.
+        let stop = AtomicBool::new(true);
+        let mut counts = Vec::new();
+        std::thread::scope(|scope| {
+            let server = scope.spawn(|| worker.serve(&Silent, options, &stop).unwrap());
+            while !server.is_finished() {
+                counts.extend(messages(&mut queues, 0).into_iter().filter_map(|message| match message {
+                    Message::LoadFeedback { count, .. } => Some(count),
+                    _ => None,
+                }));
+            }
+            assert_eq!(server.join().unwrap().served, 3);
+        });
+        assert_eq!(counts, expected);
+    }
+}
+
+#[test]
+fn response_without_room_completes_its_request() {
+    let (_directory, path, mut queues) = orchestrator();
+    let (counters, sent, responses) = serve(&mut queues, &path, &Silent, ServeOptions::default(), |queues| {
+        queues.send(0, 1, &request(1), b"").unwrap();
+    });
+    assert_eq!((counters.too_long, counters.served, responses), (1, 1, vec![]));
+    let disabled = [0, 1].map(|service| Message::DisableService { service, core: 0 });
+    assert!(disabled.iter().all(|message| sent.contains(message)), "{sent:?}");
+    assert!(sent.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent:?}");
+}
+
+#[test]
+fn hints_reach_the_handler() {
+    let (_directory, path, mut queues) = orchestrator();
+    let handler = Recorder::default();
+    let (_, sent, _) = serve(&mut queues, &path, &handler, ServeOptions::default(), |queues| {
+        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0 }).unwrap();
+        while handler.events.lock().unwrap().is_empty() {
+            std::thread::yield_now();
+        }
+    });
+    let expected = [Message::EnableService { service: 1, core: 0 }, Message::RearmLoadMonitor { service: 1 }];
+    assert_eq!(&sent[..2], expected);
+}

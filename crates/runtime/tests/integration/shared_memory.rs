@@ -1,0 +1,190 @@
+//! Both sides of the memory against each other, and every reason for which memory or a call is rejected.
+
+use std::fs::OpenOptions;
+use std::net::SocketAddrV4;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use coreward_model::dispatch::{Epoch, LoadHint, ScaleUp};
+use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
+use coreward_runtime::layout::Geometry;
+use coreward_runtime::message::{HintMessage, Message, Trigger};
+use coreward_runtime::worker::{Runtime, Worker};
+use coreward_runtime::{RuntimeError, ServiceEntry};
+
+pub const GEOMETRY: Geometry = Geometry { cores: 2, priorities: 2, slots: 4, slot_bytes: 128 };
+const CLIENT: &str = "192.0.2.1:9";
+
+pub fn address(port: u16) -> SocketAddrV4 {
+    SocketAddrV4::new([127, 0, 0, 1].into(), port)
+}
+
+/// An orchestrator with two services, in a directory of its own.
+pub fn orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("cores");
+    let services = [0, 1].map(|priority| ServiceEntry { address: address(4000), priority });
+    let queues = CoreQueues::create(&path, GEOMETRY, &services).unwrap();
+    (directory, path, queues)
+}
+
+/// The orchestrator accepts the worker while it waits for that.
+pub fn accepted<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) -> Worker<'a> {
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| runtime.worker(core));
+        while !queues.has_new_worker(core) {
+            std::thread::yield_now();
+        }
+        queues.accept_worker(core);
+        worker.join().unwrap().unwrap()
+    })
+}
+
+pub fn request(service: u8) -> RequestHeader {
+    RequestHeader { client: CLIENT.parse().unwrap(), service, arrived: 1 }
+}
+
+pub fn messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> {
+    let mut received = Vec::new();
+    queues.receive_messages(core, 100, |message| received.push(message.unwrap())).unwrap();
+    received
+}
+
+#[test]
+fn interface_carries_calls_and_hints() {
+    let (_directory, path, mut queues) = orchestrator();
+    let runtime = Runtime::connect(&path).unwrap();
+    let mut worker = accepted(&mut queues, &runtime, 1);
+    assert!(queues.has_worker(1) && !queues.has_worker(0) && !queues.has_new_worker(1));
+    runtime.register_service(1, address(4000), 1).unwrap();
+    let trigger = Trigger::ScaleUp(ScaleUp { epoch: Epoch::power_of_two(14).unwrap() });
+    worker.enable_service(1, 0).unwrap();
+    worker.load_feedback(1, 0, 3).unwrap();
+    worker.enable_load_monitor(1, trigger).unwrap();
+    worker.rearm_load_monitor(1).unwrap();
+    worker.disable_service(1, 0).unwrap();
+    let expected = [
+        Message::EnableService { service: 1, core: 0 },
+        Message::LoadFeedback { service: 1, core: 0, count: 3 },
+        Message::EnableLoadMonitor { service: 1, trigger },
+        Message::RearmLoadMonitor { service: 1 },
+        Message::DisableService { service: 1, core: 0 },
+    ];
+    assert_eq!(messages(&mut queues, 1), expected);
+    let hint = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0b10 };
+    queues.send_hint(1, hint).unwrap();
+    assert_eq!((worker.next_hint().unwrap(), worker.next_hint().unwrap()), (Some(hint), None));
+}
+
+#[test]
+fn queues_are_bounded_and_requests_fit_a_slot() {
+    let (_directory, path, mut queues) = orchestrator();
+    let runtime = Runtime::connect(&path).unwrap();
+    let worker = accepted(&mut queues, &runtime, 0);
+    let payload = [7; 96];
+    assert_eq!((GEOMETRY.payload_bytes(), runtime.payload_bytes()), (96 + 8, 104));
+    (0..4).for_each(|_| queues.send(0, 1, &request(1), &payload).unwrap());
+    assert_eq!((worker.load(0), worker.load(1)), (4, 0));
+    let error = |sent: Result<(), RuntimeError>| sent.unwrap_err().to_string();
+    assert_eq!(error(queues.send(0, 1, &request(1), &payload)), "core 0: the ring of requests is full");
+    assert_eq!(error(queues.send(0, 0, &request(0), &[0; 105])), "105 bytes: a slot holds 104");
+    assert_eq!(error(queues.send(0, 2, &request(0), &[])), "priority 2: expected 0 to 1");
+    queues.send(0, 0, &request(0), &[0; 104]).unwrap();
+    assert_eq!(worker.load(0), 5);
+}
+
+#[test]
+fn new_worker_starts_with_empty_queues() {
+    let (_directory, path, mut queues) = orchestrator();
+    let runtime = Runtime::connect(&path).unwrap();
+    runtime.register_service(0, address(4000), 0).unwrap();
+    for _ in 0..3 {
+        let mut worker = accepted(&mut queues, &runtime, 0);
+        assert_eq!(worker.load(0), 0);
+        (0..3).for_each(|_| queues.send(0, 0, &request(0), b"lost").unwrap());
+        worker.enable_service(0, 0).unwrap();
+        assert_eq!(messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);
+        worker.load_feedback(0, 0, 1).unwrap();
+        drop(worker);
+        assert!(!queues.has_worker(0));
+    }
+    drop(accepted(&mut queues, &runtime, 0));
+    assert_eq!(messages(&mut queues, 0), [], "those of the previous worker are discarded");
+}
+
+#[test]
+fn calls_out_of_range_are_rejected() {
+    let (_directory, path, mut queues) = orchestrator();
+    let runtime = Runtime::connect(&path).unwrap();
+    let other_process = Runtime::connect(&path).unwrap();
+    let mut worker = accepted(&mut queues, &runtime, 0);
+    let text = |result: Result<(), RuntimeError>| result.unwrap_err().to_string();
+    let taken = other_process.worker(0).map(drop);
+    assert_eq!(text(taken), "core 0 has a worker already");
+    assert_eq!(text(runtime.worker(2).map(drop)), "core 2: expected 0 to 1");
+    let error = text(worker.enable_service(1, 0));
+    assert_eq!(error, "core 0: service 1 is not registered by this process");
+    runtime.register_service(1, address(4000), 1).unwrap();
+    for runtime in [&runtime, &other_process] {
+        let error = text(runtime.register_service(1, address(4000), 1));
+        assert_eq!(error, "service 1 is registered already");
+    }
+    let register = |service, port, priority| text(runtime.register_service(service, address(port), priority));
+    assert_eq!(register(0, 4000, 2), "priority 2: expected 0 to 1");
+    assert_eq!(register(2, 4000, 0), "service 2: the orchestrator has 2 services");
+    let expected = "service 0 at 127.0.0.1:4001 with priority 1: the orchestrator has 127.0.0.1:4000 with priority 0";
+    assert_eq!(register(0, 4001, 1), expected);
+    assert_eq!(text(worker.load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
+    assert_eq!(text(worker.rearm_load_monitor(0)), "core 0: service 0 is not registered by this process");
+    assert_eq!(messages(&mut queues, 0), []);
+    drop(worker);
+    drop(runtime);
+    other_process.register_service(1, address(4000), 1).unwrap();
+}
+
+/// Connects after a write at that offset of the file.
+fn connect_after_write(path: &Path, offset: u64, bytes: &[u8]) -> String {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut before = vec![0; bytes.len()];
+    file.read_exact_at(&mut before, offset).unwrap();
+    file.write_all_at(bytes, offset).unwrap();
+    let error = Runtime::connect(path).unwrap_err().to_string();
+    file.write_all_at(&before, offset).unwrap();
+    error
+}
+
+#[test]
+fn memory_of_others_is_rejected() {
+    let (directory, path, queues) = orchestrator();
+    assert_eq!(connect_after_write(&path, 0, b"x"), "not the memory of an orchestrator");
+    let version = "layout version 9: expected 1; run both sides from one release";
+    assert_eq!(connect_after_write(&path, 8, &9u32.to_ne_bytes()), version);
+    let error = connect_after_write(&path, 12, &4_000_000u32.to_ne_bytes());
+    assert!(error.starts_with("the memory belongs to user 4000000: expected user "), "{error}");
+    let error = connect_after_write(&path, 24, &1u32.to_ne_bytes());
+    let expected = Geometry { cores: 1, ..GEOMETRY }.bytes();
+    assert_eq!(error, format!("{} bytes of memory: expected {expected}", GEOMETRY.bytes()));
+    assert_eq!(connect_after_write(&path, 24, &0u32.to_ne_bytes()), "cores 0: expected 1 to 256");
+    let second = CoreQueues::create(&path, GEOMETRY, &[]).unwrap_err();
+    assert_eq!(second.to_string(), "another orchestrator is running with this memory");
+    let short = directory.path().join("short");
+    std::fs::write(&short, b"coreward").unwrap();
+    assert_eq!(Runtime::connect(&short).unwrap_err().to_string(), "not the memory of an orchestrator");
+    Runtime::connect(&path).unwrap();
+    drop(queues);
+    assert_eq!(Runtime::connect(&path).unwrap_err().to_string(), "the orchestrator is not running");
+}
+
+#[test]
+fn worker_notices_that_the_orchestrator_is_gone() {
+    let (_directory, path, queues) = orchestrator();
+    let runtime = Runtime::connect(&path).unwrap();
+    drop(queues);
+    assert!(matches!(runtime.worker(0), Err(RuntimeError::OrchestratorGone)));
+    let services = [ServiceEntry { address: address(4000), priority: 2 }];
+    let error = CoreQueues::create(&path, GEOMETRY, &services).unwrap_err();
+    assert_eq!(error.to_string(), "priority 2: expected 0 to 1");
+    let mut queues = CoreQueues::create(&path, GEOMETRY, &[]).unwrap();
+    let runtime = Runtime::connect(&path).unwrap();
+    drop(accepted(&mut queues, &runtime, 1));
+}
