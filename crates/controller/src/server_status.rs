@@ -1,10 +1,11 @@
 //! What people are told of the states of servers' lives.
 
+use std::ops::Bound;
 use std::time::Duration;
 
 use coreward_api::types::{CheckedBy, ServerState, ServiceMember};
-use coreward_model::ServerId;
 use coreward_model::health::{Probe, Verdict};
+use coreward_model::{ServerId, ServiceAddress};
 
 use super::service::{Eligibility, ServerStatus, Service};
 use super::{Controller, Now};
@@ -33,29 +34,41 @@ impl StateReason {
 }
 
 impl Controller {
-    /// A service's servers one by one.
-    pub(super) fn members(&self, service: &Service, now: Now) -> Vec<ServiceMember> {
-        let member = |id: &ServerId| {
-            let status = self.state_reason_in(service, *id, now);
-            let checks = self.load_balancers.checked((service.fleet().index, *id), now);
-            let checks = checks.into_iter().map(|(load_balancer, checked, age)| CheckedBy {
-                load_balancer: load_balancer.to_owned(),
-                up: checked.verdict.map(|verdict| verdict == Verdict::Up),
-                since_ms: (checked.since + age).as_millis() as u64,
-                error: (!checked.error.is_empty()).then(|| checked.error.clone()),
-                latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
-                checks: checked.checks,
-                failures: checked.failures,
-            });
-            ServiceMember {
-                server: self.fleet.servers[id].name.clone(),
-                state: status.state,
-                state_for_ms: status.lasts_ms(),
-                reason: status.reason,
-                checks: checks.collect(),
-            }
-        };
-        service.fleet().members.keys().map(member).collect()
+    /// Returns the members whose ids follow `after`, at most `count`, in order of their ids.
+    /// None when the service at this position has another address by now.
+    pub fn members_after(
+        &self,
+        (position, address): (usize, ServiceAddress),
+        after: Option<ServerId>,
+        count: usize,
+        now: Now,
+    ) -> Vec<(ServerId, ServiceMember)> {
+        let service = self.services.get(position).filter(|service| service.fleet().address == address);
+        let Some(service) = service else { return Vec::new() };
+        let first = after.map_or(Bound::Unbounded, Bound::Excluded);
+        let ids = service.fleet().members.range((first, Bound::Unbounded)).map(|(id, _)| *id);
+        ids.take(count).map(|id| (id, self.member(service, id, now))).collect()
+    }
+
+    fn member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
+        let status = self.state_reason_in(service, id, now);
+        let checks = self.load_balancers.checked((service.fleet().index, id), now);
+        let checks = checks.into_iter().map(|(load_balancer, checked, age)| CheckedBy {
+            load_balancer: load_balancer.to_owned(),
+            up: checked.verdict.map(|verdict| verdict == Verdict::Up),
+            since_ms: (checked.since + age).as_millis() as u64,
+            error: (!checked.error.is_empty()).then(|| checked.error.clone()),
+            latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
+            checks: checked.checks,
+            failures: checked.failures,
+        });
+        ServiceMember {
+            server: self.fleet.servers[&id].name.clone(),
+            state: status.state,
+            state_for_ms: status.lasts_ms(),
+            reason: status.reason,
+            checks: checks.collect(),
+        }
     }
 
     /// Where the server stands: where it stands best of all its services, and in which of them it is down.

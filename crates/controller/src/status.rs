@@ -47,8 +47,12 @@ impl Controller {
     /// All of it at once.
     #[cfg(test)]
     pub fn status(&self, now: Now) -> Status {
-        let services =
-            (0..self.services.len()).filter_map(|position| self.service_status(position, None, false, now)).collect();
+        let service = |position| {
+            let service = self.service_status(position, None, false, now)?;
+            let members = self.members_after((position, service.address), None, usize::MAX, now);
+            Some(service.with_members(members.into_iter().map(|(_, member)| member).collect()))
+        };
+        let services = (0..self.services.len()).filter_map(service).collect();
         let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
         Status { services, servers, ..self.status_head(now) }
     }
@@ -154,7 +158,8 @@ impl Controller {
             .collect()
     }
 
-    /// The service at this position; `None`: there are no more. With whole RSS keys where `rss_keys`.
+    /// Returns the service at this position without its members ([`Controller::members_after`]), with whole RSS keys
+    /// where `rss_keys`. `None`: there are no more services.
     /// `pool`: the service's, where the controller has none ([`Controller::lacks_pool`]).
     pub fn service_status(
         &self,
@@ -177,10 +182,10 @@ impl Controller {
             bucket_count: fleet.buckets.get(),
             table_generation: table.map_or(0, |(table, _)| table.generation),
             table_age_ms: table.map_or(0, |(_, age)| age.as_millis() as u32),
-            servers: self.names(fleet.members.keys().copied()),
+            servers: Vec::new(),
             rss_groups: groups.iter().filter_map(|group| self.group_status(group, rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
-            members: self.members(service, now),
+            members: Vec::new(),
             check: fleet.check.as_ref().map(|check| check.probe.name().to_owned()),
             when_all_down: fleet.when_all_down.name().to_owned(),
             failing_open: service.is_failing_open(),

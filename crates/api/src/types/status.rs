@@ -122,6 +122,14 @@ pub struct Service {
     pub warnings: Vec<String>,
 }
 
+impl Service {
+    /// Returns the service with these members.
+    pub fn with_members(self, members: Vec<ServiceMember>) -> Self {
+        let servers = members.iter().map(|member| member.server.clone()).collect();
+        Self { servers, members, ..self }
+    }
+}
+
 /// A server as a member of a service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServiceMember {

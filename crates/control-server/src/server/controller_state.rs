@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::types::{LoadBalancer, Loads, Overview, Status, Table};
+use coreward_api::types::{LoadBalancer, Loads, Overview, Service, Status, Table};
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::latency::Latencies;
 use coreward_metrics::page::Page;
@@ -183,13 +183,23 @@ impl ControllerState {
         self.controller.lock()
     }
 
+    /// Runs one of many steps. Others that wait for the controller have it before the next step.
+    fn step<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
+        let mut controller = self.controller();
+        let result = step(&mut controller);
+        MutexGuard::unlock_fair(controller);
+        result
+    }
+
     /// Everything there is to see; with whole RSS keys where `rss_keys`. Of thousands of servers it takes tens of milliseconds.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_head(now);
         status.warnings.extend(self.counts.warnings());
-        status.services = self
+        let services = self
             .each_service(now, |controller, position, pool| controller.service_status(position, pool, rss_keys, now));
+        let services = services.into_iter().enumerate();
+        status.services = services.map(|(position, service)| self.with_members(position, service, now)).collect();
         status.servers = self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now));
         status
     }
@@ -235,34 +245,43 @@ impl ControllerState {
         Some(tables::shown(service, &table, age, &names))
     }
 
-    /// Calls `read` for each server. The lock is free between parts of them.
+    /// Calls `read` for each server, in many steps.
     fn each_server<T>(&self, read: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
             let before = found.len();
-            let controller = self.controller();
-            for (id, server) in controller.servers_after(after).take(SERVERS_AT_ONCE) {
-                found.push(read(&controller, id, server));
-                after = Some(id);
-            }
-            drop(controller);
+            self.step(|controller| {
+                for (id, server) in controller.servers_after(after).take(SERVERS_AT_ONCE) {
+                    found.push(read(controller, id, server));
+                    after = Some(id);
+                }
+            });
             if found.len() - before < SERVERS_AT_ONCE {
                 return found;
             }
-            // Who waits for the controller has it next, also where there is one CPU.
-            std::thread::yield_now();
         }
     }
 
-    /// The same of each service. `read` gets the service's pool where the controller has none.
+    /// Calls `read` for each service with its pool, where the controller has none, in many steps.
     fn each_service<T>(&self, now: Now, read: impl Fn(&Controller, usize, Option<&Pool>) -> Option<T>) -> Vec<T> {
         let mut found = Vec::new();
         loop {
             let pool = self.pool_if_unknown(found.len(), now);
-            let next = read(&self.controller(), found.len(), pool.as_ref());
+            let next = self.step(|controller| read(controller, found.len(), pool.as_ref()));
             let Some(service) = next else { return found };
             found.push(service);
-            std::thread::yield_now();
+        }
+    }
+
+    /// Returns the service with its members, which are read in many steps.
+    fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
+        let (mut members, mut after) = (Vec::new(), None);
+        loop {
+            let part = self
+                .step(|controller| controller.members_after((position, service.address), after, SERVERS_AT_ONCE, now));
+            let Some((last, _)) = part.last() else { return service.with_members(members) };
+            after = Some(*last);
+            members.extend(part.into_iter().map(|(_, member)| member));
         }
     }
 
@@ -273,9 +292,7 @@ impl ControllerState {
             return None;
         }
         let mut servers = Vec::new();
-        while !self.controller().add_pool_servers(position, &mut servers, SERVERS_AT_ONCE, now) {
-            std::thread::yield_now();
-        }
+        while !self.step(|controller| controller.add_pool_servers(position, &mut servers, SERVERS_AT_ONCE, now)) {}
         self.controller().pool_of(position, servers, now)
     }
 
@@ -438,7 +455,7 @@ impl ControllerState {
     fn poll_all_inputs(&self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
-            next = self.controller().poll_inputs_from(from, now, interval_ended);
+            next = self.step(|controller| controller.poll_inputs_from(from, now, interval_ended));
         }
     }
 
