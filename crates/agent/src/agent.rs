@@ -24,24 +24,24 @@ use coreward_wire::{
     limited_report, v1,
 };
 
-use crate::chain::Chain;
 use crate::config::{self, Config};
-use crate::counting::Counting;
+use crate::connection_counter::ConnectionCounter;
+use crate::daisy_chain::DaisyChain;
 use crate::forwarded::Forwarded;
-use crate::hazards::Hazards;
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
 use crate::load::{LoadSource, queues};
-use crate::remembered::Memory;
+use crate::report_state::ReportState;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::InputSearch;
 use crate::rss::manager::{RssManager, Wanted};
+use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::testbed::TestbedRss;
-use crate::rss::verdict::{Judge, Verdict};
+use crate::rss_conflicts::RssConflicts;
+use crate::saved_settings::SettingsStore;
 use crate::stall::{Counts, StallJudge};
 use crate::steering::{self, Steering};
-use crate::told::Told;
 use crate::{connections, dispatch, timestamps};
 
 /// Until the controller says otherwise.
@@ -55,16 +55,16 @@ const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
 /// One server's agent.
 pub struct Agent {
     config: Config,
-    memory: Memory,
+    memory: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
-    judge: Judge,
+    verifier: RssVerifier,
     /// The same of open connections, which a flow director moves.
-    established_judge: Judge,
+    established_verifier: RssVerifier,
     input_search: InputSearch,
     load: Box<dyn LoadSource>,
     steering: Steering,
-    chain: Chain,
+    daisy_chain: DaisyChain,
     stalls: StallJudge,
     forwarded: Forwarded,
     cpu_of_queue: Vec<usize>,
@@ -77,10 +77,10 @@ pub struct Agent {
     readings: Vec<u64>,
     load_problem: Option<String>,
     warnings: Vec<String>,
-    hazards: Vec<String>,
+    rss_conflicts: Vec<String>,
     hazards_at: Option<Instant>,
     dispatcher: Option<Dispatcher>,
-    counting: Counting,
+    connection_counter: ConnectionCounter,
 }
 
 /// Index of the device, and that it is one on which the programs can work.
@@ -103,7 +103,7 @@ impl Agent {
     /// When the interface does not exist or the kernel refuses something.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
-        let memory = Memory::open(&config.pin_directory)?;
+        let memory = SettingsStore::open(&config.pin_directory)?;
         let programs = ServerPrograms::attach(ServerOptions {
             interface_index,
             pin_directory: config.pin_directory.clone(),
@@ -118,15 +118,15 @@ impl Agent {
         };
         let mut agent = Self {
             steering: Steering::new(config.steer, &config.pin_directory),
-            chain: Chain::new(&config.interface),
+            daisy_chain: DaisyChain::new(&config.interface),
             stalls: StallJudge::from(stall_counts(&programs)),
             forwarded: Forwarded::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
             rss: RssManager::new(rss_device(&config)),
             config,
             memory,
             programs,
-            judge: Judge::default(),
-            established_judge: Judge::default(),
+            verifier: RssVerifier::default(),
+            established_verifier: RssVerifier::default(),
             input_search: InputSearch::default(),
             load,
             cpu_of_queue: vec![],
@@ -137,10 +137,10 @@ impl Agent {
             readings: vec![],
             load_problem: None,
             warnings: vec![],
-            hazards: vec![],
+            rss_conflicts: vec![],
             hazards_at: None,
             dispatcher,
-            counting: Counting::default(),
+            connection_counter: ConnectionCounter::default(),
         };
         agent.rss_changed();
         agent.maintain();
@@ -186,7 +186,7 @@ impl Agent {
     /// may be another controller's.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
-        self.counting.begin_stream();
+        self.connection_counter.begin_stream();
     }
 
     /// A configuration is confirmed when its keys are in force, and no sooner: until then packets are stamped with the other
@@ -240,7 +240,7 @@ impl Agent {
             self.programs.set_keys(&new.keys, switch_ms);
         }
         if old.is_none_or(|old| old.servers_before != new.servers_before) {
-            self.chain.set(&new.servers_before, &mut self.programs)?;
+            self.daisy_chain.set(&new.servers_before, &mut self.programs)?;
         }
         if old.is_none_or(|old| old.services != new.services) {
             if self.config.manage_timestamps && is_stamped(new) {
@@ -270,27 +270,27 @@ impl Agent {
         self.cpu_of_queue = queues::cpus(&self.config.interface, self.rss.receive_queues());
         self.load.refresh(&self.cpu_of_queue);
         self.keep_times_near();
-        self.chain.apply_changes(&mut self.programs);
+        self.daisy_chain.apply_changes(&mut self.programs);
         let not_in_force = self.judge_rss();
         self.warnings.clear();
         if let Some(configuration) = self.configuration.as_ref().filter(|configuration| is_stamped(configuration)) {
             self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
         }
-        self.warnings.extend(self.chain.warning());
+        self.warnings.extend(self.daisy_chain.warning());
         self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
         let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
         self.warnings.extend(self.forwarded.observe(foreign, Instant::now()));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(not_in_force);
-        self.warnings.extend(self.counting.warning());
+        self.warnings.extend(self.connection_counter.warning());
         self.warnings.extend(self.load.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
         if self.hazards_at.is_none_or(|at| at.elapsed() > HAZARDS_INTERVAL) {
-            self.hazards = Hazards::gather(&self.config.interface).words(&self.config.interface);
+            self.rss_conflicts = RssConflicts::gather(&self.config.interface).describe(&self.config.interface);
             self.hazards_at = Some(Instant::now());
         }
-        self.warnings.extend(self.hazards.iter().cloned());
+        self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
 
     /// 32-bit times are compared by their difference, and so must not grow old.
@@ -306,9 +306,9 @@ impl Agent {
     fn rss_changed(&mut self) {
         self.programs.set_rss(self.rss.known(), self.rss.generation() as u32);
         let (matched, mismatched) = self.rss_counters();
-        self.judge.table_changed(matched, mismatched);
+        self.verifier.table_changed(matched, mismatched);
         let (matched, mismatched) = self.established_counters();
-        self.established_judge.table_changed(matched, mismatched);
+        self.established_verifier.table_changed(matched, mismatched);
         self.input_search.table_changed(self.programs.newest_sample());
     }
 
@@ -320,7 +320,7 @@ impl Agent {
     fn judge_rss(&mut self) -> Option<String> {
         let (matched, mismatched) = self.rss_counters();
         let known = self.rss.known()?;
-        let verdict = self.judge.observe(&known.indirection_table, matched, mismatched);
+        let verdict = self.verifier.observe(&known.indirection_table, matched, mismatched);
         if verdict == Verdict::NotInForce {
             let samples = self.programs.samples(self.input_search.last());
             if let Some(input) = self.input_search.observe(known, &samples) {
@@ -337,7 +337,7 @@ impl Agent {
             ));
         }
         let (matched, mismatched) = self.established_counters();
-        let verdict = self.established_judge.observe(&known.indirection_table, matched, mismatched);
+        let verdict = self.established_verifier.observe(&known.indirection_table, matched, mismatched);
         (verdict == Verdict::NotInForce).then(|| {
             format!(
                 "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled (ATR of \
@@ -377,8 +377,8 @@ impl Agent {
         [&self.warnings[..], more, &refused].concat()
     }
 
-    /// What to say now to who was `told` that, with what else is wrong; `None` while the cores' load is not known.
-    pub fn report(&mut self, told: &Told, more_warnings: &[String]) -> Option<v1::Report> {
+    /// Returns the report that follows `sent`, with additional warnings; `None` while the cores' load is not known.
+    pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
         self.readings.clear();
         let measured_ns = monotonic_ns();
         let problem = self.load.read(&mut self.readings).err().map(|error| format!("{error:#}"));
@@ -394,18 +394,18 @@ impl Agent {
         }
         self.sequence += 1;
         // Sooner than the next look: until then packets for a server that is new are kept.
-        self.chain.apply_changes(&mut self.programs);
-        self.counting.poll(self.configuration.as_ref());
+        self.daisy_chain.apply_changes(&mut self.programs);
+        self.connection_counter.poll(self.configuration.as_ref());
         let generation = self.rss.generation();
-        let rss = (generation != told.rss_generation())
+        let rss = (generation != sent.rss_generation())
             .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
         let counters = self.programs.counters();
         let warnings = self.all_warnings(more_warnings);
-        let details = told.wants_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
+        let details = sent.needs_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
             counters: named(&counters, &self.steering),
             warnings,
             dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
-            connections: self.counting.newest(),
+            connections: self.connection_counter.newest(),
             refused: self.refused.clone(),
         });
         let report = Report {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_daemon::Connection;
-use coreward_dataplane::pins::Claim;
+use coreward_dataplane::pins::PinLock;
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
 use coreward_tls::Role;
@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::agent::Agent;
 use crate::config::Config;
-use crate::told::Told;
+use crate::report_state::ReportState;
 
 /// How often the agent looks after what changes by itself.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -32,7 +32,7 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
-    let _claim = Claim::new(&config.pin_directory)?;
+    let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut agent = Agent::start(config)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
@@ -97,7 +97,7 @@ impl Chores {
     }
 
     /// Waits for something else, and does what is to be done meanwhile.
-    async fn meanwhile<T>(&mut self, agent: &mut Agent, connection: &Connection, other: impl Future<Output = T>) -> T {
+    async fn run_while<T>(&mut self, agent: &mut Agent, connection: &Connection, other: impl Future<Output = T>) -> T {
         tokio::pin!(other);
         loop {
             tokio::select! {
@@ -134,7 +134,7 @@ impl Chore {
 /// When the file is wrong, its daemon is at work, or something cannot be taken off.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
-    let _claim = Claim::new(&config.pin_directory)?;
+    let _pin_lock = PinLock::new(&config.pin_directory)?;
     Agent::start(config)?.detach()
 }
 
@@ -149,25 +149,25 @@ async fn run_sessions(agent: &mut Agent, mut connection: Connection, mut chores:
     loop {
         let error = run_session(&mut connection, agent, &mut chores).await.err();
         let pause = connection.ended(error.as_ref());
-        chores.meanwhile(agent, &connection, tokio::time::sleep(pause)).await;
+        chores.run_while(agent, &connection, tokio::time::sleep(pause)).await;
     }
 }
 
 /// One stream, until it ends.
 async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
-    let channel = chores.meanwhile(agent, connection, connection.connect()).await?;
+    let channel = chores.run_while(agent, connection, connection.connect()).await?;
     let mut client = ControlClient::new(channel);
     let (messages, receiver) = mpsc::channel(4);
     let registration =
         v1::AgentRegistration { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(message(Message::Registration(registration))).await?;
     let stream = client.agent(ReceiverStream::new(receiver));
-    let begun = chores.meanwhile(agent, connection, stream).await?;
+    let begun = chores.run_while(agent, connection, stream).await?;
     let mut updates = connection.begun(begun)?;
     agent.begin_stream();
     tracing::info!("connected to controller {}", connection.controller());
     let mut tick = every(agent.report_interval());
-    let mut told = Told::default();
+    let mut sent = ReportState::default();
     loop {
         tokio::select! {
             update = updates.message() => {
@@ -197,11 +197,11 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
                 }
             }
             _ = tick.tick() => {
-                let Some(report) = agent.report(&told, &connection.warnings()) else { continue };
-                let then = told.after(&report);
+                let Some(report) = agent.report(&sent, &connection.warnings()) else { continue };
+                let then = sent.after(&report);
                 // A controller that does not read misses a report; the next one has it all.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
-                    told = then;
+                    sent = then;
                 }
             }
             chore = chores.next() => chore.perform(agent, connection),

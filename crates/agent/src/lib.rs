@@ -8,29 +8,29 @@
 //! * [`steering`]: connections of core k to the worker of core k
 //! * [`dispatch`]: requests of UDP services to workers
 //! * [`timestamps`]: the sysctl that the cookie needs
-//! * [`chain`]: where servers are that packets may be handed to
+//! * [`daisy_chain`]: where servers are that packets may be handed to
 //! * [`stall`]: whether stamped connections get on
-//! * [`hazards`]: what on this host overrides RSS
+//! * [`rss_conflicts`]: what on this host overrides RSS
 //! * [`rss_command`]: `coreward agent rss`
-//! * [`counting`]: how many connections each service has
+//! * [`connection_counter`]: how many connections each service has
 //! * [`sysfs`]: a device's directory in /sys
-//! * [`remembered`]: original settings, to be put back
+//! * [`saved_settings`]: original settings, to be put back
 
 pub mod agent;
-pub mod chain;
 pub mod config;
+pub mod connection_counter;
 pub mod connections;
-pub mod counting;
 pub mod daemon;
+pub mod daisy_chain;
 pub mod dispatch;
 mod forwarded;
-pub mod hazards;
 pub mod load;
-pub mod remembered;
+pub mod report_state;
 pub mod rss;
 pub mod rss_command;
+pub mod rss_conflicts;
+pub mod saved_settings;
 pub mod stall;
 pub mod steering;
 pub mod sysfs;
 pub mod timestamps;
-pub mod told;

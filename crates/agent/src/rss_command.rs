@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::InputSearch;
-use crate::rss::verdict::{Judge, Verdict};
+use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::{RssDevice as _, RssSettings};
 
 /// Options of `coreward agent rss`.
@@ -147,7 +147,7 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
     let counters = programs.counters();
     let count = |counter: intf::server_counter| counters[counter as usize];
     let (matched, mismatched) = (count(intf::SERVER_COUNTER_RSS_MATCHED), count(intf::SERVER_COUNTER_RSS_MISMATCHED));
-    let verdict = Judge::default().observe(&rss.indirection_table, matched, mismatched);
+    let verdict = RssVerifier::default().observe(&rss.indirection_table, matched, mismatched);
     let without_queue = count(intf::SERVER_COUNTER_RSS_UNPREDICTED);
     let input = input.filter(|_| verdict == Verdict::NotInForce).map(InputTransform::name);
     print(args.json, &Line::End { matched, mismatched, without_queue, verdict, input })?;

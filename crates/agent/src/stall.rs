@@ -60,15 +60,15 @@ mod tests {
             stalled_handshakes,
             stalled_connections,
         };
-        let mut judge = StallJudge::from(counts(1000, 500, 500));
-        assert_eq!(judge.observe(counts(1100, 600, 500)), None, "the window is not over");
-        assert_eq!(judge.observe(counts(1200, 501, 501)), None, "one in a hundred");
-        let warning = judge.observe(counts(1400, 503, 502)).unwrap().to_owned();
+        let mut verifier = StallJudge::from(counts(1000, 500, 500));
+        assert_eq!(verifier.observe(counts(1100, 600, 500)), None, "the window is not over");
+        assert_eq!(verifier.observe(counts(1200, 501, 501)), None, "one in a hundred");
+        let warning = verifier.observe(counts(1400, 503, 502)).unwrap().to_owned();
         assert!(
             warning.starts_with("of 200 stamped connections 2 got no answer to four SYN-ACKs and 1 none"),
             "{warning}"
         );
-        assert_eq!(judge.observe(counts(1500, 503, 502)), Some(&warning[..]));
-        assert_eq!(judge.observe(counts(1700, 503, 502)), None);
+        assert_eq!(verifier.observe(counts(1500, 503, 502)), Some(&warning[..]));
+        assert_eq!(verifier.observe(counts(1700, 503, 502)), None);
     }
 }

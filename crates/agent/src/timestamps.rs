@@ -5,7 +5,7 @@ use std::fs;
 
 use anyhow::Context as _;
 
-use crate::remembered::Memory;
+use crate::saved_settings::SettingsStore;
 
 const SYSCTL: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const WITHOUT_OFFSETS: &str = "2";
@@ -30,11 +30,11 @@ fn wanted(stamp_new: bool) -> &'static str {
 ///
 /// # Errors
 /// When it cannot be read or written.
-pub fn manage(stamp_new: bool, memory: &mut Memory) -> anyhow::Result<()> {
+pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
     let (found, wanted) = (read()?, wanted(stamp_new));
     if found != wanted {
         if memory.get().tcp_timestamps.is_none() {
-            memory.change(|remembered| remembered.tcp_timestamps = Some(found.clone()))?;
+            memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
         }
         write(wanted)?;
         tracing::info!("net.ipv4.tcp_timestamps: {found} -> {wanted}");
@@ -46,11 +46,11 @@ pub fn manage(stamp_new: bool, memory: &mut Memory) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// When it cannot be written.
-pub fn restore(memory: &mut Memory) -> anyhow::Result<()> {
+pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     if let Some(original) = memory.get().tcp_timestamps.clone() {
         write(&original)?;
         tracing::info!("net.ipv4.tcp_timestamps: back to {original}");
-        memory.change(|remembered| remembered.tcp_timestamps = None)?;
+        memory.change(|settings| settings.tcp_timestamps = None)?;
     }
     Ok(())
 }

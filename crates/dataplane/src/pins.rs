@@ -16,7 +16,7 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 /// Two daemons on the same pins would both free entries of one connection table and undo each other's configuration; the
 /// controller refuses the second one only after it has taken over. Who only reads (`coreward connections`) needs none of this.
 #[derive(Debug)]
-pub struct Claim(#[allow(dead_code, reason = "held")] Flock<File>);
+pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// A process that has just ended, and a child of it that has not yet become another program, hold its claim for a moment.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// How many folders deep pin directories are looked for.
 const DEEPEST: usize = 5;
 
-impl Claim {
+impl PinLock {
     /// Makes the directory if it is missing.
     ///
     /// # Errors

@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_agent::config::Steer;
-use coreward_agent::hazards::Hazards;
 use coreward_agent::load::queues::Interrupt;
 use coreward_agent::rss::ethtool::Channels;
+use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
@@ -189,7 +189,7 @@ pub struct Device {
     /// The id of coreward's own, by its pinned link.
     pub own_xdp: Option<u32>,
     /// What overrides RSS.
-    pub hazards: Hazards,
+    pub rss_conflicts: RssConflicts,
     /// The interrupts that are found, by receive queue.
     pub interrupts: BTreeMap<u16, Interrupt>,
     /// Entries of the indirection table and what is done to the hash's input, if key and table can be used; else why not.

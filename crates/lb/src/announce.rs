@@ -37,11 +37,11 @@ pub struct Announcer {
 
 /// What a load balancer can do for its VIPs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Able {
+pub struct AnnounceState {
     /// It can send on what comes for these.
-    pub vips: BTreeSet<Ipv4Addr>,
+    pub announceable: BTreeSet<Ipv4Addr>,
     /// And for these it cannot: why, in words.
-    pub unable: Vec<String>,
+    pub blocked: Vec<String>,
 }
 
 impl Announcer {

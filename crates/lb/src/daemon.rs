@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use coreward_daemon::Connection;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
-use coreward_dataplane::pins::{self, Claim};
+use coreward_dataplane::pins::{self, PinLock};
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::page::Page;
 use coreward_tls::Role;
@@ -25,7 +25,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::announce::{Able, Announcer};
+use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop, XdpMode};
 use crate::forwarder::Forwarder;
 use crate::health::Health;
@@ -33,7 +33,7 @@ use crate::last_configuration::LastConfiguration;
 use crate::sweeper::Sweeper;
 
 /// How often packets are told the time, and a part of the connection table is looked through.
-const BEAT_INTERVAL: Duration = Duration::from_millis(100);
+const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Time between two states at least: with a thousand services one takes a millisecond.
 const STATE_GAP: Duration = Duration::from_millis(20);
 /// Messages that wait for the controller to read: a state, counts and questions for sockets.
@@ -48,7 +48,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     // Health checks of many servers are many connections at once.
     coreward_daemon::raise_file_limit();
-    let _claim = Claim::new(&config.pin_directory)?;
+    let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
     let verb = match (balancer.taken_over(), balancer.is_upgrade_pending()) {
@@ -71,7 +71,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// When the file is wrong, its daemon is at work, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
-    let _claim = Claim::new(&config.pin_directory)?;
+    let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     if !balancer.taken_over() && !balancer.is_upgrade_pending() {
         tracing::info!("nothing was pinned in {}", config.pin_directory.display());
@@ -109,8 +109,8 @@ async fn serve(
     mut forwarder: Forwarder,
     changes: std::sync::mpsc::Receiver<Change>,
 ) -> anyhow::Result<()> {
-    let mut beat = tokio::time::interval(BEAT_INTERVAL);
-    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = tokio::time::interval(TICK_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let scrapes = Scrapes::listen(config.metrics)?;
     let announcer = match &config.announce {
         Some(announce) => Some(Announcer::start(announce).await?),
@@ -123,16 +123,16 @@ async fn serve(
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }
-    let mut around = Around { neighbours: into_async(changes), beat, scrapes, announcer, sweeper, last };
-    let work = run_sessions(&config, &mut connection, &mut forwarder, &mut around);
+    let mut tasks = BackgroundTasks { neighbours: into_async(changes), ticker, scrapes, announcer, sweeper, last };
+    let work = run_sessions(&config, &mut connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(work).await;
-    around.last.save(&mut forwarder);
+    tasks.last.save(&mut forwarder);
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
-        && let Some(mut announcer) = around.announcer.take()
+        && let Some(mut announcer) = tasks.announcer.take()
     {
         announcer.announce(&BTreeSet::new()).await?;
         tracing::info!("packets go on until routers have heard of it: {:?}", announce.drain);
-        around.meanwhile(&mut forwarder, &connection, tokio::time::sleep(announce.drain)).await?;
+        tasks.run_while(&mut forwarder, &connection, tokio::time::sleep(announce.drain)).await?;
     }
     outcome
 }
@@ -152,19 +152,19 @@ fn into_async(changes: std::sync::mpsc::Receiver<Change>) -> mpsc::UnboundedRece
 }
 
 /// What happens whether there is a controller or not.
-struct Around {
+struct BackgroundTasks {
     neighbours: mpsc::UnboundedReceiver<Change>,
-    beat: Interval,
+    ticker: Interval,
     scrapes: Scrapes,
     announcer: Option<Announcer>,
     sweeper: Sweeper,
     last: LastConfiguration,
 }
 
-impl Around {
+impl BackgroundTasks {
     /// Does what is due ten times a second. Returns questions for agents, at most `limit`.
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
-        forwarder.beat();
+        forwarder.tick();
         let due = forwarder.sweep()?;
         forwarder.free(&self.sweeper.queue(&due, since_start()))?;
         Ok(self.sweeper.ask(since_start(), limit))
@@ -176,15 +176,18 @@ impl Around {
         self.last.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Nothing is known yet: what a process before this one announced stays.
-        let Some(mut able) = forwarder.able() else { return Ok(()) };
+        let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
         if !announcer.is_up(interface).await? {
-            able = Able { unable: vec![format!("no VIP is announced: {interface} is down")], ..Able::default() };
+            state = AnnounceState {
+                blocked: vec![format!("no VIP is announced: {interface} is down")],
+                ..AnnounceState::default()
+            };
         }
-        if let Err(error) = announcer.announce(&able.vips).await {
+        if let Err(error) = announcer.announce(&state.announceable).await {
             tracing::error!("{error:#}");
-            able.unable.push(format!("{error:#}"));
+            state.blocked.push(format!("{error:#}"));
         }
-        forwarder.announced(announcer.count(), able.unable);
+        forwarder.announced(announcer.count(), state.blocked);
         Ok(())
     }
 
@@ -203,7 +206,7 @@ impl Around {
     }
 
     /// Waits for something else, and looks after the forwarder meanwhile.
-    async fn meanwhile<T>(
+    async fn run_while<T>(
         &mut self,
         forwarder: &mut Forwarder,
         connection: &Connection,
@@ -215,7 +218,7 @@ impl Around {
                 outcome = &mut other => return Ok(outcome),
                 change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
                 // No controller forwards the questions: they time out, and agents count as away.
-                _ = self.beat.tick() => drop(self.tick(forwarder, usize::MAX)?),
+                _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 // Who asked may have gone.
                 scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
             }
@@ -227,14 +230,14 @@ async fn run_sessions(
     config: &Config,
     connection: &mut Connection,
     forwarder: &mut Forwarder,
-    around: &mut Around,
+    tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
     loop {
-        let error = run_session(config, connection, forwarder, around).await.err();
+        let error = run_session(config, connection, forwarder, tasks).await.err();
         forwarder.end_stream();
         let pause = connection.ended(error.as_ref());
-        around.meanwhile(forwarder, connection, tokio::time::sleep(pause)).await?;
-        around.maintain(forwarder, &config.interface).await?;
+        tasks.run_while(forwarder, connection, tokio::time::sleep(pause)).await?;
+        tasks.maintain(forwarder, &config.interface).await?;
     }
 }
 
@@ -243,14 +246,14 @@ async fn run_session(
     config: &Config,
     connection: &mut Connection,
     forwarder: &mut Forwarder,
-    around: &mut Around,
+    tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
-    let channel = around.meanwhile(forwarder, connection, connection.connect()).await??;
+    let channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
     let (messages, receiver) = mpsc::channel(MESSAGES);
     messages.send(message(Message::Registration(registration(config, forwarder.in_force())))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
-    let begun = around.meanwhile(forwarder, connection, stream).await??;
+    let begun = tasks.run_while(forwarder, connection, stream).await??;
     let mut updates = connection.begun(begun)?;
     tracing::info!("connected to controller {}", connection.controller());
     forwarder.begin_stream();
@@ -266,7 +269,7 @@ async fn run_session(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
-                let in_force = apply(forwarder, &mut around.sweeper, update);
+                let in_force = apply(forwarder, &mut tasks.sweeper, update);
                 anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
                     // Only measured by: one that is lost does not matter.
@@ -277,17 +280,17 @@ async fn run_session(
                 }
                 told != (forwarder.tables(), forwarder.confirmed())
             }
-            change = around.neighbours.recv() => {
+            change = tasks.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
                 // Of ten thousand servers at a time one at a time would be told ten thousand states.
-                while let Ok(change) = around.neighbours.try_recv() {
+                while let Ok(change) = tasks.neighbours.try_recv() {
                     forwarder.neighbour(change);
                 }
                 true
             }
             () = tokio::time::sleep_until(next_state), if state_is_due => false,
             _ = tick.tick() => {
-                around.maintain(forwarder, &config.interface).await?;
+                tasks.maintain(forwarder, &config.interface).await?;
                 true
             }
             _ = traffic.tick() => {
@@ -297,13 +300,13 @@ async fn run_session(
                 }
                 false
             }
-            scrape = around.scrapes.next() => {
-                drop(scrape.send(around.metrics(forwarder, connection)));
+            scrape = tasks.scrapes.next() => {
+                drop(scrape.send(tasks.metrics(forwarder, connection)));
                 false
             }
-            _ = around.beat.tick() => {
+            _ = tasks.ticker.tick() => {
                 // Half of the queue is for what is not asked.
-                for query in around.tick(forwarder, messages.capacity() / 2)? {
+                for query in tasks.tick(forwarder, messages.capacity() / 2)? {
                     let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
                 }
                 if let Some(news) = forwarder.health_news() {
@@ -317,7 +320,7 @@ async fn run_session(
             told = (forwarder.tables(), forwarder.confirmed());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
             // A controller that does not read misses a state; the next one has it all.
-            let _ = messages.try_send(message(Message::State(around.state(forwarder, connection))));
+            let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
         }
     }
 }

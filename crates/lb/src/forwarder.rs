@@ -25,7 +25,7 @@ use coreward_model::policy::TrafficWanted;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
-use crate::announce::Able;
+use crate::announce::AnnounceState;
 use crate::health::{Health, Target};
 use crate::routing;
 use refusals::Refusals;
@@ -39,7 +39,7 @@ const SWEEP_BEATS: u32 = 10;
 /// But at most so many entries in one call, of 64 bytes each: a table of four million takes three seconds.
 const SWEPT_AT_ONCE: u32 = 131_072;
 /// Servers that have not answered ARP in this time are not waited for before this version's program goes to work.
-const LONGEST_BESIDE: Duration = Duration::from_secs(5);
+const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Counting connections reads the whole table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -85,7 +85,7 @@ pub struct Forwarder {
     /// VIPs that are announced; `None`: not by this daemon.
     announced: Option<usize>,
     /// Why VIPs are not announced.
-    unable: Vec<String>,
+    blocked: Vec<String>,
     /// Checks of servers.
     health: Health,
     /// The servers that are down by these checks.
@@ -135,7 +135,7 @@ impl Forwarder {
             problems: BTreeSet::new(),
             table_to_kernel: Latencies::default(),
             announced: None,
-            unable: Vec::new(),
+            blocked: Vec::new(),
             health,
             down: BTreeSet::new(),
             masked: BTreeSet::new(),
@@ -194,7 +194,7 @@ impl Forwarder {
 
     /// Tells packets the time, and takes over what checks have found; to be called ten times a second, whether there is a
     /// controller or not.
-    pub fn beat(&mut self) {
+    pub fn tick(&mut self) {
         self.balancer.tick(monotonic());
         self.balancer.guard_connection_table();
         if let Some(down) = self.health.newly_down() {
@@ -332,7 +332,7 @@ impl Forwarder {
         let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
         let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
-        if ready || waited > LONGEST_BESIDE {
+        if ready || waited > UPGRADE_TIMEOUT {
             self.balancer.switch_over()?;
             tracing::info!("in the place of the other version's program, {waited:?} after the first configuration");
         }
@@ -368,7 +368,7 @@ impl Forwarder {
     /// What is wrong with this machine.
     fn problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
-        problems.extend(self.unable.iter().cloned());
+        problems.extend(self.blocked.iter().cloned());
         problems.extend(self.health.problem().map(str::to_owned));
         problems.extend(self.symptoms.list().cloned());
         problems.extend(self.expired_tables());
@@ -423,7 +423,7 @@ impl Forwarder {
 
     /// What this load balancer can do for its VIPs; `None`: no configuration has come yet, and what is pinned goes on. A VIP
     /// can be served when one of its services can: its table is in force, and the MAC address of one of its servers is known.
-    pub fn able(&self) -> Option<Able> {
+    pub fn announce_state(&self) -> Option<AnnounceState> {
         if self.services.is_empty() && self.confirmed == 0 {
             return None;
         }
@@ -432,29 +432,29 @@ impl Forwarder {
             xdp.native.or(xdp.generic)
         });
         if program.is_none() {
-            let unable = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
-            return Some(Able { unable, ..Able::default() });
+            let blocked = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
+            return Some(AnnounceState { blocked, ..AnnounceState::default() });
         }
-        let mut able = Able::default();
-        let mut unable = BTreeMap::new();
+        let mut state = AnnounceState::default();
+        let mut blocked = BTreeMap::new();
         for (service, index) in self.services.values() {
             let Some(vip) = ipv4(service.address.socket.ip()) else { continue };
             if self.balancer.table_generation(*index).is_none() {
-                unable.insert(vip, "its services have no table yet");
+                blocked.insert(vip, "its services have no table yet");
             } else if self.balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
-                unable.insert(vip, "the MAC address of none of its servers is known");
+                blocked.insert(vip, "the MAC address of none of its servers is known");
             } else {
-                able.vips.insert(vip);
+                state.announceable.insert(vip);
             }
         }
-        let unable = unable.into_iter().filter(|(vip, _)| !able.vips.contains(vip));
-        able.unable = unable.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
-        Some(able)
+        let blocked = blocked.into_iter().filter(|(vip, _)| !state.announceable.contains(vip));
+        state.blocked = blocked.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
+        Some(state)
     }
 
     /// How many VIPs are announced, and why others are not; for those who ask.
-    pub fn announced(&mut self, count: usize, unable: Vec<String>) {
-        (self.announced, self.unable) = (Some(count), unable);
+    pub fn announced(&mut self, count: usize, blocked: Vec<String>) {
+        (self.announced, self.blocked) = (Some(count), blocked);
     }
 
     /// Servers without a MAC address, by name.

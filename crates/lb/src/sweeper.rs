@@ -377,7 +377,7 @@ mod tests {
         }
 
         /// A tenth of a second. `answers`: what a server's agent does.
-        fn beat(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
+        fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
             let slice = self.entries.len() / SWEEP_BEATS;
             let looked_at = (0..slice).filter_map(|n| self.entries[(self.next + n) % self.entries.len()]);
@@ -424,7 +424,7 @@ mod tests {
                 server = (server + 1) % SERVERS;
                 assert!(simulation.open(server, beat), "the table is full after {} s", beat / BEATS_PER_SECOND);
             }
-            simulation.beat(beat, &dead);
+            simulation.tick(beat, &dead);
         }
         let live = f64::from(per_second) * f64::from(2 * CONNECTION_BEATS / BEATS_PER_SECOND);
         simulation.in_use() as f64 / live

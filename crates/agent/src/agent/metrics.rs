@@ -17,7 +17,7 @@ impl Agent {
         let server = self.config.server.as_str();
         page.add("coreward_configuration_generation", &[], self.confirmed() as f64);
         page.add("coreward_agent_reports_total", &[], self.sequence as f64);
-        let open: u32 = self.counting.newest().iter().flat_map(|counted| counted.services.values()).sum();
+        let open: u32 = self.connection_counter.newest().iter().flat_map(|counted| counted.services.values()).sum();
         page.add("coreward_agent_open_connections", &[], open.into());
         page.add("coreward_server_warnings", &[server], self.all_warnings(more_warnings).len() as f64);
         for (core, busy_ns) in self.readings.iter().enumerate() {

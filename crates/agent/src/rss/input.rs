@@ -5,7 +5,7 @@ use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, Rss};
 
-use super::verdict::{Judge, Verdict};
+use super::rss_verifier::{RssVerifier, Verdict};
 
 /// Tries all transforms on the packets that were sampled.
 #[derive(Debug, Default)]
@@ -19,7 +19,7 @@ pub struct InputSearch {
 #[derive(Debug)]
 struct Candidate {
     input: InputTransform,
-    judge: Judge,
+    verifier: RssVerifier,
     matched: u64,
     mismatched: u64,
 }
@@ -40,7 +40,7 @@ impl InputSearch {
     pub fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.candidates.is_empty() {
             let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input());
-            let candidate = |input| Candidate { input, judge: Judge::default(), matched: 0, mismatched: 0 };
+            let candidate = |input| Candidate { input, verifier: RssVerifier::default(), matched: 0, mismatched: 0 };
             self.candidates = others.map(candidate).collect();
         }
         self.last = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last);
@@ -59,7 +59,7 @@ impl Candidate {
             let count = if queue == sample.actual_queue { &mut self.matched } else { &mut self.mismatched };
             *count += 1;
         }
-        let verdict = self.judge.observe(&rss.indirection_table, self.matched, self.mismatched);
+        let verdict = self.verifier.observe(&rss.indirection_table, self.matched, self.mismatched);
         (verdict == Verdict::InForce).then_some(self.input)
     }
 }

@@ -4,7 +4,7 @@ use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
 use super::{RssDevice, RssSettings, RssUnknown};
-use crate::remembered::Memory;
+use crate::saved_settings::SettingsStore;
 
 /// What the fleet wants of this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,14 +47,14 @@ impl RssManager {
     }
 
     /// Sets key and table, now and whenever the NIC has others; what was there before is remembered.
-    pub fn manage(&mut self, wanted: Wanted, memory: &mut Memory) {
+    pub fn manage(&mut self, wanted: Wanted, memory: &mut SettingsStore) {
         self.wanted = Some(wanted);
         self.apply(memory);
     }
 
     /// Reads again, and sets again where the NIC does not hold what it was given. True when key, table or number of
     /// receive queues have changed since the last time.
-    pub fn sync(&mut self, memory: &mut Memory) -> bool {
+    pub fn sync(&mut self, memory: &mut SettingsStore) -> bool {
         let before = self.generation;
         self.refresh();
         self.apply(memory);
@@ -73,7 +73,7 @@ impl RssManager {
     }
 
     /// Puts back what was there before.
-    pub fn restore(&mut self, memory: &mut Memory) {
+    pub fn restore(&mut self, memory: &mut SettingsStore) {
         self.wanted = None;
         let Some(original) = memory.get().rss.clone() else { return };
         let source = self.device.source();
@@ -82,7 +82,7 @@ impl RssManager {
             // Since then the number of queues may have shrunk.
             Err(error) => tracing::warn!("RSS ({source}): original key and table cannot be set: {error}"),
         }
-        if let Err(error) = memory.change(|remembered| remembered.rss = None) {
+        if let Err(error) = memory.change(|settings| settings.rss = None) {
             tracing::warn!("{error:#}");
         }
         self.refresh();
@@ -115,7 +115,7 @@ impl RssManager {
         }
     }
 
-    fn apply(&mut self, memory: &mut Memory) {
+    fn apply(&mut self, memory: &mut SettingsStore) {
         let Some(wanted) = self.wanted.clone() else { return };
         if let Err(error) = self.try_apply(&wanted, memory) {
             let text = format!("RSS cannot be set: {error:#}");
@@ -126,7 +126,7 @@ impl RssManager {
         }
     }
 
-    fn try_apply(&mut self, wanted: &Wanted, memory: &mut Memory) -> anyhow::Result<()> {
+    fn try_apply(&mut self, wanted: &Wanted, memory: &mut SettingsStore) -> anyhow::Result<()> {
         let entries = self.device.table_entries()?;
         let table = IndirectionTable::balanced(wanted.server_id.get().into(), entries, self.receive_queues)?;
         let current = self.device.settings();
@@ -141,7 +141,7 @@ impl RssManager {
         if let Ok(current) = current
             && memory.get().rss.is_none()
         {
-            memory.change(|remembered| remembered.rss = Some(current))?;
+            memory.change(|settings| settings.rss = Some(current))?;
         }
         self.device.write(&settings)?;
         tracing::info!(
@@ -279,7 +279,7 @@ mod tests {
         for takes_key in [true, false] {
             let device = nic(64, takes_key);
             let original = device.lock().unwrap().settings.clone();
-            let mut memory = Memory::open(&pins).unwrap();
+            let mut memory = SettingsStore::open(&pins).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
             manager.manage(wanted(), &mut memory);
             let table = IndirectionTable::balanced(7, 64, 4).unwrap();
@@ -295,7 +295,7 @@ mod tests {
             assert!(!manager.sync(&mut memory));
             // The process is killed; the next one still knows the original.
             drop((manager, memory));
-            let mut memory = Memory::open(&pins).unwrap();
+            let mut memory = SettingsStore::open(&pins).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
             manager.manage(wanted(), &mut memory);
             manager.restore(&mut memory);

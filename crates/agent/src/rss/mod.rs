@@ -4,13 +4,13 @@
 //! * [`testbed`]: the testbed's emulated one
 //! * [`manager`]: reads it again and again; sets the fleet's key and a balanced table where it may
 //! * [`input`]: which transform of the input explains where packets arrive
-//! * [`verdict`]: whether what the NIC shows is in force
+//! * [`rss_verifier`]: whether what the NIC shows is in force
 
 pub mod ethtool;
 pub mod input;
 pub mod manager;
+pub mod rss_verifier;
 pub mod testbed;
-pub mod verdict;
 
 use coreward_model::rss::{IndirectionTable, IndirectionTableError, InputTransform, Rss, RssKey, RssKeyLength};
 use serde::{Deserialize, Serialize};

@@ -41,7 +41,7 @@ pub struct Steering {
 struct Service {
     program: Program,
     /// What the last look through the epoll sets found, for which sockets, with which queues, and when.
-    seen: Option<Seen>,
+    steered: Option<SteeredSockets>,
     /// It found sockets without a worker.
     incomplete: Option<Incomplete>,
 }
@@ -64,7 +64,7 @@ impl Incomplete {
 }
 
 #[derive(Debug)]
-struct Seen {
+struct SteeredSockets {
     inodes: BTreeSet<Inode>,
     listeners: Vec<Listener>,
     cpu_of_queue: Vec<usize>,
@@ -96,7 +96,7 @@ impl Steering {
                 let name = pin_name(address);
                 let program = Program::load(&self.pin_directory, &name, rss_map)?;
                 self.counts.insert(address, Counts::pinned(&self.pin_directory, &name)?);
-                entry.insert(Service { program, seen: None, incomplete: None });
+                entry.insert(Service { program, steered: None, incomplete: None });
             }
         }
         Ok(())
@@ -162,25 +162,28 @@ impl Service {
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<Option<String>> {
         if inodes.is_empty() {
-            (self.seen, self.incomplete) = (None, None);
+            (self.steered, self.incomplete) = (None, None);
             return Ok(Some("nobody listens".to_owned()));
         }
         if !self.is_current(&inodes, cpu_of_queue) && self.is_due(&inodes, cpu_of_queue) {
             let found = listeners::waiting(&inodes)?;
-            self.seen = None;
+            self.steered = None;
             self.steer(mode, &found, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
             // Between a reload and the first wait of a new worker a socket is nobody's: the next look finds it.
             if found.len() == inodes.len() {
                 self.incomplete = None;
-                self.seen = Some(Seen { inodes, listeners: found, cpu_of_queue, at: now });
+                self.steered = Some(SteeredSockets { inodes, listeners: found, cpu_of_queue, at: now });
             } else {
                 let since = self.incomplete.as_ref().map_or(now, |incomplete| incomplete.since);
                 self.incomplete = Some(Incomplete { inodes, cpu_of_queue, since, last: now });
             }
         }
-        let Some(seen) = &self.seen else { return Ok(Some("not every listening socket has a worker".to_owned())) };
-        let without = assign::assign(mode, &seen.listeners, cpu_of_queue).iter().filter(|slot| slot.is_none()).count();
+        let Some(steered) = &self.steered else {
+            return Ok(Some("not every listening socket has a worker".to_owned()));
+        };
+        let without =
+            assign::assign(mode, &steered.listeners, cpu_of_queue).iter().filter(|slot| slot.is_none()).count();
         Ok((without > 0)
             .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
     }
@@ -196,11 +199,11 @@ impl Service {
 
     fn is_current(&self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
         let alive = |listener: &Listener| Path::new("/proc").join(listener.pid.to_string()).exists();
-        self.seen.as_ref().is_some_and(|seen| {
-            seen.inodes == *inodes
-                && seen.cpu_of_queue == cpu_of_queue
-                && seen.at.elapsed() < LOOK_AGAIN
-                && seen.listeners.iter().all(alive)
+        self.steered.as_ref().is_some_and(|steered| {
+            steered.inodes == *inodes
+                && steered.cpu_of_queue == cpu_of_queue
+                && steered.at.elapsed() < LOOK_AGAIN
+                && steered.listeners.iter().all(alive)
         })
     }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use coreward_agent::agent::Agent;
 use coreward_agent::daemon;
-use coreward_agent::told::Told;
+use coreward_agent::report_state::ReportState;
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use coreward_model::tuple::{Protocol, ServiceAddress};
@@ -230,9 +230,9 @@ fn without_load_there_is_no_report_until_it_comes() -> anyhow::Result<()> {
     testbed.server(1)?.within(|| {
         std::fs::remove_file(busy_file(&testbed))?;
         let mut agent = Agent::start(config(&testbed))?;
-        assert_eq!(agent.report(&Told::default(), &[]), None);
+        assert_eq!(agent.report(&ReportState::default(), &[]), None);
         std::fs::write(busy_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
-        let report = agent.report(&Told::default(), &[]);
+        let report = agent.report(&ReportState::default(), &[]);
         assert_eq!(report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
         agent.detach()
     })

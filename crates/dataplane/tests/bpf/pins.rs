@@ -3,7 +3,7 @@
 
 use coreward_dataplane::lb::connections::Pinned;
 use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
-use coreward_dataplane::pins::{Claim, remove_if_empty};
+use coreward_dataplane::pins::{PinLock, remove_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 
 use crate::support::may_load_bpf;
@@ -16,21 +16,21 @@ fn a_directory_is_one_processs_at_a_time() {
         return;
     }
     let pins = PinDirectory::new();
-    let claim = Claim::new(&pins.path()).unwrap();
-    let refused = Claim::new(&pins.path()).unwrap_err().to_string();
+    let claim = PinLock::new(&pins.path()).unwrap();
+    let refused = PinLock::new(&pins.path()).unwrap_err().to_string();
     assert!(
         refused.contains("another process works with what is pinned there: expected it stopped first"),
         "{refused}"
     );
     drop(claim);
-    let claim = Claim::new(&pins.path().join("made")).unwrap();
+    let claim = PinLock::new(&pins.path().join("made")).unwrap();
     drop(claim);
     remove_if_empty(&pins.path()).unwrap();
     assert!(pins.path().join("made").exists());
     remove_if_empty(&pins.path().join("made")).unwrap();
     assert!(!pins.path().join("made").exists());
 
-    let refused = Claim::new(&std::env::temp_dir()).unwrap_err().to_string();
+    let refused = PinLock::new(&std::env::temp_dir()).unwrap_err().to_string();
     assert!(refused.contains("expected a directory on a BPF file system"), "{refused}");
 }
 

@@ -90,7 +90,7 @@ pub fn udp(facts: &Facts) -> Vec<Finding> {
 
 /// irqbalance.
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
-    if facts.device.as_ref().is_some_and(|device| device.hazards.irqbalance) {
+    if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.irqbalance) {
         let why = "it moves receive queues from CPU to CPU, under workers that are pinned";
         return vec![Finding::warning("irqbalance is running", why).mend("systemctl disable --now irqbalance")];
     }
@@ -112,7 +112,7 @@ fn unseen(device: &Device) -> Option<Vec<Finding>> {
 /// Receive packet steering.
 pub fn rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let queues = &device.hazards.steered_queues;
+    let queues = &device.rss_conflicts.steered_queues;
     if queues.is_empty() {
         return unseen(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
@@ -123,24 +123,24 @@ pub fn rps(facts: &Facts) -> Vec<Finding> {
 /// Receive flow steering.
 pub fn rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let hazards = &device.hazards;
-    if !hazards.flow_steering() {
+    let rss_conflicts = &device.rss_conflicts;
+    if !rss_conflicts.flow_steering() {
         return unseen(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let found = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
-        hazards.flow_steering_name(),
+        rss_conflicts.flow_steering_name(),
         facts.interface(),
-        hazards.flow_entries,
-        hazards.flow_queues.join(", ")
+        rss_conflicts.flow_entries,
+        rss_conflicts.flow_queues.join(", ")
     );
-    vec![zero_at(facts, Finding::warning(found, WHY), &hazards.flow_queues, "rps_flow_cnt")]
+    vec![zero_at(facts, Finding::warning(found, WHY), &rss_conflicts.flow_queues, "rps_flow_cnt")]
 }
 
 /// Rules for single flows.
 pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let (rules, name) = (device.hazards.flow_rules, facts.interface());
+    let (rules, name) = (device.rss_conflicts.flow_rules, facts.interface());
     if rules == 0 {
         return vec![Finding::ok("none")];
     }

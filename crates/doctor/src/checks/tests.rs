@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use coreward_agent::config::Steer;
-use coreward_agent::hazards::Hazards;
 use coreward_agent::load::queues::Interrupt;
 use coreward_agent::rss::ethtool::Channels;
+use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
@@ -89,7 +89,7 @@ fn fit(role: Role) -> Facts {
             veth_peer_has_xdp: None,
             xdp_send_errors: vec![],
             own_xdp: Some(7),
-            hazards: Hazards::default(),
+            rss_conflicts: RssConflicts::default(),
             interrupts: (0..4).map(|queue| (queue, Interrupt { number: 30, cpu: Some(queue.into()) })).collect(),
             rss: Ok((128, InputTransform::None)),
             moves_connections: None,
@@ -190,17 +190,17 @@ fn the_kernel() {
 #[test]
 fn what_overrides_rss() {
     let server = |change: fn(&mut Facts)| found(Role::Server, change);
-    assert_eq!(server(|facts| device(facts).hazards.irqbalance = true), [("irqbalance", WARNING)]);
-    assert_eq!(server(|facts| device(facts).hazards.flow_rules = 2), [("flow-rules", WARNING)]);
+    assert_eq!(server(|facts| device(facts).rss_conflicts.irqbalance = true), [("irqbalance", WARNING)]);
+    assert_eq!(server(|facts| device(facts).rss_conflicts.flow_rules = 2), [("flow-rules", WARNING)]);
     let flows = |facts: &mut Facts| {
-        device(facts).hazards.flow_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
-        device(facts).hazards.takes_flow_rules = true;
+        device(facts).rss_conflicts.flow_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
+        device(facts).rss_conflicts.takes_flow_rules = true;
     };
     // A table at the queues, but no entries of the host: the kernel does not look.
     assert_eq!(server(flows), []);
     let mut facts = fit(Role::Server);
     flows(&mut facts);
-    device(&mut facts).hazards.flow_entries = 32_768;
+    device(&mut facts).rss_conflicts.flow_entries = 32_768;
     let finding = rss::rfs(&facts).remove(0);
     assert_eq!(finding.severity, WARNING);
     assert!(finding.found.starts_with("accelerated RFS is on for eth7"), "{}", finding.found);

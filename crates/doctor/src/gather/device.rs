@@ -1,9 +1,9 @@
 //! The device of the services' packets.
 
-use coreward_agent::hazards::Hazards;
 use coreward_agent::load::queues;
 use coreward_agent::rss::ethtool::{self, EthtoolRss};
 use coreward_agent::rss::{RssDevice, RssUnknown};
+use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_agent::sysfs;
 use coreward_dataplane::{device, lb};
 use nix::ifaddrs::getifaddrs;
@@ -19,12 +19,12 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
     let mac = entries.iter().find_map(|entry| entry.address.as_ref()?.as_link_addr()?.addr());
     let rss = rss.unwrap_or_else(|| Box::new(EthtoolRss::new(name)));
     let driver = ethtool::driver(name).unwrap_or_default();
-    let hazards = Hazards::gather(name);
+    let rss_conflicts = RssConflicts::gather(name);
     Some(Device {
         running: entries.iter().any(|entry| entry.flags.contains(up)),
         ethernet: mac.is_some_and(|mac| mac != [0; 6]),
         mtu: device::mtu(name).unwrap_or(0),
-        moves_connections: moves_connections(name, &driver, &hazards),
+        moves_connections: moves_connections(name, &driver, &rss_conflicts),
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
         vlans: vlans(name),
         driver,
@@ -35,7 +35,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
         xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
         own_xdp: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
-        hazards,
+        rss_conflicts,
         interrupts: queues::interrupts(name),
         rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input())).map_err(
             |error| match error {
@@ -49,9 +49,9 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
 
 /// ixgbe and txgbe do unless they take rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features());
 /// i40e by a switch of its own. `None`: the driver has nothing of that kind.
-fn moves_connections(name: &str, driver: &str, hazards: &Hazards) -> Option<bool> {
+fn moves_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
-        "ixgbe" | "txgbe" => Some(!hazards.takes_flow_rules),
+        "ixgbe" | "txgbe" => Some(!rss_conflicts.takes_flow_rules),
         "i40e" => ethtool::private_flag(name, "flow-director-atr"),
         _ => None,
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{Config, Load, Rss, Steer};
-use coreward_agent::told::Told;
+use coreward_agent::report_state::ReportState;
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
@@ -81,7 +81,7 @@ pub fn configuration() -> AgentConfiguration {
 
 /// What the counter of that name says in the agent's next report.
 pub fn counter(agent: &mut Agent, name: &str) -> u64 {
-    agent.report(&Told::default(), &[]).expect("the busy file is there").counters[name]
+    agent.report(&ReportState::default(), &[]).expect("the busy file is there").counters[name]
 }
 
 /// An HTTP request from a source port of the client; the body of the answer.

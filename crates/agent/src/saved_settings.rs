@@ -13,7 +13,7 @@ use crate::rss::RssSettings;
 
 /// The originals; `None`: was not changed.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Remembered {
+pub struct SavedSettings {
     /// Key and indirection table.
     pub rss: Option<RssSettings>,
     /// net.ipv4.tcp_timestamps.
@@ -26,13 +26,13 @@ const MAP_NAME: &str = "coreward_orig";
 
 /// Where it is kept.
 #[derive(Debug)]
-pub struct Memory {
+pub struct SettingsStore {
     map: MapHandle,
     pin: PathBuf,
-    content: Remembered,
+    content: SavedSettings,
 }
 
-impl Memory {
+impl SettingsStore {
     /// Opens what an earlier process left in `pin_directory`, or begins anew.
     ///
     /// # Errors
@@ -45,11 +45,11 @@ impl Memory {
             let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
             // Nothing was changed yet.
             if text.is_empty() {
-                return Ok(Self { map, pin, content: Remembered::default() });
+                return Ok(Self { map, pin, content: SavedSettings::default() });
             }
             let content = serde_json::from_slice(text).unwrap_or_else(|error| {
                 tracing::warn!("{}: {error}: original settings are not known", pin.display());
-                Remembered::default()
+                SavedSettings::default()
             });
             return Ok(Self { map, pin, content });
         }
@@ -61,11 +61,11 @@ impl Memory {
         let mut map = MapHandle::create(MapType::Array, Some(MAP_NAME), 4, VALUE_BYTES, 1, &options)
             .context("making a BPF map")?;
         map.pin(&pin).with_context(|| format!("pinning {} (is bpffs mounted there?)", pin.display()))?;
-        Ok(Self { map, pin, content: Remembered::default() })
+        Ok(Self { map, pin, content: SavedSettings::default() })
     }
 
     /// What is remembered.
-    pub fn get(&self) -> &Remembered {
+    pub fn get(&self) -> &SavedSettings {
         &self.content
     }
 
@@ -73,7 +73,7 @@ impl Memory {
     ///
     /// # Errors
     /// When the map cannot be written.
-    pub fn change(&mut self, change: impl FnOnce(&mut Remembered)) -> anyhow::Result<()> {
+    pub fn change(&mut self, change: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
         change(&mut self.content);
         let mut bytes = serde_json::to_vec(&self.content)?;
         anyhow::ensure!(bytes.len() < VALUE_BYTES as usize, "settings of {} bytes", bytes.len());

@@ -9,33 +9,33 @@ const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What was said on a stream; nothing at its beginning.
 #[derive(Debug, Clone, Default)]
-pub struct Told {
+pub struct ReportState {
     rss_generation: u64,
-    details: Option<ToldDetails>,
+    details: Option<SentDetails>,
 }
 
 #[derive(Debug, Clone)]
-struct ToldDetails {
+struct SentDetails {
     at: Instant,
     warnings: Vec<String>,
 }
 
-impl Told {
+impl ReportState {
     /// The newest RSS that was said; 0: none.
     pub fn rss_generation(&self) -> u64 {
         self.rss_generation
     }
 
     /// Returns whether the next report has details. While the server drains each report has: people wait for its counts.
-    pub fn wants_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
-        let may_omit = configuration.is_some_and(|told| !told.draining);
+    pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
+        let may_omit = configuration.is_some_and(|configuration| !configuration.draining);
         let newest = self.details.as_ref().filter(|_| may_omit);
         newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
 
     /// What was said when this report has gone, too.
     pub fn after(&self, report: &v1::Report) -> Self {
-        let new = || ToldDetails { at: Instant::now(), warnings: report.warnings.clone() };
+        let new = || SentDetails { at: Instant::now(), warnings: report.warnings.clone() };
         let details = if report.without_details { self.details.clone() } else { Some(new()) };
         Self { rss_generation: report.rss_generation, details }
     }
@@ -47,13 +47,13 @@ mod tests {
 
     #[test]
     fn details_are_said_first_and_when_warnings_change() {
-        let told = Told::default();
-        assert!(told.wants_details(None, &[]), "nothing was said");
+        let sent = ReportState::default();
+        assert!(sent.needs_details(None, &[]), "nothing was said");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
-        let told = told.after(&report);
-        assert_eq!(told.rss_generation(), 3);
-        assert!(told.wants_details(None, &report.warnings), "there is no configuration yet");
+        let sent = sent.after(&report);
+        assert_eq!(sent.rss_generation(), 3);
+        assert!(sent.needs_details(None, &report.warnings), "there is no configuration yet");
         let short = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
-        assert_eq!(told.after(&short).details.unwrap().warnings, report.warnings);
+        assert_eq!(sent.after(&short).details.unwrap().warnings, report.warnings);
     }
 }

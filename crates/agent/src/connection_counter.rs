@@ -20,7 +20,7 @@ const REST: u32 = 20;
 
 /// The newest count, and the next.
 #[derive(Default)]
-pub struct Counting {
+pub struct ConnectionCounter {
     newest: Option<Counted>,
     under_way: Option<JoinHandle<anyhow::Result<Counted>>>,
     problem: Option<String>,
@@ -35,7 +35,7 @@ struct Counted {
     services: BTreeMap<String, u32>,
 }
 
-impl Counting {
+impl ConnectionCounter {
     /// Takes in what was counted, and begins anew when that is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(ended) = self.under_way.take_if(|thread| thread.is_finished()) {

@@ -8,7 +8,7 @@ use crate::sysfs;
 
 /// What was found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Hazards {
+pub struct RssConflicts {
     /// Receive queues whose packets RPS spreads over CPUs.
     pub steered_queues: Vec<String>,
     /// Receive queues with a table of flows for RFS.
@@ -23,7 +23,7 @@ pub struct Hazards {
     pub irqbalance: bool,
 }
 
-impl Hazards {
+impl RssConflicts {
     /// All that is found now. Looks through /proc: not more often than a few times a minute.
     pub fn gather(interface: &str) -> Self {
         let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
@@ -51,7 +51,7 @@ impl Hazards {
     }
 
     /// In words for `coreward status`.
-    pub fn words(&self, interface: &str) -> Vec<String> {
+    pub fn describe(&self, interface: &str) -> Vec<String> {
         let mut found = Vec::new();
         if !self.steered_queues.is_empty() {
             found.push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.steered_queues.join(", ")));
@@ -116,8 +116,8 @@ mod tests {
 
     #[test]
     fn each_hazard_is_said_in_words() {
-        assert!(Hazards::default().words("eth7").is_empty());
-        let hazards = Hazards {
+        assert!(RssConflicts::default().describe("eth7").is_empty());
+        let rss_conflicts = RssConflicts {
             steered_queues: vec!["rx-0".to_owned()],
             flow_queues: vec!["rx-1".to_owned(), "rx-2".to_owned()],
             flow_entries: 32_768,
@@ -125,7 +125,7 @@ mod tests {
             flow_rules: 3,
             irqbalance: true,
         };
-        let words = hazards.words("eth7").join("\n");
+        let words = rss_conflicts.describe("eth7").join("\n");
         for expected in [
             "RPS is on for eth7 (rx-0)",
             "accelerated RFS is on for eth7 (rps_sock_flow_entries 32768, rx-1, rx-2)",
@@ -135,7 +135,7 @@ mod tests {
             assert!(words.contains(expected), "{words}");
         }
         // Entries of the host, but no table at this device's queues: the kernel does not look.
-        assert!(!Hazards { flow_queues: vec![], ..hazards }.flow_steering());
+        assert!(!RssConflicts { flow_queues: vec![], ..rss_conflicts }.flow_steering());
     }
 
     #[test]

@@ -14,7 +14,7 @@ use coreward_wire::ServerBefore;
 
 /// Keeps the programs' MAC addresses up to date.
 #[derive(Debug)]
-pub struct Chain {
+pub struct DaisyChain {
     interface: String,
     /// Runs from the first server on that is to be found.
     resolver: Option<(Resolver, Receiver<Change>)>,
@@ -22,7 +22,7 @@ pub struct Chain {
     found: HashMap<Ipv4Addr, MacAddress>,
 }
 
-impl Chain {
+impl DaisyChain {
     /// Follows nobody yet; servers are found at `interface`.
     pub fn new(interface: &str) -> Self {
         Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), found: HashMap::new() }

@@ -36,14 +36,14 @@ impl std::fmt::Display for Verdict {
 
 /// Watches the counters of matching and mismatching SYNs.
 #[derive(Debug, Clone, Default)]
-pub struct Judge {
+pub struct RssVerifier {
     verdict: Verdict,
     /// Log of how much likelier "not in force" has become.
     log_odds: f64,
     counted: Option<(u64, u64)>,
 }
 
-impl Judge {
+impl RssVerifier {
     /// Takes the counters as they stand (absolute). The table is the one shown while they were counted.
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
         let (matched_before, mismatched_before) = self.counted.replace((matched, mismatched)).unwrap_or_default();
@@ -90,30 +90,30 @@ mod tests {
 
     #[test]
     fn a_few_dozen_syns_decide() {
-        let mut judge = Judge::default();
-        assert_eq!(judge.observe(&four_queues(), 9, 0), Verdict::Undecided);
-        assert_eq!(judge.observe(&four_queues(), 20, 0), Verdict::InForce);
+        let mut verifier = RssVerifier::default();
+        assert_eq!(verifier.observe(&four_queues(), 9, 0), Verdict::Undecided);
+        assert_eq!(verifier.observe(&four_queues(), 20, 0), Verdict::InForce);
         // As virtio on kernel 6.1 was seen: 20 of 64, which is chance.
-        let mut judge = Judge::default();
-        assert_eq!(judge.observe(&four_queues(), 20, 44), Verdict::NotInForce);
+        let mut verifier = RssVerifier::default();
+        assert_eq!(verifier.observe(&four_queues(), 20, 44), Verdict::NotInForce);
         // A stray now and then changes nothing.
-        let mut judge = Judge::default();
-        assert_eq!(judge.observe(&four_queues(), 1000, 10), Verdict::InForce);
+        let mut verifier = RssVerifier::default();
+        assert_eq!(verifier.observe(&four_queues(), 1000, 10), Verdict::InForce);
     }
 
     #[test]
     fn a_change_is_noticed_after_any_history() {
-        let mut judge = Judge::default();
-        judge.observe(&four_queues(), 1_000_000, 0);
-        assert_eq!(judge.observe(&four_queues(), 1_000_008, 24), Verdict::NotInForce);
-        judge.table_changed(1_000_008, 24);
-        assert_eq!(judge.verdict(), Verdict::Undecided);
-        assert_eq!(judge.observe(&four_queues(), 1_000_030, 24), Verdict::InForce);
+        let mut verifier = RssVerifier::default();
+        verifier.observe(&four_queues(), 1_000_000, 0);
+        assert_eq!(verifier.observe(&four_queues(), 1_000_008, 24), Verdict::NotInForce);
+        verifier.table_changed(1_000_008, 24);
+        assert_eq!(verifier.verdict(), Verdict::Undecided);
+        assert_eq!(verifier.observe(&four_queues(), 1_000_030, 24), Verdict::InForce);
     }
 
     #[test]
     fn one_queue_says_nothing() {
         let table = IndirectionTable::balanced(1, 128, 1).unwrap();
-        assert_eq!(Judge::default().observe(&table, 100, 0), Verdict::Undecided);
+        assert_eq!(RssVerifier::default().observe(&table, 100, 0), Verdict::Undecided);
     }
 }
