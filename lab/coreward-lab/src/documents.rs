@@ -242,9 +242,9 @@ fn numbers_are_those_of_the_constants() {
     let entries = thousands(audit::ENTRIES);
     for (page, text) in [
         ("config.md", format!("`[[service]]`, at most {services}:")),
-        ("limits.md", format!("| {services} services, {servers} server ids of the whole fleet |")),
-        ("limits.md", format!("| {of_server} services on one server |")),
-        ("limits.md", format!("| Load balancers with a connection table | {owners} in a fleet;")),
+        ("limits.md", format!("* **{services} services, {servers} server ids of the whole fleet**:")),
+        ("limits.md", format!("* **{of_server} services on one server**:")),
+        ("limits.md", format!("* **Load balancers with a connection table**: {owners} in a fleet;")),
         ("api.md", format!("a body of more than {kilobytes} KiB (documents: {megabytes} MiB)")),
         ("api.md", format!("the newest {entries} changes")),
     ] {
