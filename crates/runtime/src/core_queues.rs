@@ -111,6 +111,11 @@ impl CoreQueues {
         tails.worker.store(rings.worker, Release);
     }
 
+    /// Releases the core: its worker, if it lives, is notified by its next check.
+    pub fn release(&mut self, core: u16) {
+        self.segment.core(core).orchestrator_tails.worker.store(0, Release);
+    }
+
     /// Puts a request into a queue of the core.
     ///
     /// # Errors

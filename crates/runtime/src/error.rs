@@ -64,6 +64,9 @@ pub enum RuntimeError {
         /// Time that the worker waited.
         timeout: Duration,
     },
+    /// The orchestrator found the queues of the core damaged. Connect again.
+    #[error("core {0}: the orchestrator released the worker")]
+    Released(u16),
     /// No such core.
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange {

@@ -157,6 +157,11 @@ impl Geometry {
         Ok(())
     }
 
+    /// Bytes of the smallest slot for payloads of up to `payload` bytes.
+    pub fn slot_bytes(payload: u16) -> u32 {
+        (size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(LINE) as u32
+    }
+
     /// Payload bytes that fit a slot.
     pub fn payload_bytes(&self) -> usize {
         self.slot_bytes as usize - size_of::<SlotHeader>()

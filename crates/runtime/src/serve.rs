@@ -165,11 +165,11 @@ impl Worker<'_> {
 impl Preempt for Server<'_, '_> {
     #[inline]
     fn is_preempted(&mut self, priority: u8) -> Result<bool, RuntimeError> {
-        self.highest(priority).map(|highest| highest.is_some())
+        self.worker.highest(priority).map(|highest| highest.is_some())
     }
 
     fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError> {
-        while let Some((higher, slot)) = self.highest(priority)? {
+        while let Some((higher, slot)) = self.worker.highest(priority)? {
             self.counters.preempting += 1;
             self.serve_request(higher, slot)?;
         }
@@ -192,9 +192,7 @@ impl Server<'_, '_> {
             }
             self.report_all()?;
             if checked.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
-                if !self.worker.segment.is_orchestrator_running() {
-                    return Err(RuntimeError::OrchestratorGone);
-                }
+                self.worker.check_orchestrator()?;
                 checked = Instant::now();
             }
             if idle_since.elapsed() < self.options.spin || self.options.sleep.is_zero() {
@@ -212,7 +210,7 @@ impl Server<'_, '_> {
         if let Some(hint) = self.worker.next_hint()? {
             self.handler.load_hint(hint, self.worker)?;
         }
-        let Some((priority, slot)) = self.highest(u8::MAX)? else { return Ok(false) };
+        let Some((priority, slot)) = self.worker.highest(u8::MAX)? else { return Ok(false) };
         self.serve_request(priority, slot)?;
         Ok(true)
     }
@@ -223,7 +221,7 @@ impl Server<'_, '_> {
             self.worker.disable_service(service, core)?;
         }
         self.worker.wait_until_messages_are_read()?;
-        while let Some((priority, slot)) = self.highest(u8::MAX)? {
+        while let Some((priority, slot)) = self.worker.highest(u8::MAX)? {
             self.serve_request(priority, slot)?;
         }
         self.report_all()?;
@@ -231,28 +229,8 @@ impl Server<'_, '_> {
         self.worker.wait_until_responses_are_read()
     }
 
-    /// The oldest request of the highest priority above `limit`: its priority and slot.
-    #[inline]
-    fn highest(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
-        let core = self.worker.core;
-        let tails = &self.worker.segment.core(core).orchestrator_tails.data;
-        for (priority, (consumer, tail)) in self.worker.rings.requests.iter_mut().zip(tails).enumerate() {
-            if priority >= usize::from(limit) {
-                break;
-            }
-            let slot = consumer.oldest_slot(tail).map_err(|source| RuntimeError::Damaged { core, source })?;
-            if let Some(slot) = slot {
-                return Ok(Some((priority as u8, slot)));
-            }
-        }
-        Ok(None)
-    }
-
     fn serve_request(&mut self, priority: u8, slot: u32) -> Result<(), RuntimeError> {
-        let (core, geometry) = (self.worker.core, self.worker.segment.geometry);
-        let (header, payload) = self.worker.segment.read_slot(geometry.request(core, priority, slot));
-        let limit = geometry.payload_bytes();
-        let payload = payload.ok_or(RuntimeError::TooLong { length: header.length as usize, limit })?;
+        let (header, payload) = self.worker.read_request(priority, slot)?;
         let request = Request { client: client(&header), service: header.service as u8, payload };
         let mut response = std::mem::take(&mut self.buffers[usize::from(priority)]);
         response.clear();
@@ -262,10 +240,7 @@ impl Server<'_, '_> {
         if let Some(error) = context.error {
             return Err(error);
         }
-        let heads = &self.worker.segment.core(core).worker_heads.data;
-        let consumer = &mut self.worker.rings.requests[usize::from(priority)];
-        consumer.advance();
-        consumer.publish(&heads[usize::from(priority)]);
+        self.worker.return_slot(priority);
         self.counters.served += 1;
         let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
         self.buffers[usize::from(priority)] = response;

@@ -98,7 +98,7 @@ impl Runtime {
         if !wait(&segment, || lines.orchestrator_tails.worker.load(Acquire) == number)? {
             return Err(RuntimeError::NotAccepted { core, timeout });
         }
-        Ok(Worker { runtime: self, core, rings, segment })
+        Ok(Worker { runtime: self, core, number, rings, segment })
     }
 
     /// The services that this process has registered.
@@ -136,6 +136,7 @@ fn wait(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<bool, 
 pub struct Worker<'a> {
     pub(crate) runtime: &'a Runtime,
     pub(crate) core: u16,
+    number: u32,
     pub(crate) rings: Rings,
     pub(crate) segment: Segment,
 }
@@ -146,6 +147,21 @@ pub(crate) struct Rings {
     pub hints: Consumer,
     pub responses: Producer,
     pub messages: Producer,
+}
+
+/// A request that a server took out of its core's queues.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TakenRequest {
+    header: SlotHeader,
+    /// Payload of the datagram.
+    pub payload: Vec<u8>,
+}
+
+impl TakenRequest {
+    /// The service.
+    pub fn service(&self) -> u8 {
+        self.header.service as u8
+    }
 }
 
 impl Worker<'_> {
@@ -215,6 +231,65 @@ impl Worker<'_> {
         Ok(message.hint())
     }
 
+    /// Takes the oldest request of the highest priority out of the queues, for servers with a scheduler of their own.
+    /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback).
+    ///
+    /// # Errors
+    /// When a queue is damaged.
+    pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
+        let Some((priority, slot)) = self.highest(u8::MAX)? else { return Ok(None) };
+        let (header, payload) = self.read_request(priority, slot)?;
+        let taken = TakenRequest { header, payload: payload.to_vec() };
+        self.return_slot(priority);
+        Ok(Some(taken))
+    }
+
+    /// Sends the response to a request, which completes it.
+    ///
+    /// # Errors
+    /// When the response fits no slot, or the ring is full or damaged.
+    pub fn respond(&mut self, request: &TakenRequest, response: &[u8]) -> Result<(), RuntimeError> {
+        let (length, limit) = (response.len(), self.segment.geometry.payload_bytes());
+        if length > limit {
+            return Err(RuntimeError::TooLong { length, limit });
+        }
+        self.send_response(SlotHeader { length: length as u32, completed: 1, ..request.header }, response)
+    }
+
+    /// The oldest request of the highest priority above `limit`: its priority and slot.
+    #[inline]
+    pub(crate) fn highest(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
+        let core = self.core;
+        let tails = &self.segment.core(core).orchestrator_tails.data;
+        for (priority, (consumer, tail)) in self.rings.requests.iter_mut().zip(tails).enumerate() {
+            if priority >= usize::from(limit) {
+                break;
+            }
+            let slot = consumer.oldest_slot(tail).map_err(|source| RuntimeError::Damaged { core, source })?;
+            if let Some(slot) = slot {
+                return Ok(Some((priority as u8, slot)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The request in a slot of [`highest`](Self::highest), until the slot is returned.
+    pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
+        let geometry = &self.segment.geometry;
+        let (header, payload) = self.segment.read_slot(geometry.request(self.core, priority, slot));
+        let limit = geometry.payload_bytes();
+        let payload = payload.ok_or(RuntimeError::TooLong { length: header.length as usize, limit })?;
+        Ok((header, payload))
+    }
+
+    /// Returns the oldest slot of a priority to the orchestrator.
+    pub(crate) fn return_slot(&mut self, priority: u8) {
+        let head = &self.segment.core(self.core).worker_heads.data[usize::from(priority)];
+        let consumer = &mut self.rings.requests[usize::from(priority)];
+        consumer.advance();
+        consumer.publish(head);
+    }
+
     /// Requests in the queues of a core. `core` is in range.
     pub fn load(&self, core: u16) -> u32 {
         let lines = self.segment.core(core);
@@ -230,6 +305,15 @@ impl Worker<'_> {
         } else {
             Err(RuntimeError::NotRegistered { service, core })
         }
+    }
+
+    /// Checks that the orchestrator lives and has this worker. A system call.
+    pub(crate) fn check_orchestrator(&self) -> Result<(), RuntimeError> {
+        if !self.segment.is_orchestrator_running() {
+            return Err(RuntimeError::OrchestratorGone);
+        }
+        let accepted = self.segment.core(self.core).orchestrator_tails.worker.load(Acquire);
+        if accepted == self.number { Ok(()) } else { Err(RuntimeError::Released(self.core)) }
     }
 
     pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {

@@ -1,0 +1,486 @@
+//! The orchestrator without its sockets: decisions of the model, on the queues in shared memory.
+
+use std::net::SocketAddrV4;
+use std::num::NonZeroU16;
+use std::path::Path;
+use std::time::Duration;
+
+use coreward_model::dispatch::{
+    FeoConfig, FeoConfigError, JoinBoundedShortestRankedQueue, Lambda, Liveness, LoadMonitor, RankArrays, RankRule,
+    RankedService, Release,
+};
+use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
+use coreward_runtime::layout::Geometry;
+use coreward_runtime::message::{HintMessage, Message, Trigger};
+use coreward_runtime::ring::DamagedCursor;
+use coreward_runtime::{RuntimeError, ServiceEntry};
+
+use crate::buffers::Buffers;
+
+/// Responses and messages of one core in a row.
+const BATCH: usize = 64;
+
+/// Configuration of the engine.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// Cores that can have a worker.
+    pub cores: u16,
+    /// Bound of a core's rank.
+    pub depth: NonZeroU16,
+    /// Requests of a core that count in its rank.
+    pub rule: RankRule,
+    /// The services, in the order of `scheduler.queues`.
+    pub services: Vec<ServiceConfig>,
+    /// Order of the requests that wait. Its capacity is the number of buffers.
+    pub scheduler: FeoConfig,
+    /// Bytes of the longest request and response.
+    pub payload_bytes: u16,
+    /// A worker with requests that completes none for so long gets no further ones until it does.
+    pub stall_after: Duration,
+}
+
+/// A service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServiceConfig {
+    /// Address and priority, which its workers register.
+    pub entry: ServiceEntry,
+    /// Factor of a request of lower priority in its rank.
+    pub lambda: Lambda,
+}
+
+/// Reason for which the engine does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The shared memory cannot be created.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// A configuration that no scheduler can have.
+    #[error(transparent)]
+    Scheduler(#[from] FeoConfigError),
+}
+
+/// Requests of one service. At any time, those received are those dropped, rejected, waiting, outstanding, completed
+/// and lost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ServiceCounters {
+    /// Requests from clients.
+    pub received: u64,
+    /// Requests that the full buffer dropped.
+    pub dropped: u64,
+    /// Requests that are too long, or that a core's queue rejected.
+    pub rejected: u64,
+    /// Requests that cores have completed.
+    pub completed: u64,
+    /// Requests that a core had when its worker ended.
+    pub lost: u64,
+}
+
+/// Events of cores.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CoreCounters {
+    /// Workers that were accepted.
+    pub workers: u64,
+    /// Workers that ended, with or without requests.
+    pub ended: u64,
+    /// Times that a worker lost its eligibility because it completed nothing.
+    pub stalls: u64,
+    /// Load hints that were sent.
+    pub hints: u64,
+    /// Messages of unknown kind, or about services and cores that do not exist.
+    pub bad_messages: u64,
+    /// Feedback for requests that were not sent.
+    pub bad_feedback: u64,
+    /// Queues whose cursors were impossible.
+    pub damaged: u64,
+}
+
+/// The engine. All times are nanoseconds of one monotonic clock.
+#[derive(Debug)]
+pub struct Engine {
+    balancer: JoinBoundedShortestRankedQueue<u32>,
+    queues: CoreQueues,
+    buffers: Buffers,
+    services: Vec<Service>,
+    cores: Vec<Core>,
+    counters: CoreCounters,
+    payload_bytes: usize,
+    stall_after: Duration,
+}
+
+#[derive(Debug)]
+struct Service {
+    priority: u8,
+    monitor: LoadMonitor,
+    /// Core that has the hint in flight.
+    hinted: Option<u16>,
+    counters: ServiceCounters,
+}
+
+#[derive(Debug)]
+struct Core {
+    has_worker: bool,
+    is_stalled: bool,
+    /// Services that its worker enabled, also while it is stalled.
+    enabled: u64,
+    completed: u64,
+    liveness: Liveness,
+}
+
+impl Engine {
+    /// Creates the shared memory at `path`. No service is enabled on any core.
+    ///
+    /// # Errors
+    /// When the configuration is out of range or the memory cannot be created.
+    pub fn new(path: &Path, config: &EngineConfig) -> Result<Self, EngineError> {
+        let ranked =
+            |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };
+        let ranked: Vec<_> = config.services.iter().map(ranked).collect();
+        let ranks = RankArrays::new(config.cores, &ranked, config.rule, config.depth);
+        let mut balancer = JoinBoundedShortestRankedQueue::with(ranks, &config.scheduler)?;
+        for service in 0..config.services.len() as u8 {
+            (0..config.cores).for_each(|core| balancer.set_runs(service, core, false));
+        }
+        let entries: Vec<_> = config.services.iter().map(|service| service.entry).collect();
+        let queues = CoreQueues::create(path, config.geometry(), &entries)?;
+        let payload_bytes = usize::from(config.payload_bytes);
+        let services = entries.iter().map(|entry| Service {
+            priority: entry.priority,
+            monitor: LoadMonitor::default(),
+            hinted: None,
+            counters: ServiceCounters::default(),
+        });
+        let core = || Core {
+            has_worker: false,
+            is_stalled: false,
+            enabled: 0,
+            completed: 0,
+            liveness: Liveness::new(Duration::ZERO, 0),
+        };
+        Ok(Self {
+            balancer,
+            queues,
+            buffers: Buffers::new(config.scheduler.capacity + 1, payload_bytes),
+            services: services.collect(),
+            cores: (0..config.cores).map(|_| core()).collect(),
+            counters: CoreCounters::default(),
+            payload_bytes,
+            stall_after: config.stall_after,
+        })
+    }
+
+    /// Memory for the next request, before [`submit`](Self::submit).
+    pub fn incoming(&mut self) -> &mut [u8] {
+        self.buffers.incoming()
+    }
+
+    /// Submits the request of `length` bytes in [`incoming`](Self::incoming): sends it to a core, queues or drops it.
+    #[inline]
+    pub fn submit(&mut self, now: u64, service: u8, client: SocketAddrV4, length: usize) {
+        let counters = &mut self.services[usize::from(service)].counters;
+        counters.received += 1;
+        if length > self.payload_bytes {
+            counters.rejected += 1;
+            return;
+        }
+        let handle = self.buffers.received(client, now, length);
+        let submitted = self.balancer.submit(now, service, handle);
+        self.buffers.next();
+        if let Some((service, handle)) = submitted.dropped {
+            self.services[usize::from(service)].counters.dropped += 1;
+            self.buffers.release(handle);
+        }
+        if let Some((release, handle)) = submitted.sent {
+            self.send(release, handle);
+        }
+    }
+
+    /// Sends waiting requests to cores that take them.
+    #[inline]
+    pub fn dispatch_waiting(&mut self, now: u64) {
+        while let Some((release, handle)) = self.balancer.next(now) {
+            self.send(release, handle);
+        }
+    }
+
+    #[inline]
+    fn send(&mut self, Release { service, core }: Release, handle: u32) {
+        let buffer = self.buffers.get(handle);
+        let header = RequestHeader { client: buffer.client, service, arrived: buffer.arrived };
+        let priority = self.services[usize::from(service)].priority;
+        let sent = self.queues.send(core, priority, &header, buffer.payload());
+        self.buffers.release(handle);
+        if let Err(error) = sent {
+            tracing::warn!(core, service, %error, "core rejected a request");
+            self.services[usize::from(service)].counters.rejected += 1;
+            self.balancer.feedback(service, core, 1).expect("the request was counted");
+            self.release_core(core);
+        }
+    }
+
+    /// Receives responses and messages of all cores, accepts new workers, and sends waiting requests. Passes each
+    /// response to `answer`, with its service. Returns the number of responses and messages.
+    pub fn poll(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+        let mut received = 0;
+        for core in 0..self.cores.len() as u16 {
+            if self.queues.has_new_worker(core) {
+                self.replace_worker(now, core, answer);
+            }
+            if self.cores[usize::from(core)].has_worker {
+                received += self.poll_core(now, core, answer);
+            }
+        }
+        self.dispatch_waiting(now);
+        received
+    }
+
+    #[inline]
+    fn poll_core(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+        let received = self.receive_responses(core, answer).and_then(|responses| {
+            let messages = self.receive_messages(now, core)?;
+            Ok(responses + messages)
+        });
+        received.unwrap_or_else(|error| {
+            tracing::warn!(core, %error, "core has damaged queues");
+            self.counters.damaged += 1;
+            self.release_core(core);
+            0
+        })
+    }
+
+    #[inline]
+    fn receive_responses(
+        &mut self,
+        core: u16,
+        answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8]),
+    ) -> Result<usize, DamagedCursor> {
+        let Self { queues, balancer, services, cores, counters, .. } = self;
+        let mut accounts = Accounts { balancer, services, cores, counters };
+        queues.receive_responses(core, BATCH, |header, payload| {
+            if accounts.complete(header.service, core, header.completed)
+                && let Some(payload) = payload
+            {
+                answer(header.service, header.client, payload);
+            }
+        })
+    }
+
+    #[inline]
+    fn receive_messages(&mut self, now: u64, core: u16) -> Result<usize, DamagedCursor> {
+        let Self { queues, balancer, services, cores, counters, .. } = self;
+        let mut accounts = Accounts { balancer, services, cores, counters };
+        queues.receive_messages(core, BATCH, |message| accounts.apply(now, message))
+    }
+
+    /// Accepts a worker; the requests of the previous one that were not completed are lost.
+    fn replace_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+        if self.cores[usize::from(core)].has_worker {
+            self.end_worker(now, core, answer);
+        }
+        self.queues.accept_worker(core);
+        self.counters.workers += 1;
+        let entry = &mut self.cores[usize::from(core)];
+        entry.has_worker = true;
+        entry.liveness = Liveness::new(Duration::from_nanos(now), entry.completed);
+        tracing::info!(core, "worker attached");
+    }
+
+    /// Checks which workers ended or stalled. To be called every few milliseconds.
+    pub fn check_workers(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+        for core in 0..self.cores.len() as u16 {
+            if !self.cores[usize::from(core)].has_worker {
+                continue;
+            }
+            if self.queues.has_worker(core) {
+                self.check_progress(now, core);
+            } else {
+                self.end_worker(now, core, answer);
+            }
+        }
+        self.dispatch_waiting(now);
+    }
+
+    fn check_progress(&mut self, now: u64, core: u16) {
+        let outstanding = self.balancer.ranks().load(core) as usize;
+        let entry = &mut self.cores[usize::from(core)];
+        let now = Duration::from_nanos(now);
+        let is_stalled = entry.liveness.is_stalled(now, entry.completed, outstanding, self.stall_after);
+        if is_stalled == entry.is_stalled {
+            return;
+        }
+        entry.is_stalled = is_stalled;
+        self.counters.stalls += u64::from(is_stalled);
+        let enabled = entry.enabled;
+        for service in (0..self.services.len() as u8).filter(|service| enabled >> service & 1 == 1) {
+            self.balancer.set_runs(service, core, !is_stalled);
+        }
+        tracing::warn!(core, is_stalled, outstanding, "worker changed its eligibility");
+    }
+
+    /// Receives what the worker had sent before it ended, then releases its core.
+    fn end_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+        while self.poll_core(now, core, answer) > 0 {}
+        if self.cores[usize::from(core)].has_worker {
+            self.release_core(core);
+        }
+    }
+
+    /// Accounts for the requests of a core without worker, and disables all services there.
+    fn release_core(&mut self, core: u16) {
+        self.queues.release(core);
+        self.counters.ended += 1;
+        let mut lost = 0;
+        for service in 0..self.services.len() as u8 {
+            self.balancer.set_runs(service, core, false);
+            let outstanding = self.balancer.ranks().outstanding(service, core);
+            self.balancer.feedback(service, core, outstanding).expect("so many are outstanding");
+            let entry = &mut self.services[usize::from(service)];
+            entry.counters.lost += u64::from(outstanding);
+            lost += outstanding;
+            if entry.hinted == Some(core) {
+                entry.rearm();
+            }
+        }
+        let entry = &mut self.cores[usize::from(core)];
+        (entry.has_worker, entry.is_stalled, entry.enabled) = (false, false, 0);
+        tracing::info!(core, lost, "worker ended");
+    }
+
+    /// Performs the checks of the load monitors that are due, and sends their hints.
+    pub fn check_monitors(&mut self, now: u64) {
+        for service in 0..self.services.len() as u8 {
+            let entry = &mut self.services[usize::from(service)];
+            if entry.monitor.next_check().is_none_or(|due| now < due) {
+                continue;
+            }
+            let (oldest, peak) = (self.balancer.queue().oldest(service), self.balancer.take_waiting_peak(service));
+            let Some(hint) = entry.monitor.check(now, oldest, peak) else { continue };
+            let waits = |service: &u8| self.balancer.waiting(*service) > 0;
+            let waiting = (0..self.services.len() as u8).filter(waits).fold(0, |mask, service| mask | 1 << service);
+            let core = self.balancer.ranks().least_loaded(service);
+            let message = HintMessage { service, hint, waiting };
+            let sent = core.filter(|core| self.queues.send_hint(*core, message).is_ok());
+            let entry = &mut self.services[usize::from(service)];
+            entry.hinted = sent;
+            match sent {
+                Some(_) => self.counters.hints += 1,
+                None => entry.rearm(),
+            }
+        }
+    }
+
+    /// The time at which a load monitor is due or a rate limit ends, if any.
+    pub fn next_timer(&self, now: u64) -> Option<u64> {
+        let checks = self.services.iter().filter_map(|service| service.monitor.next_check());
+        // A time that has passed: the requests wait for a core.
+        let limit_ends = self.balancer.queue().next_allowed().filter(|allowed| *allowed > now);
+        checks.chain(limit_ends).min()
+    }
+
+    /// Whether cores have requests.
+    pub fn has_outstanding(&self) -> bool {
+        (0..self.cores.len() as u16).any(|core| self.balancer.ranks().load(core) > 0)
+    }
+
+    /// The balancer: ranks and waiting requests.
+    pub fn balancer(&self) -> &JoinBoundedShortestRankedQueue<u32> {
+        &self.balancer
+    }
+
+    /// The counters of each service.
+    pub fn service_counters(&self) -> Vec<ServiceCounters> {
+        self.services.iter().map(|service| service.counters).collect()
+    }
+
+    /// The counters of the cores.
+    pub fn core_counters(&self) -> &CoreCounters {
+        &self.counters
+    }
+}
+
+impl EngineConfig {
+    /// Sizes of the shared memory: a queue has a slot for each request that the ranks allow.
+    fn geometry(&self) -> Geometry {
+        let per_queue = match self.rule {
+            RankRule::Ranked | RankRule::Global => 1,
+            // Each service has a bound of its own.
+            RankRule::PerService => self.services.len().max(1),
+        };
+        let priorities = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
+        let slots = (u32::from(self.depth.get()) * per_queue as u32).next_power_of_two();
+        Geometry { cores: self.cores, priorities, slots, slot_bytes: Geometry::slot_bytes(self.payload_bytes) }
+    }
+}
+
+impl Service {
+    fn rearm(&mut self) {
+        self.hinted = None;
+        self.monitor.rearm();
+    }
+}
+
+/// The state that responses and messages change.
+struct Accounts<'e> {
+    balancer: &'e mut JoinBoundedShortestRankedQueue<u32>,
+    services: &'e mut [Service],
+    cores: &'e mut [Core],
+    counters: &'e mut CoreCounters,
+}
+
+impl Accounts<'_> {
+    /// Accounts for completed requests. Returns whether they had been sent to the core.
+    #[inline]
+    fn complete(&mut self, service: u8, core: u16, count: u32) -> bool {
+        let Some(entry) = self.services.get_mut(usize::from(service)) else {
+            self.counters.bad_messages += 1;
+            return false;
+        };
+        if let Err(error) = self.balancer.feedback(service, core, count) {
+            if self.counters.bad_feedback == 0 {
+                tracing::warn!(%error, "feedback rejected; further ones are only counted");
+            }
+            self.counters.bad_feedback += 1;
+            return false;
+        }
+        entry.counters.completed += u64::from(count);
+        self.cores[usize::from(core)].completed += u64::from(count);
+        true
+    }
+
+    #[inline]
+    fn apply(&mut self, now: u64, message: Option<Message>) {
+        let (services, cores) = (self.services.len(), self.cores.len());
+        let exists = |service: u8, core: u16| usize::from(service) < services && usize::from(core) < cores;
+        match message {
+            Some(Message::LoadFeedback { service, core, count }) if exists(service, core) => {
+                self.complete(service, core, count);
+            }
+            Some(Message::EnableService { service, core }) if exists(service, core) => {
+                self.set_enabled(service, core, true);
+            }
+            Some(Message::DisableService { service, core }) if exists(service, core) => {
+                self.set_enabled(service, core, false);
+            }
+            Some(Message::EnableLoadMonitor { service, trigger }) if exists(service, 0) => {
+                let monitor = &mut self.services[usize::from(service)].monitor;
+                match trigger {
+                    Trigger::ScaleUp(condition) => monitor.enable_scale_up(now, condition),
+                    Trigger::ScaleDown(condition) => monitor.enable_scale_down(now, condition),
+                }
+            }
+            Some(Message::RearmLoadMonitor { service }) if exists(service, 0) => {
+                self.services[usize::from(service)].rearm();
+            }
+            _ => self.counters.bad_messages += 1,
+        }
+    }
+
+    fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
+        let entry = &mut self.cores[usize::from(core)];
+        if is_enabled && !entry.has_worker {
+            self.counters.bad_messages += 1;
+            return;
+        }
+        entry.enabled = entry.enabled & !(1 << service) | u64::from(is_enabled) << service;
+        self.balancer.set_runs(service, core, is_enabled && !entry.is_stalled);
+    }
+}

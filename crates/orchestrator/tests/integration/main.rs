@@ -1,0 +1,3 @@
+//! Tests that need neither rights nor other machines.
+
+mod engine;
