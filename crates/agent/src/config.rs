@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, choices, table, tagged_table};
+use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, config_enum, config_struct, string_enum};
 use coreward_daemon::Controllers;
 
 /// What the daemon is told. Services, ids and keys come from the controller.
@@ -35,7 +35,7 @@ pub struct Config {
     pub dispatch: Option<coreward_dispatch::config::Config>,
 }
 
-table! {
+config_struct! {
     /// The file.
     pub struct File {
         /// This server's name in the fleet's file.
@@ -77,14 +77,14 @@ pub enum Steer {
     Off,
 }
 
-choices!(
+string_enum!(
     Steer,
     "steering",
     [("affinity", Steer::Affinity), ("order", Steer::Order), ("off", Steer::Off)]
         .map(|(name, steer)| (name.to_owned(), steer))
 );
 
-tagged_table! {
+config_enum! {
     /// Where the load of the cores is found.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum Load by "source" {
@@ -98,7 +98,7 @@ tagged_table! {
     }
 }
 
-tagged_table! {
+config_enum! {
     /// Where the RSS key and table are.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum Rss by "source" {

@@ -11,7 +11,7 @@ use axum::http::{HeaderValue, Uri, header};
 use axum::middleware::{Next, from_fn_with_state, map_response};
 use axum::response::{IntoResponse as _, Response};
 use coreward_tls::certificate::Fingerprint;
-use coreward_tls::verify::Denied;
+use coreward_tls::verify::RevocationList;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use utoipa::OpenApi as _;
@@ -56,7 +56,7 @@ pub struct Guard {
     tokens: Arc<Tokens>,
     sessions: Sessions,
     /// Certificates that are refused though they are right.
-    denied: Denied,
+    revoked: RevocationList,
     limits: Limits,
     requests: Arc<RequestCounts>,
     /// Counts how often who may come in has changed.
@@ -65,9 +65,9 @@ pub struct Guard {
 
 impl Guard {
     /// Whoever has one of these.
-    pub fn new(tokens: Arc<Tokens>, denied: Denied, requests: Arc<RequestCounts>) -> Self {
+    pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), Limits::default());
-        Self { tokens, sessions, denied, limits, requests, changes: watch::Sender::new(0) }
+        Self { tokens, sessions, revoked, limits, requests, changes: watch::Sender::new(0) }
     }
 
     /// Reads the tokens again. Where there are others, sessions that were begun with a token end; those begun with a certificate do in
@@ -98,7 +98,7 @@ impl Guard {
     /// Who it is that asks: by its token, or else by its certificate, or its session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
-        let session = || self.sessions.has(request.headers(), &self.denied).then(|| (Role::Viewer, "session".into()));
+        let session = || self.sessions.has(request.headers(), &self.revoked).then(|| (Role::Viewer, "session".into()));
         let proved = match (request.headers().get(header::AUTHORIZATION), &peer.certified) {
             (Some(authorization), _) => self.role_of(authorization),
             (None, Some(certified)) => Some((certified.role, certified.name.clone())),
@@ -132,18 +132,18 @@ pub fn token_id(token: &str) -> String {
 
 /// What stands before one endpoint.
 #[derive(Clone)]
-struct Gate {
+struct RouteGuard {
     guard: Arc<Guard>,
     needed: Role,
 }
 
-async fn pass(State(gate): State<Gate>, request: Request, next: Next) -> Response {
+async fn pass(State(gate): State<RouteGuard>, request: Request, next: Next) -> Response {
     let response = admit(&gate, request, next).await;
     gate.guard.requests.count(response.status().as_u16());
     response
 }
 
-async fn admit(gate: &Gate, mut request: Request, next: Next) -> Response {
+async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response {
     let admitted = gate.guard.authenticate(&request).and_then(|caller| {
         gate.guard.limits.asks(caller.role, caller.address, gate.needed == Role::Operator)?;
         if caller.role < gate.needed {
@@ -200,7 +200,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
         let (schemas, mut paths, router) = routes;
         paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
-        let gate = Gate { guard: self.guard.clone(), needed };
+        let gate = RouteGuard { guard: self.guard.clone(), needed };
         let router = router.layer(DefaultBodyLimit::max(body)).route_layer(from_fn_with_state(gate, pass));
         self.router = self.router.routes((schemas, paths, router));
         self

@@ -7,7 +7,7 @@ use axum::http::{HeaderMap, header};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use coreward_tls::certificate::Fingerprint;
-use coreward_tls::verify::Denied;
+use coreward_tls::verify::RevocationList;
 use parking_lot::{Mutex, MutexGuard};
 use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
@@ -39,12 +39,12 @@ pub enum Shown {
 }
 
 impl Shown {
-    fn is_good(&self, denied: &Denied) -> bool {
+    fn is_good(&self, revoked: &RevocationList) -> bool {
         match self {
             Self::Token => true,
             Self::Certificate { fingerprint, not_after } => {
                 let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-                now < *not_after && !denied.contains(fingerprint)
+                now < *not_after && !revoked.contains(fingerprint)
             }
         }
     }
@@ -72,9 +72,9 @@ impl Sessions {
     }
 
     /// Whether the request belongs to a session. One that was begun with a certificate ends with that.
-    pub fn has(&self, headers: &HeaderMap, denied: &Denied) -> bool {
+    pub fn has(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
         let mut living = self.living();
-        living.retain(|session| session.by.is_good(denied));
+        living.retain(|session| session.by.is_good(revoked));
         ids(headers).any(|id| living.iter().any(|session| session.is(id)))
     }
 
@@ -131,17 +131,17 @@ mod tests {
 
     #[test]
     fn a_session_lasts_until_it_is_ended() {
-        let (sessions, denied) = (Sessions::default(), Denied::default());
+        let (sessions, revoked) = (Sessions::default(), RevocationList::default());
         let cookie = sessions.begin(Shown::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = with(cookie.split(';').next().unwrap());
         assert!(
-            sessions.has(&headers, &denied)
-                && !sessions.has(&with("coreward_session="), &denied)
-                && !sessions.has(&with("a=b"), &denied)
+            sessions.has(&headers, &revoked)
+                && !sessions.has(&with("coreward_session="), &revoked)
+                && !sessions.has(&with("a=b"), &revoked)
         );
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
-        assert!(!sessions.has(&headers, &denied));
+        assert!(!sessions.has(&headers, &revoked));
         let begin = |by| with(sessions.begin(by, false).split(';').next().unwrap());
         let certificate = |n: u8, not_after| Shown::Certificate { fingerprint: Fingerprint::of_bytes(&[n]), not_after };
         let [token, lost, kept, expired] = [
@@ -151,13 +151,13 @@ mod tests {
             certificate(3, Duration::from_secs(1)),
         ]
         .map(begin);
-        assert!(sessions.has(&lost, &denied) && !sessions.has(&expired, &denied));
-        denied.set([Fingerprint::of_bytes(&[1])]);
-        assert!(!sessions.has(&lost, &denied) && sessions.has(&kept, &denied));
+        assert!(sessions.has(&lost, &revoked) && !sessions.has(&expired, &revoked));
+        revoked.set([Fingerprint::of_bytes(&[1])]);
+        assert!(!sessions.has(&lost, &revoked) && sessions.has(&kept, &revoked));
         sessions.end_by(false);
-        assert!(sessions.has(&token, &denied) && !sessions.has(&kept, &denied));
+        assert!(sessions.has(&token, &revoked) && !sessions.has(&kept, &revoked));
         sessions.end_by(true);
-        assert!(!sessions.has(&token, &denied));
+        assert!(!sessions.has(&token, &revoked));
     }
 
     #[test]
@@ -165,7 +165,7 @@ mod tests {
         let sessions = Sessions::default();
         let first = with(sessions.begin(Shown::Token, false).split(';').next().unwrap());
         (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin(Shown::Token, false)));
-        assert!(!sessions.has(&first, &Denied::default()));
+        assert!(!sessions.has(&first, &RevocationList::default()));
         assert_eq!(sessions.living().len(), MAX_SESSIONS);
     }
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::{Source, Span};
 
 /// More mistakes than that are counted, not shown.
-pub(crate) const SHOWN: usize = 100;
+pub(crate) const DISPLAY_LIMIT: usize = 100;
 
 /// Something in a file that is not as expected, or a file that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub struct Diagnostic {
     /// The file.
     pub file: Box<Path>,
     /// Where in it; `None`: all of it.
-    pub place: Option<Place>,
+    pub place: Option<Location>,
     /// Full name of the key, as `service.vip`; empty where there is none (a syntax error).
     pub key: String,
     /// What was found.
@@ -29,7 +29,7 @@ pub struct Diagnostic {
 
 /// Where in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct Location {
     /// Counted from 1.
     pub line: u32,
     /// Counted from 1, in characters.
@@ -48,7 +48,7 @@ fn shortened(text: String) -> String {
 
 impl Diagnostic {
     /// `message`: "what was found: expected what was expected".
-    pub(crate) fn new(file: &Path, place: Place, key: String, message: &str) -> Self {
+    pub(crate) fn new(file: &Path, place: Location, key: String, message: &str) -> Self {
         Self { place: Some(place), key: shortened(key), ..Self::of_file(file, message) }
     }
 
@@ -86,7 +86,7 @@ impl Diagnostic {
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
-        if let Some(Place { line, column }) = self.place {
+        if let Some(Location { line, column }) = self.place {
             write!(f, ":{line}:{column}")?;
         }
         if !self.key.is_empty() {
@@ -132,8 +132,8 @@ impl std::error::Error for Diagnostics {}
 impl Diagnostics {
     /// At these places of a file that has been read without any: the words as for [`Source::error`].
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
-        let more = wrong.len().saturating_sub(SHOWN);
-        wrong.truncate(SHOWN);
+        let more = wrong.len().saturating_sub(DISPLAY_LIMIT);
+        wrong.truncate(DISPLAY_LIMIT);
         Self { list: source.errors_at(&wrong), more }
     }
 }

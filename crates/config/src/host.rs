@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{Form, Reader, parsed};
+use crate::{FromToml, Reader, parsed};
 
 /// The name of a network device, as Linux takes it (dev_valid_name() of net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub struct Interface(pub String);
 /// Bytes (IFNAMSIZ with the zero byte at its end).
 const LONGEST_INTERFACE: usize = 15;
 
-impl Form for Interface {
+impl FromToml for Interface {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |name| {
             let has_length = (1..=LONGEST_INTERFACE).contains(&name.len());
@@ -40,7 +40,7 @@ impl Form for Interface {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbsolutePath(pub PathBuf);
 
-impl Form for AbsolutePath {
+impl FromToml for AbsolutePath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |path| match path.starts_with('/') {
             true => Ok(Self(PathBuf::from(path))),

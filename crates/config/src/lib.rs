@@ -1,7 +1,7 @@
 //! Reads TOML files. Every mistake names file, line, column, key, what was found and what was expected.
 //!
-//! A kind of file is described once, by [`table!`]: its keys, their types, their defaults, and what its old keys are
-//! called now. Types of values are [`Form`]s. From that description comes
+//! A kind of file is described once, by [`config_struct!`]: keys, types, defaults and the new names of old
+//! keys. Types of values are [`FromToml`]s. From that description comes
 //!
 //! * the parser, which goes on after a mistake and collects them all ([`Source::read_as`]),
 //! * the JSON schema for editors ([`schema`]).
@@ -12,7 +12,7 @@
 //! (Files whose readers stop at the first mistake can be plain serde structs: [`Source::parse`].)
 
 mod diagnostic;
-mod form;
+mod from_toml;
 mod host;
 mod macros;
 mod model;
@@ -24,7 +24,7 @@ mod tests;
 mod time;
 
 pub use diagnostic::{Diagnostic, Diagnostics, nearest};
-pub use form::{Field, Form, Name, Number, choice, choice_schema, parsed};
+pub use from_toml::{Field, FromToml, Name, Number, choice, choice_schema, parsed};
 pub use host::{AbsolutePath, Interface};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, refuse_others_secrets};
@@ -40,7 +40,7 @@ use serde_json::{Value, json};
 pub type Span = std::ops::Range<usize>;
 
 /// The JSON schema (draft 7, which TOML editors know) of a kind of file.
-pub fn schema<T: Form>(title: &str) -> Value {
+pub fn schema<T: FromToml>(title: &str) -> Value {
     let mut schema = T::schema();
     schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");
     schema["title"] = json!(title);

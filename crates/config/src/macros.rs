@@ -4,7 +4,7 @@
 /// key.
 ///
 /// ```
-/// coreward_config::table! {
+/// coreward_config::config_struct! {
 ///     /// A daemon's file.
 ///     #[derive(Debug)]
 ///     pub struct Daemon {
@@ -32,7 +32,7 @@
 /// `as "service"`: the key, where it is not the field's name. `= false`: what it is when its key is not there (or wrong:
 /// the mistake is on the list then). Without that, its type says: an `Option` or a `Vec` may be missing, other types not.
 #[macro_export]
-macro_rules! table {
+macro_rules! config_struct {
     (
         $(#[$meta:meta])*
         $visibility:vis struct $name:ident {
@@ -48,17 +48,21 @@ macro_rules! table {
             $($(#[doc = $doc])* $field_visibility $field: $type,)*
         }
 
-        impl $crate::Form for $name {
+        impl $crate::FromToml for $name {
             fn read(
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
                 reader: &mut $crate::Reader<'_>,
             ) -> Option<Self> {
-                let known = &[$($crate::table!(@key $field $($key)?)),*];
+                let known = &[$($crate::config_struct!(@key $field $($key)?)),*];
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
                 let table = reader.table::<Self>(value, known, elsewhere)?;
                 // All of them before the first that is missing ends it.
                 $(let $field: Option<$type> =
-                    table.key($crate::table!(@key $field $($key)?), $crate::table!(@default $($default)?), reader);)*
+                    table.key(
+                        $crate::config_struct!(@key $field $($key)?),
+                        $crate::config_struct!(@default $($default)?),
+                        reader,
+                    );)*
                 Some(Self { $($field: $field?),* })
             }
 
@@ -70,12 +74,12 @@ macro_rules! table {
                 let mut properties = $crate::serde_json::Map::new();
                 let mut required: Vec<&str> = Vec::new();
                 $(
-                    let key = $crate::table!(@key $field $($key)?);
-                    let mut schema = <$type as $crate::Form>::schema();
+                    let key = $crate::config_struct!(@key $field $($key)?);
+                    let mut schema = <$type as $crate::FromToml>::schema();
                     schema["description"] = concat!($($doc),*).trim().into();
                     properties.insert(key.to_owned(), schema);
-                    let has_default = $crate::table!(@has $($default)?);
-                    if <$type as $crate::Form>::REQUIRED && !has_default {
+                    let has_default = $crate::config_struct!(@has $($default)?);
+                    if <$type as $crate::FromToml>::REQUIRED && !has_default {
                         required.push(key);
                     }
                 )*
@@ -96,12 +100,12 @@ macro_rules! table {
     (@has $default:expr) => { true };
 }
 
-/// Makes a type a [`Form`](crate::Form) that is written as one of several names: the type, what it is in a mistake, and an
+/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names: the type, what it is in a mistake, and an
 /// iterable of all names and values.
 #[macro_export]
-macro_rules! choices {
+macro_rules! string_enum {
     ($type:ty, $what:expr, $all:expr) => {
-        impl $crate::Form for $type {
+        impl $crate::FromToml for $type {
             fn read(
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
                 reader: &mut $crate::Reader<'_>,
@@ -129,7 +133,7 @@ macro_rules! choices {
 /// Describes a table that is one of several, by the name under one of its keys: an enum whose variants have that name and
 /// their own keys.
 #[macro_export]
-macro_rules! tagged_table {
+macro_rules! config_enum {
     (
         $(#[$meta:meta])*
         $visibility:vis enum $name:ident by $tag:literal {
@@ -149,13 +153,13 @@ macro_rules! tagged_table {
             $($(#[doc = $variant_doc])* $variant { $($(#[doc = $doc])* $field: $type),* },)*
         }
 
-        impl $crate::Form for $name {
+        impl $crate::FromToml for $name {
             fn read(
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
                 reader: &mut $crate::Reader<'_>,
             ) -> Option<Self> {
                 struct Tag(&'static str);
-                $crate::choices!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
+                $crate::string_enum!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
                 // Which keys there may be is known once the tag is.
                 let all = &[$tag $($(, stringify!($field))*)*];
                 let named = value.get_ref().as_table().and_then(|table| table.get($tag)?.get_ref().as_str());
@@ -167,7 +171,7 @@ macro_rules! tagged_table {
                 match table.key::<Tag>($tag, None, reader)?.0 {
                     $($variant_name => {
                         $(let $field: Option<$type> =
-                            table.key(stringify!($field), $crate::table!(@default $($default)?), reader);)*
+                            table.key(stringify!($field), $crate::config_struct!(@default $($default)?), reader);)*
                         Some(Self::$variant { $($field: $field?),* })
                     })*
                     _ => None,
@@ -187,11 +191,11 @@ macro_rules! tagged_table {
                     let mut required = vec![$tag];
                     properties.insert($tag.to_owned(), $crate::serde_json::json!({ "enum": [$variant_name] }));
                     $(
-                        let mut schema = <$type as $crate::Form>::schema();
+                        let mut schema = <$type as $crate::FromToml>::schema();
                         schema["description"] = concat!($($doc),*).trim().into();
                         properties.insert(stringify!($field).to_owned(), schema);
-                        let has_default = $crate::table!(@has $($default)?);
-                        if <$type as $crate::Form>::REQUIRED && !has_default {
+                        let has_default = $crate::config_struct!(@has $($default)?);
+                        if <$type as $crate::FromToml>::REQUIRED && !has_default {
                             required.push(stringify!($field));
                         }
                     )*

@@ -13,13 +13,13 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::form::Written as _;
-use crate::{Form, Reader, SecretText, choices, parsed};
+use crate::from_toml::FromTomlScalar as _;
+use crate::{FromToml, Reader, SecretText, parsed, string_enum};
 
 /// A value that is written as a number.
 macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
-        impl Form for $type {
+        impl FromToml for $type {
             fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
                 let written = <$written>::written::<Self>(value, reader)?;
                 reader.taken($parse(written), value.span())
@@ -51,11 +51,11 @@ number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194
 number!(Jitter as f64, |part| Jitter::new(part).ok_or_else(|| format!("{part}: expected {}", Jitter::expected())),
     "a part of the interval, from 0 to 1", { "type": "number", "minimum": 0, "maximum": 1 });
 
-choices!(ProbeAddress, "place", ProbeAddress::ALL.map(|place| (place.name().to_owned(), place)));
-choices!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
+string_enum!(ProbeAddress, "place", ProbeAddress::ALL.map(|place| (place.name().to_owned(), place)));
+string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
 /// "200" or "200-399".
-impl Form for StatusRange {
+impl FromToml for StatusRange {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
             let (first, last) = text.split_once('-').unwrap_or((text, text));
@@ -73,9 +73,9 @@ impl Form for StatusRange {
     }
 }
 
-choices!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
-choices!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));
-choices!(
+string_enum!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
+string_enum!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));
+string_enum!(
     Timestamps,
     "who stamps,",
     [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off].map(|who| (who.name().to_owned(), who))

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::diagnostic::{SHOWN, nearest};
+use crate::diagnostic::{DISPLAY_LIMIT, nearest};
 use crate::source::{Parsed, key_at, one_line};
-use crate::{Diagnostic, Diagnostics, Form, Source, Span};
+use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
 /// Reads one file. A value that is wrong is noted, and the reading goes on.
 pub struct Reader<'a> {
@@ -41,7 +41,7 @@ struct Syntax {
 }
 
 impl<'a> Reader<'a> {
-    pub(crate) fn read<T: Form, U>(
+    pub(crate) fn read<T: FromToml, U>(
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
@@ -117,7 +117,7 @@ impl<'a> Reader<'a> {
             }
         }
         // There may be a million of them: the words are made for those that are shown.
-        if self.found.len() >= SHOWN {
+        if self.found.len() >= DISPLAY_LIMIT {
             self.more += 1;
             return;
         }
@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Notes that a value is of another type than `T`'s.
-    pub fn wrong_type<T: Form>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
+    pub fn wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
         let (kind, written) = (value.get_ref().type_str(), self.written(&value.span()));
         let found = match value.get_ref() {
             DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
@@ -169,7 +169,7 @@ impl<'a> Reader<'a> {
 
     /// Returns the value as a table of which only the `known` keys may be there; `None`, and a mistake, when it is none.
     /// `elsewhere`: keys that belong into another place, with that place in words, after "expected".
-    pub fn table<'v, 'i, T: Form>(
+    pub fn table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
         known: &[&str],
@@ -208,7 +208,7 @@ pub struct TableReader<'v, 'i> {
 impl TableReader<'_, '_> {
     /// The value of a key; what it is when it is not there: `default`, or what its type says. `None`, and a mistake, when
     /// it is wrong or missing and there is nothing else.
-    pub fn key<T: Form>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
+    pub fn key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.keys.push(key.to_owned());
         let value = match self.table.get(key) {
             Some(value) => T::read(value, reader).or_else(|| T::wrong()),

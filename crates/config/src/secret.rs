@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{Form, Reader};
+use crate::{FromToml, Reader};
 
 /// What a key ending in `_file` names: the secret in that file.
 #[derive(Clone, PartialEq, Eq)]
@@ -86,7 +86,7 @@ pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String
     Ok(text.trim().to_owned())
 }
 
-impl<T: SecretText> Form for Secret<T> {
+impl<T: SecretText> FromToml for Secret<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let DeValue::String(name) = value.get_ref() else { return reader.wrong_type::<Self>(value) };
         let path = reader.beside(Path::new(name.as_ref()));

@@ -11,8 +11,8 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 
-use crate::diagnostic::{Place, SHOWN};
-use crate::{Diagnostic, Diagnostics, Form, Reader, Span};
+use crate::diagnostic::{DISPLAY_LIMIT, Location};
+use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
 /// What a file may hold at most, bytes: as much as the API takes of a fleet's document.
 const LARGEST: u64 = 8 << 20;
@@ -52,7 +52,7 @@ fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
         }
         if let Some(part) = part {
             let (table, errors) = DeTable::parse_recoverable(part);
-            if errors.len() > SHOWN {
+            if errors.len() > DISPLAY_LIMIT {
                 return (table, errors);
             }
         }
@@ -106,7 +106,10 @@ impl Source {
     ///
     /// # Errors
     /// Every mistake: of syntax, of single values, and those that `check` has found.
-    pub fn read_as<T: Form, U>(&self, check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>) -> Result<U, Diagnostics> {
+    pub fn read_as<T: FromToml, U>(
+        &self,
+        check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
+    ) -> Result<U, Diagnostics> {
         Reader::read(self, check)
     }
 
@@ -129,14 +132,14 @@ impl Source {
         let mut guard = RecursionGuard::new(&mut whitespace, DEEPEST);
         parse_document(&source.lex().into_vec(), &mut guard, &mut |error: toml_parser::ParseError| {
             count += 1;
-            if count == SHOWN + 1 {
+            if count == DISPLAY_LIMIT + 1 {
                 first_too_many = error.unexpected().map_or(self.text.len(), |span| span.start());
             }
         });
         let end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
         let (table, mut errors) = first_values(&self.text[..end]);
         let found = errors.len().max(count);
-        errors.truncate(SHOWN);
+        errors.truncate(DISPLAY_LIMIT);
         Parsed { table, more: found - errors.len(), errors }
     }
 
@@ -169,10 +172,10 @@ impl Source {
     }
 
     /// Line and column in which `span` begins.
-    pub(crate) fn place(&self, span: &Span) -> Place {
+    pub(crate) fn place(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
         let before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
-        Place { line: index as u32 + 1, column: before.chars().count() as u32 + 1 }
+        Location { line: index as u32 + 1, column: before.chars().count() as u32 + 1 }
     }
 
     /// Of the line with this byte, counted from 0.

@@ -10,10 +10,11 @@ use serde_json::json;
 
 use crate::secret::read_secret_of;
 use crate::{
-    Diagnostics, Field, MILLISECOND, Name, Number, Period, SECOND, Secret, Source, Spanned, schema, table, tagged_table,
+    Diagnostics, Field, MILLISECOND, Name, Number, Period, SECOND, Secret, Source, Spanned, config_enum, config_struct,
+    schema,
 };
 
-table! {
+config_struct! {
     /// A daemon's file.
     #[derive(Debug)]
     struct Daemon {
@@ -35,7 +36,7 @@ table! {
     }
 }
 
-table! {
+config_struct! {
     #[derive(Debug)]
     struct Service {
         /// Where it listens.
@@ -43,7 +44,7 @@ table! {
     }
 }
 
-tagged_table! {
+config_enum! {
     #[derive(Debug, PartialEq)]
     enum Where by "kind" {
         /// Here.
@@ -211,7 +212,7 @@ fn what_is_no_text_or_too_much_of_it_is_refused() {
 
 #[test]
 fn devices_and_paths_from_the_root_on() {
-    crate::table! {
+    crate::config_struct! {
         struct Host {
             interface: crate::Interface,
             pins: crate::AbsolutePath,

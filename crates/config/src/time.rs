@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{Form, Reader};
+use crate::{FromToml, Reader};
 
 /// In nanoseconds, as the bounds of a [`Period`] are.
 pub const MICROSECOND: u64 = 1_000;
@@ -19,9 +19,9 @@ pub const MINUTE: u64 = 60 * SECOND;
 /// In nanoseconds.
 pub const HOUR: u64 = 60 * MINUTE;
 
-/// A time of at least `LEAST` and at most `MOST` nanoseconds.
+/// A time of at least `MIN` and at most `MAX` nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Period<const LEAST: u64, const MOST: u64>(pub Duration);
+pub struct Period<const MIN: u64, const MAX: u64>(pub Duration);
 
 const LARGEST_FIRST: [(&str, u64); 6] =
     [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
@@ -35,16 +35,16 @@ pub fn shown_time(time: Duration) -> String {
     }
 }
 
-impl<const LEAST: u64, const MOST: u64> Period<LEAST, MOST> {
+impl<const MIN: u64, const MAX: u64> Period<MIN, MAX> {
     fn parse(text: &str) -> Result<Self, String> {
         let time = humantime::parse_duration(text)
             .map_err(|reason| format!("{text:?} is no time ({reason}): expected {}", Self::expected()))?;
-        let allowed = Duration::from_nanos(LEAST)..=Duration::from_nanos(MOST);
+        let allowed = Duration::from_nanos(MIN)..=Duration::from_nanos(MAX);
         if allowed.contains(&time) { Ok(Self(time)) } else { Err(format!("{text:?}: expected {}", Self::expected())) }
     }
 }
 
-impl<const LEAST: u64, const MOST: u64> Form for Period<LEAST, MOST> {
+impl<const MIN: u64, const MAX: u64> FromToml for Period<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(text) => reader.taken(Self::parse(text), value.span()),
@@ -58,7 +58,7 @@ impl<const LEAST: u64, const MOST: u64> Form for Period<LEAST, MOST> {
     }
 
     fn expected() -> String {
-        let [least, most] = [LEAST, MOST].map(|ns| shown_time(Duration::from_nanos(ns)));
+        let [least, most] = [MIN, MAX].map(|ns| shown_time(Duration::from_nanos(ns)));
         format!("a time with its unit, from \"{least}\" to \"{most}\"")
     }
 

@@ -30,7 +30,7 @@ async fn who_came_in_with_a_token_of_before_is_out() {
     let mut watches =
         [http.get(url("watch")).bearer_auth(&old).send().await.unwrap(), with_cookie(http.get(url("watch"))).await];
 
-    // The tokens are the same: a stream may be of one who has been denied, and ends; a session goes on.
+    // The tokens are the same: a stream may be of one who has been revoked, and ends; a session goes on.
     kill(getpid(), Signal::SIGHUP).unwrap();
     in_time("the stream's end", async { while watches[1].chunk().await.unwrap().is_some() {} }).await;
     assert_eq!(with_cookie(http.get(url("health"))).await.status(), StatusCode::OK);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::SocketAddr;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{Form, Reader, Spanned, serde_json};
+use coreward_config::{FromToml, Reader, Spanned, serde_json};
 use serde_json::{Value, json};
 
 /// As many controllers as one fleet may have.
@@ -34,7 +34,7 @@ impl fmt::Display for Controllers {
     }
 }
 
-impl Form for Controllers {
+impl FromToml for Controllers {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(_) => SocketAddr::read(value, reader).map(Self::from),
@@ -78,11 +78,11 @@ impl Form for Controllers {
 
 #[cfg(test)]
 mod tests {
-    use coreward_config::{Source, table};
+    use coreward_config::{Source, config_struct};
 
     use super::*;
 
-    table! {
+    config_struct! {
         struct File {
             /// Where they listen.
             controller: Controllers,

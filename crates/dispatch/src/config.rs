@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, Diagnostics, Field, HOUR, Number, Period, Reader, Source, Spanned, choices, table,
+    AbsolutePath, Diagnostics, Field, HOUR, Number, Period, Reader, Source, Spanned, config_struct, string_enum,
 };
 use coreward_dataplane::dispatch::{
     self, LONGEST_RESPONSE_TIMEOUT, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Patience, Policy,
@@ -78,7 +78,7 @@ const DEFAULT_BOUND: u32 = 4;
 /// Where there is more than one class.
 const DEFAULT_RESERVED: u16 = 1;
 
-table! {
+config_struct! {
     /// As it stands in a file, before it is checked: all of `coreward dispatch`'s own, or one table of another daemon's.
     pub struct Table {
         /// A directory in a BPF file system: what packets need lives there.
@@ -95,7 +95,7 @@ table! {
 /// Shorter than the interval at which user space looks makes no difference.
 const SHORTEST_WAIT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
-table! {
+config_struct! {
     struct ServiceTable {
         /// What the sockets are bound to: address and port.
         listen: Field<SocketAddr>,
@@ -125,7 +125,7 @@ table! {
 /// No UDP payload is longer.
 const LARGEST_OFFSET: u64 = 65_500;
 
-table! {
+config_struct! {
     struct FieldTable {
         /// Of the payload, bytes.
         offset: Number<0, LARGEST_OFFSET>,
@@ -141,7 +141,7 @@ table! {
 type ExpectedTime = Period<1, { Weight::LONGEST.as_nanos() as u64 }>;
 type Class = Number<0, { MAX_CLASSES as u64 - 1 }>;
 
-table! {
+config_struct! {
     #[derive(Default)]
     struct OtherTable {
         /// Service time; without it it is learned.
@@ -151,7 +151,7 @@ table! {
     }
 }
 
-table! {
+config_struct! {
     struct TypeTable {
         /// The number that stands at the service's type_field.
         value: Option<u64>,
@@ -166,7 +166,7 @@ table! {
 
 struct PolicyName(Policy);
 
-choices!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
+string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
 
 impl Config {
     /// # Errors

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, Diagnostics, HOUR, Interface, MINUTE, Name, Number, Period, SECOND, Source, choices, table,
+    AbsolutePath, Diagnostics, HOUR, Interface, MINUTE, Name, Number, Period, SECOND, Source, config_struct,
+    string_enum,
 };
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
@@ -62,7 +63,7 @@ pub enum OnStop {
     Keep,
 }
 
-table! {
+config_struct! {
     /// The file.
     pub struct File {
         /// What `coreward status` calls this load balancer; different for every one.
@@ -97,7 +98,7 @@ table! {
 /// Above the tables that the kernel and distributions give names.
 const FIRST_TABLE: u64 = 256;
 
-table! {
+config_struct! {
     /// `[announce]`.
     struct AnnounceFile {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may look at it.
@@ -109,7 +110,7 @@ table! {
     }
 }
 
-choices!(
+string_enum!(
     OnStop,
     "what becomes of VIPs,",
     [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, what)| (name.to_owned(), what))
@@ -118,7 +119,7 @@ choices!(
 /// No entry lives longer than a day without being asked for, and none is asked for all the time.
 type Timer = Period<SECOND, { 24 * HOUR }>;
 
-table! {
+config_struct! {
     /// After how long without a packet a server is asked whether it has a connection still.
     struct ConnectionTimers {
         /// Since the last packet from the client.
@@ -171,7 +172,7 @@ pub enum XdpMode {
     Auto,
 }
 
-choices!(
+string_enum!(
     XdpMode,
     "XDP mode",
     [("native", XdpMode::Native), ("generic", XdpMode::Generic), ("auto", XdpMode::Auto)]

@@ -9,8 +9,8 @@ use coreward_daemon::add_expiry;
 use coreward_metrics::page::Page;
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};
-use coreward_tls::verify::Denied;
-use coreward_tls::{Admitted, Caller, ClientCertificates, Files, Gate, Limits, Role, Tls};
+use coreward_tls::verify::RevocationList;
+use coreward_tls::{AcceptedConnection, Caller, ClientCertificates, ConnectionAcceptor, Files, Limits, Role, Tls};
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
 
@@ -21,7 +21,7 @@ pub struct ListenerConfig<'a> {
     /// Who the daemon is.
     pub tls: Option<&'a Files>,
     /// Certificates that are refused though they are right.
-    pub denied_certificates: &'a [Fingerprint],
+    pub revoked_certificates: &'a [Fingerprint],
     /// That there is no `tls` is wanted.
     pub allow_plaintext: bool,
 }
@@ -33,7 +33,7 @@ pub struct Security {
     /// Who was not let in.
     pub failures: Arc<Failures>,
     /// Certificates that are refused though they are right.
-    pub denied: Denied,
+    pub revoked: RevocationList,
 }
 
 impl Security {
@@ -49,20 +49,20 @@ impl Security {
                 config.listen
             );
         }
-        let denied = Denied::default();
-        denied.set(config.denied_certificates.iter().copied());
-        Ok(Self { tls: coreward_tls::table::load(config.tls)?, failures: Arc::default(), denied })
+        let revoked = RevocationList::default();
+        revoked.set(config.revoked_certificates.iter().copied());
+        Ok(Self { tls: coreward_tls::table::load(config.tls)?, failures: Arc::default(), revoked })
     }
 
     /// For gRPC: without a certificate of one of these roles nobody comes in.
-    pub fn gate(&self, accepted: &[Role], limits: Limits) -> Arc<Gate> {
+    pub fn gate(&self, accepted: &[Role], limits: Limits) -> Arc<ConnectionAcceptor> {
         let failures = self.failures.clone();
         match &self.tls {
             Some(tls) => {
-                let (required, denied) = (ClientCertificates::Required, self.denied.clone());
-                Gate::guarded(tls.clone(), accepted, required, &["h2"], denied, limits, failures)
+                let (required, revoked) = (ClientCertificates::Required, self.revoked.clone());
+                ConnectionAcceptor::guarded(tls.clone(), accepted, required, &["h2"], revoked, limits, failures)
             }
-            None => Gate::open(limits, failures),
+            None => ConnectionAcceptor::open(limits, failures),
         }
     }
 
@@ -72,10 +72,18 @@ impl Security {
         let failures = self.failures.clone();
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
-                let (accepted, denied) = (ClientCertificates::Accepted, self.denied.clone());
-                Gate::guarded(tls, &Role::ALL, accepted, &["http/1.1"], denied, Limits::default(), failures)
+                let (accepted, revoked) = (ClientCertificates::Accepted, self.revoked.clone());
+                ConnectionAcceptor::guarded(
+                    tls,
+                    &Role::ALL,
+                    accepted,
+                    &["http/1.1"],
+                    revoked,
+                    Limits::default(),
+                    failures,
+                )
             }
-            None => Gate::open(Limits::default(), failures),
+            None => ConnectionAcceptor::open(Limits::default(), failures),
         };
         ApiDoor(gate)
     }
@@ -99,19 +107,19 @@ impl Security {
 
 /// The API's.
 #[derive(Clone)]
-pub struct ApiDoor(Arc<Gate>);
+pub struct ApiDoor(Arc<ConnectionAcceptor>);
 
 impl ApiDoor {
-    /// Ends connections whose certificate has expired since, or was denied, for ever.
+    /// Ends connections whose certificate has expired since, or was revoked, for ever.
     pub async fn maintenance_loop(self) -> std::convert::Infallible {
         self.0.maintenance_loop().await
     }
 }
 
 impl Acceptor for ApiDoor {
-    type Stream = Admitted;
+    type Stream = AcceptedConnection;
 
-    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(Admitted, Peer)> {
+    async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(AcceptedConnection, Peer)> {
         let admitted = self.0.clone().admit_one(stream, address).await.map_err(io::Error::other)?;
         let caller = admitted.caller();
         let certified = caller.identity.as_ref().zip(admitted.certificate()).and_then(|(identity, certificate)| {

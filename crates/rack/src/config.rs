@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use coreward_config::{Diagnostics, MILLISECOND, MINUTE, Name, Number, Period, Source, table};
+use coreward_config::{Diagnostics, MILLISECOND, MINUTE, Name, Number, Period, Source, config_struct};
 use coreward_daemon::Controllers;
 use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MOST_CANDIDATES;
@@ -29,7 +29,7 @@ pub struct Config {
     /// Who it is; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Files>,
     /// Certificates that are refused though they are right.
-    pub denied_certificates: Vec<Fingerprint>,
+    pub revoked_certificates: Vec<Fingerprint>,
     /// That there is no `tls` is wanted.
     pub allow_plaintext: bool,
 }
@@ -37,7 +37,7 @@ pub struct Config {
 /// Between 100 ms and a minute: `coreward status` should show what is, not what was.
 type Detail = Period<{ 100 * MILLISECOND }, MINUTE>;
 
-table! {
+config_struct! {
     /// The file.
     pub struct File {
         /// What `coreward status` calls this rack; different for every one.
@@ -55,7 +55,7 @@ table! {
         /// Who this rack is, and whom it believes.
         tls: Option<Files>,
         /// Certificates that are refused though they are right, as their keys were lost.
-        denied_certificates: Vec<Fingerprint>,
+        revoked_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
         allow_plaintext: bool = false,
     }
@@ -80,7 +80,7 @@ impl Config {
                 candidates: file.candidates.0 as usize,
                 metrics: file.metrics,
                 tls: file.tls,
-                denied_certificates: file.denied_certificates,
+                revoked_certificates: file.revoked_certificates,
                 allow_plaintext: file.allow_plaintext,
             })
         })
@@ -88,8 +88,8 @@ impl Config {
 
     /// Who may come.
     pub fn listener_config(&self) -> ListenerConfig<'_> {
-        let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;
-        ListenerConfig { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
+        let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
+        ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
     }
 }
 

@@ -58,11 +58,11 @@ async fn reload_when_told(mut hangup: Signal, path: &Path, begun: Config, securi
         hangup.recv().await;
         match Config::load(path) {
             Ok(config) => {
-                security.denied.set(config.denied_certificates.iter().copied());
-                let unchanged = Config { denied_certificates: begun.denied_certificates.clone(), ..config } == begun;
+                security.revoked.set(config.revoked_certificates.iter().copied());
+                let unchanged = Config { revoked_certificates: begun.revoked_certificates.clone(), ..config } == begun;
                 match unchanged {
-                    true => tracing::info!("`denied_certificates` is in force"),
-                    false => tracing::warn!("`denied_certificates` is in force, other keys after a restart only"),
+                    true => tracing::info!("`revoked_certificates` is in force"),
+                    false => tracing::warn!("`revoked_certificates` is in force, other keys after a restart only"),
                 }
             }
             Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),

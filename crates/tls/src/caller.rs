@@ -28,7 +28,7 @@ impl fmt::Display for Caller {
 }
 
 impl Caller {
-    /// Of a request that came through a [`Gate`](crate::Gate).
+    /// Of a request that came through a [`ConnectionAcceptor`](crate::ConnectionAcceptor).
     ///
     /// # Errors
     /// INTERNAL when it came by another way: then nobody knows who asks.

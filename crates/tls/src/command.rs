@@ -9,8 +9,8 @@ use rustls::pki_types::ServerName;
 
 use crate::authority::{Authority, CLOCK_TOLERANCE, DAY, RollOver, Validity};
 use crate::certificate::{Certificate, unix_now};
+use crate::credentials::read_certificates;
 use crate::identity::{Identity, Name, Role};
-use crate::material::read_certificates;
 
 /// `coreward certs`
 #[derive(clap::Args)]

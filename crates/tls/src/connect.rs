@@ -14,10 +14,10 @@ use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 
+use crate::credentials::{CredentialError, Credentials, Files, client_without_certificate};
 use crate::failure::Failure;
 use crate::identity::Role;
 use crate::io::Io;
-use crate::material::{Files, Material, Unusable, client_without_certificate};
 use crate::tls::Tls;
 use crate::verify::Host;
 
@@ -43,7 +43,7 @@ impl Connector {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
         let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.material().client(roles, Host::Any, "h2").map_err(io::Error::other)?;
+        let config = tls.credentials().client(roles, Host::Any, "h2").map_err(io::Error::other)?;
         shake_hands(Arc::new(config), self.address.ip().into(), stream).await
     }
 }
@@ -64,9 +64,9 @@ impl HttpsConnector {
     ///
     /// # Errors
     /// When a file cannot be used.
-    pub fn with_certificate(files: &Files, host: Host) -> Result<Self, Unusable> {
-        let config = Material::load(files)?.client(&[Role::Controller], host, HTTP);
-        let config = config.map_err(|error| Unusable { key: "key", message: error.to_string() })?;
+    pub fn with_certificate(files: &Files, host: Host) -> Result<Self, CredentialError> {
+        let config = Credentials::load(files)?.client(&[Role::Controller], host, HTTP);
+        let config = config.map_err(|error| CredentialError { key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }
 
@@ -74,7 +74,7 @@ impl HttpsConnector {
     ///
     /// # Errors
     /// When the file cannot be used.
-    pub fn without_certificate(ca: &Path, host: Host) -> Result<Self, Unusable> {
+    pub fn without_certificate(ca: &Path, host: Host) -> Result<Self, CredentialError> {
         Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP)?)))
     }
 

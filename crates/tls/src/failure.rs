@@ -37,7 +37,7 @@ pub enum Reason {
     /// It says that it is somebody else, or is at another host than its certificate says.
     WrongName,
     /// Its certificate is on the deny list.
-    Denied,
+    Revoked,
     /// It does not accept ours.
     RefusedByPeer,
     /// Too many connections wait, from its address or of its certificate.
@@ -59,7 +59,7 @@ impl Reason {
         Self::OtherFleet,
         Self::WrongRole,
         Self::WrongName,
-        Self::Denied,
+        Self::Revoked,
         Self::RefusedByPeer,
         Self::TooMany,
         Self::Broken,
@@ -78,7 +78,7 @@ impl Reason {
             Self::OtherFleet => "other_fleet",
             Self::WrongRole => "wrong_role",
             Self::WrongName => "wrong_name",
-            Self::Denied => "denied",
+            Self::Revoked => "revoked",
             Self::RefusedByPeer => "refused_by_peer",
             Self::TooMany => "too_many",
             Self::Broken => "broken",
@@ -120,7 +120,7 @@ pub enum NotAccepted {
     },
     /// On the deny list.
     #[error("the certificate of {0} is on the deny list")]
-    Denied(Identity),
+    Revoked(Identity),
 }
 
 fn roles(roles: &[Role]) -> String {
@@ -138,7 +138,7 @@ impl NotAccepted {
             Self::OtherFleet { .. } => Reason::OtherFleet,
             Self::WrongRole { .. } => Reason::WrongRole,
             Self::OtherHost { .. } => Reason::WrongName,
-            Self::Denied(_) => Reason::Denied,
+            Self::Revoked(_) => Reason::Revoked,
         }
     }
 }

@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{Form, Reader, Spanned, parsed, serde_json, table};
+use coreward_config::{FromToml, Reader, Spanned, config_struct, parsed, serde_json};
 use serde_json::{Value, json};
 
 use crate::certificate::Fingerprint;
-use crate::material::{Files, Material};
+use crate::credentials::{Credentials, Files};
 use crate::tls::Tls;
 
-table! {
+config_struct! {
     /// Certificates: who this part is, and whom it believes. Without this table connections are neither encrypted nor
     /// authenticated.
     struct Table {
@@ -24,7 +24,7 @@ table! {
 }
 
 /// `[tls]`, if TLS can use the files that it names: they are looked at while the file is read, whatever else is wrong there.
-impl Form for Files {
+impl FromToml for Files {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let Table { ca, certificate, key } = Table::read(value, reader)?;
         let files = Self {
@@ -32,7 +32,7 @@ impl Form for Files {
             certificate: reader.beside(certificate.get_ref()),
             key: reader.beside(key.get_ref()),
         };
-        let unusable = Material::problems(&files);
+        let unusable = Credentials::problems(&files);
         let is_usable = unusable.is_empty();
         for problem in unusable {
             let span = match problem.key {
@@ -62,7 +62,7 @@ pub fn load(files: Option<&Files>) -> anyhow::Result<Option<std::sync::Arc<Tls>>
     Ok(files.cloned().map(Tls::load).transpose()?)
 }
 
-impl Form for Fingerprint {
+impl FromToml for Fingerprint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, str::parse)
     }

@@ -9,16 +9,16 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::StreamExt as _;
 
+use crate::acceptor::AcceptedConnection;
 use crate::authority::{Authority, DAY, RollOver, Validity};
 use crate::certificate::{Fingerprint, unix_now};
 use crate::connect::Connector;
 use crate::disk::interruption;
 use crate::failure::{Failures, Reason};
-use crate::gate::Admitted;
 use crate::identity::{Identity, Name, Role};
 use crate::io::Io;
-use crate::verify::Denied;
-use crate::{Caller, ClientCertificates, Files, Gate, Limits, Tls, read_certificates};
+use crate::verify::RevocationList;
+use crate::{Caller, ClientCertificates, ConnectionAcceptor, Files, Limits, Tls, read_certificates};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
@@ -58,33 +58,33 @@ impl Fleet {
     }
 }
 
-/// A gate that answers each line with the caller.
+/// An acceptor that answers each line with the caller.
 struct Listening {
     address: SocketAddr,
-    gate: Arc<Gate>,
+    acceptor: Arc<ConnectionAcceptor>,
     failures: Arc<Failures>,
-    denied: Denied,
+    revoked: RevocationList,
 }
 
 impl Listening {
     async fn start(tls: Option<Arc<Tls>>, limits: Limits) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (failures, denied) = (Arc::new(Failures::default()), Denied::default());
-        let gate = match tls {
+        let (failures, revoked) = (Arc::new(Failures::default()), RevocationList::default());
+        let acceptor = match tls {
             Some(tls) => {
-                let (required, denied) = (ClientCertificates::Required, denied.clone());
-                Gate::guarded(tls, PARTS, required, &["h2"], denied, limits, failures.clone())
+                let (required, revoked) = (ClientCertificates::Required, revoked.clone());
+                ConnectionAcceptor::guarded(tls, PARTS, required, &["h2"], revoked, limits, failures.clone())
             }
-            None => Gate::open(limits, failures.clone()),
+            None => ConnectionAcceptor::open(limits, failures.clone()),
         };
-        let mut admitted = Box::pin(gate.clone().admit(listener));
+        let mut admitted = Box::pin(acceptor.clone().admit(listener));
         tokio::spawn(async move {
             while let Some(Ok(connection)) = admitted.next().await {
                 tokio::spawn(answer(connection));
             }
         });
-        Self { address, gate, failures, denied }
+        Self { address, acceptor, failures, revoked }
     }
 
     /// What it says to `tls`, or the error.
@@ -110,7 +110,7 @@ impl Listening {
 }
 
 /// Says who asks, as often as it is asked.
-async fn answer(mut connection: Admitted) {
+async fn answer(mut connection: AcceptedConnection) {
     let caller: Caller = connection.caller().clone();
     let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
     while connection.read_u8().await.is_ok() {
@@ -142,12 +142,20 @@ fn a_connection_goes_on_in_another_runtime_when_the_first_one_has_ended() {
     let fleet = Fleet::new("prod");
     let (controller, balancer) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Lb, "lb1"));
     let (required, failures) = (ClientCertificates::Required, Arc::default());
-    let gate = Gate::guarded(controller, PARTS, required, &["h2"], Denied::default(), Limits::default(), failures);
+    let acceptor = ConnectionAcceptor::guarded(
+        controller,
+        PARTS,
+        required,
+        &["h2"],
+        RevocationList::default(),
+        Limits::default(),
+        failures,
+    );
     let (connection, client) = accepting.block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let connector = Connector::new(listener.local_addr().unwrap(), Some((balancer, &[Role::Controller])));
         let client = asking.spawn(async move { connector.connect().await.unwrap() });
-        let connection = Box::pin(gate.admit(listener)).next().await.unwrap().unwrap();
+        let connection = Box::pin(acceptor.admit(listener)).next().await.unwrap().unwrap();
         (connection.moved_to(serving.handle()).unwrap(), client)
     });
     drop(accepting);
@@ -293,7 +301,7 @@ async fn one_certificate_opens_a_few_connections() {
 
 /// A lost key: the connection that it opened ends, and it opens no other one.
 #[tokio::test]
-async fn a_denied_certificate_ends_what_it_opened() {
+async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
@@ -301,12 +309,12 @@ async fn a_denied_certificate_ends_what_it_opened() {
     let mut stream = connector.connect().await.unwrap();
     ask(&mut stream).await.unwrap();
     let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
-    listening.denied.set([fingerprint]);
+    listening.revoked.set([fingerprint]);
     let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
     let error = listening.meet(&agent).await.unwrap_err();
     assert!(error.contains("or on the deny list"), "{error}");
-    listening.failed(Reason::Denied).await;
+    listening.failed(Reason::Revoked).await;
 }
 
 #[tokio::test]
@@ -316,9 +324,9 @@ async fn a_connection_does_not_outlive_its_certificate() {
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    listening.gate.maintain_at(unix_now() + DAY / 2);
+    listening.acceptor.maintain_at(unix_now() + DAY / 2);
     ask(&mut stream).await.expect("the certificate is still valid");
-    listening.gate.maintain_at(unix_now() + 2 * DAY);
+    listening.acceptor.maintain_at(unix_now() + 2 * DAY);
     let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
 }

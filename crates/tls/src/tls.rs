@@ -7,9 +7,9 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::certificate::{Certificate, unix_now};
-use crate::changes::Changes;
+use crate::credentials::{CredentialError, Credentials, Files};
+use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
-use crate::material::{Files, Material, Unusable};
 
 /// How often an end that comes near is logged.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
@@ -18,34 +18,34 @@ const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 #[derive(Debug)]
 pub struct Tls {
     files: Files,
-    material: watch::Sender<Arc<Material>>,
-    changes: Changes,
+    credentials: watch::Sender<Arc<Credentials>>,
+    watcher: FileWatcher,
 }
 
 impl Tls {
     /// # Errors
     /// When a file cannot be used.
-    pub fn load(files: Files) -> Result<Arc<Self>, Unusable> {
-        let changes = Changes::of([&files.ca, &files.certificate, &files.key]);
-        let material = Arc::new(Material::load(&files)?);
-        tracing::info!("our certificate is for {}, valid for {}", material.identity, shown(&material.own));
-        Ok(Arc::new(Self { files, material: watch::Sender::new(material), changes }))
+    pub fn load(files: Files) -> Result<Arc<Self>, CredentialError> {
+        let watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
+        let credentials = Arc::new(Credentials::load(&files)?);
+        tracing::info!("our certificate is for {}, valid for {}", credentials.identity, shown(&credentials.own));
+        Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher }))
     }
 
-    pub(crate) fn material(&self) -> Arc<Material> {
-        self.material.borrow().clone()
+    pub(crate) fn credentials(&self) -> Arc<Credentials> {
+        self.credentials.borrow().clone()
     }
 
     /// Who we are.
     pub fn identity(&self) -> Identity {
-        self.material().identity.clone()
+        self.credentials().identity.clone()
     }
 
     /// Certificates that end some day, and what the metric calls them: our own, and those of the authorities.
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
-        let material = self.material();
-        let authorities = material.authorities.iter().map(|authority| ("ca", authority.clone()));
-        std::iter::once(("own", material.own.clone())).chain(authorities).collect()
+        let credentials = self.credentials();
+        let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
+        std::iter::once(("own", credentials.own.clone())).chain(authorities).collect()
     }
 
     /// What an operator should know: certificates that end soon.
@@ -67,10 +67,10 @@ impl Tls {
     ///
     /// # Errors
     /// When a file cannot be used, or is for somebody else.
-    pub fn reload(&self) -> Result<(), Unusable> {
-        self.changes.take();
-        let new = Material::load(&self.files)?;
-        let old = self.material();
+    pub fn reload(&self) -> Result<(), CredentialError> {
+        self.watcher.take();
+        let new = Credentials::load(&self.files)?;
+        let old = self.credentials();
         if new.identity != old.identity {
             let message = format!(
                 "{}: it is for {}, and this process is {}: expected a restart",
@@ -78,10 +78,10 @@ impl Tls {
                 new.identity,
                 old.identity
             );
-            return Err(Unusable { key: "certificate", message });
+            return Err(CredentialError { key: "certificate", message });
         }
         tracing::info!("certificates were read again: ours is valid for {}", shown(&new.own));
-        self.material.send_replace(Arc::new(new));
+        self.credentials.send_replace(Arc::new(new));
         Ok(())
     }
 
@@ -98,7 +98,7 @@ impl Tls {
             };
             let read = tokio::select! {
                 _ = told => true,
-                () = self.changes.come() => true,
+                () = self.watcher.changed() => true,
                 _ = reminder.tick() => {
                     self.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
                     false

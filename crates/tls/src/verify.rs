@@ -18,15 +18,15 @@ use rustls::{
 };
 
 use crate::certificate::{Certificate, Fingerprint};
+use crate::credentials::ClientCertificates;
 use crate::failure::NotAccepted;
 use crate::identity::{Identity, Name, Role};
-use crate::material::ClientCertificates;
 
 /// Certificates that are refused though they are right: keys that were lost. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Denied(Arc<RwLock<BTreeSet<Fingerprint>>>);
+pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
 
-impl Denied {
+impl RevocationList {
     /// Replaces the list.
     pub fn set(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
         *self.0.write() = fingerprints.into_iter().collect();
@@ -178,7 +178,7 @@ pub struct ClientVerifier {
     chain: Arc<dyn ClientCertVerifier>,
     algorithms: WebPkiSupportedAlgorithms,
     expected: Expected,
-    denied: Denied,
+    revoked: RevocationList,
 }
 
 impl ClientVerifier {
@@ -192,7 +192,7 @@ impl ClientVerifier {
         fleet: Name,
         roles: &[Role],
         certificates: ClientCertificates,
-        denied: Denied,
+        revoked: RevocationList,
     ) -> anyhow::Result<Self> {
         let builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
         let chain = match certificates {
@@ -200,7 +200,7 @@ impl ClientVerifier {
             ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
-        Ok(Self { chain, algorithms, expected: Expected { fleet: Some(fleet), roles: roles.to_vec() }, denied })
+        Ok(Self { chain, algorithms, expected: Expected { fleet: Some(fleet), roles: roles.to_vec() }, revoked })
     }
 }
 
@@ -225,8 +225,8 @@ impl ClientCertVerifier for ClientVerifier {
     ) -> Result<ClientCertVerified, Error> {
         let verified = self.chain.verify_client_cert(certificate, intermediates, now)?;
         let (identity, read) = self.expected.check(certificate).map_err(refuse)?;
-        if self.denied.contains(&read.fingerprint) {
-            return Err(refuse(NotAccepted::Denied(identity)));
+        if self.revoked.contains(&read.fingerprint) {
+            return Err(refuse(NotAccepted::Revoked(identity)));
         }
         Ok(verified)
     }

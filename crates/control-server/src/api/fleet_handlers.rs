@@ -181,7 +181,7 @@ mod tests {
         let config = ControllerConfig::load(&path).unwrap();
         let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let manager = StateManager::open(&path, config, election.security.denied.clone(), open).unwrap();
+        let manager = StateManager::open(&path, config, election.security.revoked.clone(), open).unwrap();
         let (shared, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
         election.become_leader(Arc::new(shared));

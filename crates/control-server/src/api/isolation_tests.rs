@@ -147,7 +147,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
     let config = ControllerConfig::load(&path).unwrap();
     let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
     let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let mut manager = StateManager::open(&path, config, election.security.denied.clone(), open).unwrap();
+    let mut manager = StateManager::open(&path, config, election.security.revoked.clone(), open).unwrap();
     let (shared, mut changes) =
         ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
     let shared = Arc::new(shared);

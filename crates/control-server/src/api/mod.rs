@@ -134,7 +134,7 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
 
 /// What serves the endpoints, and the document that describes them.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
-    let guard = Arc::new(Guard::new(tokens, election.security.denied.clone(), election.api_requests.clone()));
+    let guard = Arc::new(Guard::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
     let api =
         Api { election, guard: guard.clone(), events: Arc::default(), feed: Arc::default(), document: Arc::default() };
     let (router, document) = endpoints(guard).into_parts();

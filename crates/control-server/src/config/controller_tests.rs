@@ -25,7 +25,7 @@ fn the_controllers_own_file() {
         mistakes,
         format!(
             "{file}:1:1: key `stores`: is not known: expected one of `listen`, `api`, `token_directory`, `store`, `etcd`, \
-             `metrics`, `fleet`, `rss_key_file`, `tls`, `denied_certificates`, `allow_plaintext` (nearest: `store`)\n\
+             `metrics`, `fleet`, `rss_key_file`, `tls`, `revoked_certificates`, `allow_plaintext` (nearest: `store`)\n\
              {file}:1:1: key `listen`: is missing: expected an address and a port, as \"10.1.0.1:7400\"\n\
              {file}:1:1: neither `store` nor [etcd]: expected `store = \"/var/lib/coreward/controller.redb\"`, or [etcd] for \
              several controllers\n\
@@ -44,7 +44,7 @@ fn reload_names_the_keys_that_need_a_restart() {
     let old = controller(CONTROLLER).unwrap();
     let keys = |text: &str| old.restart_keys(&controller(text).unwrap());
     assert!(keys(CONTROLLER).is_empty());
-    let read_again = format!("{CONTROLLER}fleet = \"fleet.toml\"\ndenied_certificates = [\"{}\"]\n", "ab".repeat(32));
+    let read_again = format!("{CONTROLLER}fleet = \"fleet.toml\"\nrevoked_certificates = [\"{}\"]\n", "ab".repeat(32));
     assert!(keys(&read_again).is_empty());
     assert_eq!(keys(&CONTROLLER.replace("7400", "7410")), ["listen"]);
     assert_eq!(keys(&CONTROLLER.replace("controller.redb", "other.redb")), ["store"]);
@@ -149,14 +149,14 @@ fn certificates_stand_in_files_that_are_there() {
 }
 
 #[test]
-fn denied_certificates_are_fingerprints() {
-    let text = format!("{CONTROLLER}denied_certificates = [\"AB:CD\"]\n");
+fn revoked_certificates_are_fingerprints() {
+    let text = format!("{CONTROLLER}revoked_certificates = [\"AB:CD\"]\n");
     assert_eq!(
         controller(&text).unwrap_err(),
-        "/etc/coreward/controller.toml:3:24: key `denied_certificates`: fingerprint \"AB:CD\": expected the 32 bytes of a \
+        "/etc/coreward/controller.toml:3:25: key `revoked_certificates`: fingerprint \"AB:CD\": expected the 32 bytes of a \
          SHA-256 in hexadecimal, as `coreward certs show` prints them"
     );
     let fingerprint = "AB".repeat(32);
-    let config = controller(&format!("{CONTROLLER}denied_certificates = [\"{fingerprint}\"]\n")).unwrap();
-    assert!(config.denied_certificates[0].to_string().starts_with("AB:AB:"));
+    let config = controller(&format!("{CONTROLLER}revoked_certificates = [\"{fingerprint}\"]\n")).unwrap();
+    assert!(config.revoked_certificates[0].to_string().starts_with("AB:AB:"));
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{Form, MINUTE, Period, Reader, SECOND, Span, Spanned, parsed, serde_json, table};
+use coreward_config::{FromToml, MINUTE, Period, Reader, SECOND, Span, Spanned, config_struct, parsed, serde_json};
 use serde_json::{Value, json};
 
 use super::StoreLocation;
@@ -39,7 +39,7 @@ pub struct EtcdTlsConfig {
     pub own: Option<(PathBuf, PathBuf)>,
 }
 
-table! {
+config_struct! {
     /// `[etcd]`.
     pub struct EtcdFile {
         /// http://HOST:PORT or https://HOST:PORT of every member of etcd.
@@ -57,7 +57,7 @@ table! {
     }
 }
 
-table! {
+config_struct! {
     /// `[etcd.tls]`.
     pub struct EtcdTlsFile {
         /// File with the certificates of the authorities that etcd's certificate must come from (PEM).
@@ -73,7 +73,7 @@ table! {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint(pub String);
 
-impl Form for Endpoint {
+impl FromToml for Endpoint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
             let place = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
@@ -95,7 +95,7 @@ impl Form for Endpoint {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiPlace(pub String);
 
-impl Form for ApiPlace {
+impl FromToml for ApiPlace {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
             let right = text.strip_prefix("https://").is_some_and(is_host_and_port);
@@ -122,7 +122,7 @@ fn is_host_and_port(place: &str) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefix(pub String);
 
-impl Form for Prefix {
+impl FromToml for Prefix {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
             let free = |segment: &str| !coreward_etcd::OWN_SEGMENTS.contains(&segment);

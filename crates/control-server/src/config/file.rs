@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use coreward_config::{Field, Secret, Spanned, table};
+use coreward_config::{Field, Secret, Spanned, config_struct};
 use coreward_model::rss::RssKey;
 use coreward_tls::certificate::Fingerprint;
 
@@ -13,7 +13,7 @@ use super::etcd::EtcdFile;
 /// What has moved out of the controller's file.
 const IN_THE_FLEETS_FILE: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 
-table! {
+config_struct! {
     /// The controller's own.
     pub struct ControllerFile {
         /// Address and port for agents and load balancers.
@@ -35,7 +35,7 @@ table! {
         /// Who this controller is, and whom it believes.
         pub tls: Option<coreward_tls::Files>,
         /// Certificates that are refused though they are right, as their keys were lost.
-        pub denied_certificates: Vec<Fingerprint>,
+        pub revoked_certificates: Vec<Fingerprint>,
         /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
         pub allow_plaintext: bool = false,
     }

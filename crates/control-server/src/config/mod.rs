@@ -39,7 +39,7 @@ pub struct ControllerConfig {
     /// Who it is; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<coreward_tls::Files>,
     /// Certificates that are refused though they are right.
-    pub denied_certificates: Vec<Fingerprint>,
+    pub revoked_certificates: Vec<Fingerprint>,
     /// Whether nobody needs to be told that it listens beyond this host without TLS.
     pub allow_plaintext: bool,
 }
@@ -80,8 +80,8 @@ impl ControllerConfig {
 
     /// Who may come.
     pub fn listener_config(&self) -> ListenerConfig<'_> {
-        let Self { listen, tls, denied_certificates, allow_plaintext, .. } = self;
-        ListenerConfig { listen: *listen, tls: tls.as_ref(), denied_certificates, allow_plaintext: *allow_plaintext }
+        let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
+        ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
     }
 
     /// # Errors
@@ -117,7 +117,7 @@ impl ControllerConfig {
                 fleet: file.fleet.map(|path| reader.beside(path.get_ref())),
                 rss_key: file.rss_key_file,
                 tls: file.tls,
-                denied_certificates: file.denied_certificates,
+                revoked_certificates: file.revoked_certificates,
                 allow_plaintext: file.allow_plaintext,
             })
         })

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_tls::Role;
-use coreward_tls::gate::Admitted;
+use coreward_tls::acceptor::AcceptedConnection;
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -24,7 +24,7 @@ const WAITING: usize = 64;
 /// Serves load balancers, for as long as it is there.
 pub struct LbRuntime {
     runtime: Option<Runtime>,
-    connections: mpsc::Sender<io::Result<Admitted>>,
+    connections: mpsc::Sender<io::Result<AcceptedConnection>>,
     serving: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
@@ -47,10 +47,10 @@ impl LbRuntime {
     }
 
     /// Takes load balancers' connections out of these: those whose certificate says so.
-    pub fn take_from<S: Stream<Item = io::Result<Admitted>>>(
+    pub fn take_from<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         admitted: S,
-    ) -> impl Stream<Item = io::Result<Admitted>> + use<S> {
+    ) -> impl Stream<Item = io::Result<AcceptedConnection>> + use<S> {
         let (connections, thread) = (self.connections.clone(), self.runtime().handle().clone());
         admitted.filter_map(move |admitted| match admitted {
             Ok(connection) if is_load_balancers(&connection) => {
@@ -82,13 +82,13 @@ impl Drop for LbRuntime {
     }
 }
 
-fn is_load_balancers(connection: &Admitted) -> bool {
+fn is_load_balancers(connection: &AcceptedConnection) -> bool {
     connection.caller().identity.as_ref().is_some_and(|identity| identity.role == Role::Lb)
 }
 
 fn hand_over(
-    connection: Admitted,
-    connections: &mpsc::Sender<io::Result<Admitted>>,
+    connection: AcceptedConnection,
+    connections: &mpsc::Sender<io::Result<AcceptedConnection>>,
     thread: &Handle,
 ) -> anyhow::Result<()> {
     let caller = connection.caller().clone();

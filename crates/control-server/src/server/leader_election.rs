@@ -14,7 +14,7 @@ use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_metrics::page::Page;
 use coreward_metrics::parts;
 use coreward_metrics::table::Part;
-use coreward_tls::Changes;
+use coreward_tls::FileWatcher;
 use coreward_wire::LEADER;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -228,10 +228,10 @@ pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
 pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let own = files.own.iter().flat_map(|(certificate, key)| [certificate, key]);
-    let changes = Changes::of(std::iter::once(&files.ca).chain(own));
+    let watcher = FileWatcher::of(std::iter::once(&files.ca).chain(own));
     loop {
-        changes.come().await;
-        changes.take();
+        watcher.changed().await;
+        watcher.take();
         let renewed = match tls(files) {
             Ok(tls) => cluster.clone().renew(tls).await.map_err(anyhow::Error::from),
             Err(error) => Err(error),

@@ -35,7 +35,7 @@ use coreward_listener::builder;
 use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_metrics::endpoint;
-use coreward_tls::verify::Denied;
+use coreward_tls::verify::RevocationList;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1::control_server::Control;
 use coreward_wire::{TERM, v1};
@@ -241,7 +241,7 @@ fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)
     let store = match &config.store {
         StoreLocation::Embedded(file) => {
             let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
-            OpenedStore::Own(Box::new(StateManager::open(path, config.clone(), security.denied.clone(), store)?))
+            OpenedStore::Own(Box::new(StateManager::open(path, config.clone(), security.revoked.clone(), store)?))
         }
         StoreLocation::Etcd(etcd) => OpenedStore::Etcd(leader_election::cluster(etcd)?, etcd.clone()),
     };
@@ -259,7 +259,7 @@ async fn take_turns(
     loop {
         let leadership = tokio::select! {
             leadership = leader_election::campaign(election, cluster, etcd) => Arc::new(leadership?),
-            never = deny_when_told(hangup, path, &election.security.denied) => match never {},
+            never = update_revocations(hangup, path, &election.security.revoked) => match never {},
         };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
@@ -268,9 +268,9 @@ async fn take_turns(
         let term = leadership.term();
         let (file, config) = (path.to_owned(), config.clone());
         let (cluster, held, prefix) = (cluster.clone(), leadership.clone(), etcd.prefix.clone());
-        let denied = election.security.denied.clone();
+        let revoked = election.security.revoked.clone();
         let opened = tokio::task::spawn_blocking(move || {
-            StateManager::open(&file, config, denied, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
+            StateManager::open(&file, config, revoked, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
         });
         let reason = match opened.await? {
             Ok(manager) => {
@@ -297,11 +297,11 @@ async fn take_turns(
 }
 
 /// SIGHUP at a controller that does not lead: certificates are refused there, too. The rest of the file counts when it leads.
-async fn deny_when_told(hangup: &mut Signal, path: &Path, denied: &Denied) -> Infallible {
+async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
     loop {
         hangup.recv().await;
         match ControllerConfig::load(path) {
-            Ok(config) => denied.set(config.denied_certificates),
+            Ok(config) => revoked.set(config.revoked_certificates),
             Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
         }
     }

@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use coreward_config::{Diagnostics, Source};
 use coreward_metrics::page::Page;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_tls::verify::Denied;
+use coreward_tls::verify::RevocationList;
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
@@ -34,7 +34,7 @@ pub struct StateManager {
     store: Store,
     clock: RecordClock,
     restarted: bool,
-    denied: Denied,
+    revoked: RevocationList,
     counts: Arc<Counts>,
 }
 
@@ -174,7 +174,7 @@ impl StateManager {
     pub fn open(
         path: &Path,
         config: ControllerConfig,
-        denied: Denied,
+        revoked: RevocationList,
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
         let file = config.fleet.as_deref().map(FleetConfig::load).transpose();
@@ -199,11 +199,11 @@ impl StateManager {
             }
             (Err(error), _) => return Err(error),
         };
-        denied.set(config.denied_certificates.iter().copied());
+        revoked.set(config.revoked_certificates.iter().copied());
         let counts = Arc::new(Counts::default());
         counts.file_refused.store(refused, Ordering::Relaxed);
         let mut manager =
-            Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, denied, counts };
+            Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, revoked, counts };
         match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}
             // On a disk that is full a controller goes on by what is on record, and changes nothing.
@@ -386,7 +386,7 @@ impl StateManager {
     fn reload(&mut self, author: &Author) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.path)?;
         // Also where the rest cannot be in force: a key that was lost does not wait for room on a disk.
-        self.denied.set(config.denied_certificates.iter().copied());
+        self.revoked.set(config.revoked_certificates.iter().copied());
         let fleet = match &config.fleet {
             Some(file) => FleetConfig::load(file)?,
             None => self.fleet.clone(),
@@ -496,7 +496,9 @@ mod tests {
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {file:?}\n")).unwrap();
         std::fs::write(&file, fleet).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
-        StateManager::open(&path, config, Denied::default(), || Ok(Store::Embedded(EmbeddedStore::open(&store)?)))
+        StateManager::open(&path, config, RevocationList::default(), || {
+            Ok(Store::Embedded(EmbeddedStore::open(&store)?))
+        })
     }
 
     fn is_refused(manager: &StateManager) -> bool {
@@ -533,14 +535,14 @@ mod tests {
         let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");
         std::fs::write(&path, &text).unwrap();
         std::fs::write(&fleet, "alpha = 0.5").unwrap();
-        let denied = Denied::default();
+        let revoked = RevocationList::default();
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
         let mut manager =
-            StateManager::open(&path, ControllerConfig::load(&path).unwrap(), denied.clone(), open).unwrap();
+            StateManager::open(&path, ControllerConfig::load(&path).unwrap(), revoked.clone(), open).unwrap();
         let lost = "AB".repeat(32);
-        std::fs::write(&path, format!("denied_certificates = [\"{lost}\"]\n{text}")).unwrap();
+        std::fs::write(&path, format!("revoked_certificates = [\"{lost}\"]\n{text}")).unwrap();
         std::fs::write(&fleet, "alpha = 7").unwrap();
         assert!(manager.make(Change::Reload, &Author::signal()).is_err());
-        assert!(denied.contains(&lost.parse::<Fingerprint>().unwrap()));
+        assert!(revoked.contains(&lost.parse::<Fingerprint>().unwrap()));
     }
 }

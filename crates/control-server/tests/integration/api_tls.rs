@@ -210,7 +210,7 @@ async fn a_controller_is_the_host_that_was_asked_for() {
 }
 
 #[tokio::test]
-async fn a_denied_certificate_asks_no_more() {
+async fn revoked_certificate_is_rejected() {
     let site = Site::start().await;
     let lost = site.certificate(Role::Operator, "lost");
     let client = site.client(Proof::Certificate(lost.clone()));
@@ -219,7 +219,7 @@ async fn a_denied_certificate_asks_no_more() {
     running.kill().await;
     let fingerprint = coreward_tls::read_certificates(&lost.certificate).unwrap()[0].fingerprint;
     let text = std::fs::read_to_string(home.config()).unwrap();
-    std::fs::write(home.config(), format!("denied_certificates = [\"{fingerprint}\"]\n{text}")).unwrap();
+    std::fs::write(home.config(), format!("revoked_certificates = [\"{fingerprint}\"]\n{text}")).unwrap();
     let site = Site { running: home.start().await, home, authority };
     let error = site.client(Proof::Certificate(lost)).status(false).await.unwrap_err().to_string();
     assert!(error.contains("deny list"), "{error}");

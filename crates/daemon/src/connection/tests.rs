@@ -177,7 +177,7 @@ async fn ask(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
 
 fn connection(addresses: &[SocketAddr]) -> Connection {
     let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
-    coreward_config::table! {
+    coreward_config::config_struct! {
         struct File {
             /// Where they listen.
             controller: Controllers,

@@ -58,8 +58,8 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
 }
 
 /// A second rotation overwrites the key of before the first: whoever still has a cookie of it must be gone.
-fn rotation<const LEAST: u64, const MOST: u64>(
-    interval: &Spanned<Period<LEAST, MOST>>,
+fn rotation<const MIN: u64, const MAX: u64>(
+    interval: &Spanned<Period<MIN, MAX>>,
     retire_after: Duration,
     reader: &mut Reader<'_>,
 ) -> Duration {

@@ -4,7 +4,8 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    Field, Form, HOUR, MILLISECOND, Name, Period, Reader, SECOND, Spanned, choices, parsed, serde_json, table,
+    Field, FromToml, HOUR, MILLISECOND, Name, Period, Reader, SECOND, Spanned, config_struct, parsed, serde_json,
+    string_enum,
 };
 use coreward_model::ServerId;
 use coreward_model::consistency::{Consistency, Timestamps};
@@ -21,7 +22,7 @@ use super::{DEFAULT_RETIRE_AFTER, ServerState, TableTiming};
 /// What the controller's file has.
 const IN_THE_CONTROLLERS_FILE: &str = "it in the controller's own file";
 
-table! {
+config_struct! {
     /// The fleet's.
     pub struct FleetFile {
         /// Time between two reports of an agent.
@@ -57,7 +58,7 @@ table! {
     }
 }
 
-table! {
+config_struct! {
     /// One `[[server]]`.
     pub struct Server {
         /// Used once; what the agent's file says too.
@@ -77,7 +78,7 @@ table! {
     }
 }
 
-table! {
+config_struct! {
     /// One `[[service]]`.
     pub struct Service {
         /// Used once.
@@ -111,14 +112,14 @@ table! {
     }
 }
 
-choices!(
+string_enum!(
     ServerState,
     "state",
     [("active", ServerState::Active), ("draining", ServerState::Draining)]
         .map(|(name, state)| (name.to_owned(), state))
 );
 
-choices!(
+string_enum!(
     TableTiming,
     "tables",
     [("on-change", TableTiming::OnChange), ("interval", TableTiming::Interval)]
@@ -134,7 +135,7 @@ pub enum UdpMode {
     Packet,
 }
 
-choices!(
+string_enum!(
     UdpMode,
     "udp",
     [("flow", UdpMode::Flow), ("packet", UdpMode::Packet)].map(|(name, mode)| (name.to_owned(), mode))
@@ -144,7 +145,7 @@ choices!(
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PolicyName(pub &'static str);
 
-choices!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
+string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
 /// VIP and port of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,7 +158,7 @@ impl Vip {
     }
 }
 
-impl Form for Vip {
+impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
             let vip = written.parse::<SocketAddrV4>().ok().filter(|vip| is_host(*vip.ip()) && vip.port() != 0);
@@ -178,7 +179,7 @@ impl Form for Vip {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerAddress(pub IpAddr);
 
-impl Form for ServerAddress {
+impl FromToml for ServerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
             let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host(*address));

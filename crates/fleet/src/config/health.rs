@@ -2,7 +2,8 @@
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    Form, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, choices, parsed, serde_json, table,
+    FromToml, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, config_struct, parsed, serde_json,
+    string_enum,
 };
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::health::{Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verification};
@@ -11,7 +12,7 @@ use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
 use serde_json::{Value, json};
 
-table! {
+config_struct! {
     /// One `[service.health]`.
     pub struct Health {
         /// What is asked of its servers.
@@ -79,13 +80,13 @@ impl CheckKind {
     }
 }
 
-choices!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
+string_enum!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
 
 /// A path and perhaps a query, as a request line has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpPath(String);
 
-impl Form for HttpPath {
+impl FromToml for HttpPath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |path| match path.starts_with('/') && path.bytes().all(|byte| byte.is_ascii_graphic()) {
             true => Ok(Self(path.to_owned())),
@@ -106,7 +107,7 @@ impl Form for HttpPath {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host(String);
 
-impl Form for Host {
+impl FromToml for Host {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |host| {
             let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
@@ -130,7 +131,7 @@ impl Form for Host {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authorities(String);
 
-impl Form for Authorities {
+impl FromToml for Authorities {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |pem| {
             let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();

@@ -213,7 +213,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
         controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
     };
     let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("on the deny list"));
-    told(&format!("denied_certificates = [\"{lost}\"]\n{text}"));
+    told(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
     eventually(TAKEN_OVER, "it is refused", refused);
     told(&text);
     eventually(TAKEN_OVER, "it is refused no more", || !refused());

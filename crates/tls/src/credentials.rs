@@ -13,7 +13,7 @@ use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
-use crate::verify::{ClientVerifier, Denied, Host, ServerVerifier};
+use crate::verify::{ClientVerifier, Host, RevocationList, ServerVerifier};
 
 /// The files of `[tls]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,15 +29,15 @@ pub struct Files {
 /// A file that is of no use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct Unusable {
+pub struct CredentialError {
     /// The key of `[tls]` that names it.
     pub key: &'static str,
     /// File, what is wrong, and what was expected.
     pub message: String,
 }
 
-fn unusable(key: &'static str, path: &Path, problem: impl std::fmt::Display) -> Unusable {
-    Unusable { key, message: format!("{}: {problem}", path.display()) }
+fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Display) -> CredentialError {
+    CredentialError { key, message: format!("{}: {problem}", path.display()) }
 }
 
 /// Whether a listener insists on certificates.
@@ -51,7 +51,7 @@ pub enum ClientCertificates {
 
 /// What the files held when they were read.
 #[derive(Debug)]
-pub struct Material {
+pub struct Credentials {
     /// Who we are.
     pub identity: Identity,
     /// Our own certificate.
@@ -63,15 +63,15 @@ pub struct Material {
     key: PrivateKeyDer<'static>,
 }
 
-impl Material {
+impl Credentials {
     /// Everything that keeps TLS from using these files.
-    pub fn problems(files: &Files) -> Vec<Unusable> {
+    pub fn problems(files: &Files) -> Vec<CredentialError> {
         let each = [
             authorities(&files.ca).err(),
             certificates("certificate", &files.certificate).err(),
             secret_key(&files.key).err(),
         ];
-        let each: Vec<Unusable> = each.into_iter().flatten().collect();
+        let each: Vec<CredentialError> = each.into_iter().flatten().collect();
         match each.is_empty() {
             true => Self::load(files).err().into_iter().collect(),
             false => each,
@@ -80,23 +80,23 @@ impl Material {
 
     /// # Errors
     /// When a file cannot be used; the error names it.
-    pub fn load(files: &Files) -> Result<Self, Unusable> {
+    pub fn load(files: &Files) -> Result<Self, CredentialError> {
         let (roots, authorities) = authorities(&files.ca)?;
         let path = &files.certificate;
         let chain = certificates("certificate", path)?;
-        let own = Certificate::read(&chain[0]).map_err(|problem| unusable("certificate", path, problem))?;
+        let own = Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
         let nobody = || {
             let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
-            unusable("certificate", path, format!("the first certificate names nobody: {expected}"))
+            credential_error("certificate", path, format!("the first certificate names nobody: {expected}"))
         };
         let identity = own.identity.clone().ok_or_else(nobody)?;
         let key = secret_key(&files.key)?;
-        let material = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
+        let credentials = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
         // That key and certificate go together shows when TLS puts them together.
-        material
-            .client(&[Role::Controller], Host::Any, "h2")
-            .map_err(|error| unusable("key", &files.key, format!("{error}: expected the key of {}", path.display())))?;
-        Ok(material)
+        credentials.client(&[Role::Controller], Host::Any, "h2").map_err(|error| {
+            credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
+        })?;
+        Ok(credentials)
     }
 
     /// For connecting to one of these roles. `protocol`: as ALPN has it.
@@ -118,10 +118,10 @@ impl Material {
         &self,
         accepted: &[Role],
         certificates: ClientCertificates,
-        denied: Denied,
+        revoked: RevocationList,
     ) -> anyhow::Result<ClientVerifier> {
         let fleet = self.identity.fleet.clone();
-        ClientVerifier::new(self.roots.clone(), &provider(), fleet, accepted, certificates, denied)
+        ClientVerifier::new(self.roots.clone(), &provider(), fleet, accepted, certificates, revoked)
     }
 
     /// For being connected to by these roles.
@@ -132,10 +132,10 @@ impl Material {
         &self,
         accepted: &[Role],
         certificates: ClientCertificates,
-        denied: Denied,
+        revoked: RevocationList,
         protocols: &[&str],
     ) -> anyhow::Result<ServerConfig> {
-        let verifier = self.client_verifier(accepted, certificates, denied)?;
+        let verifier = self.client_verifier(accepted, certificates, revoked)?;
         let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.chain.clone(), self.key.clone_key())?;
@@ -146,10 +146,10 @@ impl Material {
     }
 }
 
-fn secret_key(path: &Path) -> Result<PrivateKeyDer<'static>, Unusable> {
-    let text = coreward_config::read_secret(path).map_err(|message| Unusable { key: "key", message })?;
+fn secret_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
+    let text = coreward_config::read_secret(path).map_err(|message| CredentialError { key: "key", message })?;
     PrivateKeyDer::from_pem_slice(text.as_bytes())
-        .map_err(|error| unusable("key", path, format!("{error}: expected a private key in PEM")))
+        .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
 /// For connecting to one of these roles without a certificate, of whichever fleet `ca` signs for.
@@ -161,9 +161,10 @@ pub fn client_without_certificate(
     expected: &[Role],
     host: Host,
     protocol: &str,
-) -> Result<ClientConfig, Unusable> {
+) -> Result<ClientConfig, CredentialError> {
     let (roots, _) = authorities(ca)?;
-    let builder = client_builder(Arc::new(roots), None, expected, host).map_err(|error| unusable("ca", ca, error))?;
+    let builder =
+        client_builder(Arc::new(roots), None, expected, host).map_err(|error| credential_error("ca", ca, error))?;
     Ok(completed(builder.with_no_client_auth(), protocol))
 }
 
@@ -190,27 +191,27 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, Unusable> {
-    let text =
-        std::fs::read(path).map_err(|error| unusable(key, path, format!("{error}: expected certificates in PEM")))?;
+fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
+    let text = std::fs::read(path)
+        .map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
     let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
-    let all = all.map_err(|error| unusable(key, path, format!("{error}: expected certificates in PEM")))?;
+    let all = all.map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
     match all.is_empty() {
-        true => Err(unusable(key, path, "no certificate in it: expected at least one, in PEM")),
+        true => Err(credential_error(key, path, "no certificate in it: expected at least one, in PEM")),
         false => Ok(all),
     }
 }
 
 /// The authorities of a file.
-fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Unusable> {
+fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
     let (mut roots, mut read) = (RootCertStore::empty(), Vec::new());
     for der in certificates("ca", path)? {
-        let certificate = Certificate::read(&der).map_err(|problem| unusable("ca", path, problem))?;
+        let certificate = Certificate::read(&der).map_err(|problem| credential_error("ca", path, problem))?;
         if !certificate.is_authority {
             let problem = format!("{} may sign nobody: expected certificates of authorities", certificate.subject);
-            return Err(unusable("ca", path, problem));
+            return Err(credential_error("ca", path, problem));
         }
-        roots.add(der).map_err(|error| unusable("ca", path, error))?;
+        roots.add(der).map_err(|error| credential_error("ca", path, error))?;
         read.push(certificate);
     }
     Ok((roots, read))
@@ -222,6 +223,6 @@ fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Unusabl
 /// When it cannot be read, or holds something else.
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
     let all = certificates("certificate", path)?;
-    let read = |der| Certificate::read(der).map_err(|problem| unusable("certificate", path, problem).into());
+    let read = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
     all.iter().map(read).collect()
 }

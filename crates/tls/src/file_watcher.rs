@@ -10,17 +10,17 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Files, and when they were written as far as whoever reads them knows.
 #[derive(Debug)]
-pub struct Changes {
+pub struct FileWatcher {
     paths: Vec<PathBuf>,
     known: Mutex<Vec<Option<SystemTime>>>,
 }
 
-impl Changes {
+impl FileWatcher {
     /// Of these files, from now on.
     pub fn of<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
-        let changes = Self { paths: paths.into_iter().cloned().collect(), known: Mutex::default() };
-        changes.take();
-        changes
+        let watcher = Self { paths: paths.into_iter().cloned().collect(), known: Mutex::default() };
+        watcher.take();
+        watcher
     }
 
     /// Those until now are known: to be called before the files are read, so that none is missed.
@@ -30,7 +30,7 @@ impl Changes {
 
     /// Returns when there is one that is not known, also of a file that comes or goes. Never at once: files that belong together are
     /// written one after the other.
-    pub async fn come(&self) {
+    pub async fn changed(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
             if self.has_any() {
@@ -69,14 +69,14 @@ mod tests {
     async fn a_change_is_told_until_it_is_taken() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("own.crt");
-        let changes = Changes::of([&path]);
-        assert!(!changes.has_any(), "nothing has changed");
+        let watcher = FileWatcher::of([&path]);
+        assert!(!watcher.has_any(), "nothing has changed");
         std::fs::write(&path, "").unwrap();
-        timeout(TIMEOUT, changes.come()).await.expect("the file is new");
-        assert!(changes.has_any(), "nobody has taken it");
-        changes.take();
-        assert!(!changes.has_any(), "it is taken");
+        timeout(TIMEOUT, watcher.changed()).await.expect("the file is new");
+        assert!(watcher.has_any(), "nobody has taken it");
+        watcher.take();
+        assert!(!watcher.has_any(), "it is taken");
         std::fs::remove_file(&path).unwrap();
-        assert!(changes.has_any(), "it is gone");
+        assert!(watcher.has_any(), "it is gone");
     }
 }

@@ -12,7 +12,7 @@ use toml::de::{DeInteger, DeValue};
 use crate::{Reader, Span};
 
 /// Something that can stand in a file.
-pub trait Form: Sized {
+pub trait FromToml: Sized {
     /// Whether a key with it must be there.
     const REQUIRED: bool = true;
 
@@ -46,7 +46,7 @@ pub struct Field<T> {
     pub span: Span,
 }
 
-impl<T: Form> Form for Field<T> {
+impl<T: FromToml> FromToml for Field<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         Some(Self { value: T::read(value, reader), span: value.span() })
     }
@@ -64,7 +64,7 @@ impl<T: Form> Form for Field<T> {
     }
 }
 
-impl<T: Form> Form for Option<T> {
+impl<T: FromToml> FromToml for Option<T> {
     const REQUIRED: bool = false;
 
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
@@ -88,7 +88,7 @@ impl<T: Form> Form for Option<T> {
     }
 }
 
-impl<T: Form> Form for Spanned<T> {
+impl<T: FromToml> FromToml for Spanned<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         T::read(value, reader).map(|read| Spanned::new(value.span(), read))
     }
@@ -103,7 +103,7 @@ impl<T: Form> Form for Spanned<T> {
 }
 
 /// Those that are right; the others are on the list of mistakes.
-impl<T: Form> Form for Vec<T> {
+impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
@@ -128,7 +128,7 @@ impl<T: Form> Form for Vec<T> {
     }
 }
 
-impl Form for bool {
+impl FromToml for bool {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         value.get_ref().as_bool().or_else(|| reader.wrong_type::<Self>(value))
     }
@@ -142,7 +142,7 @@ impl Form for bool {
     }
 }
 
-impl Form for String {
+impl FromToml for String {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(text) => Some(text.to_string()),
@@ -159,7 +159,7 @@ impl Form for String {
     }
 }
 
-impl Form for PathBuf {
+impl FromToml for PathBuf {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |path| match path {
             "" => Err(format!("an empty path: expected {}", Self::expected())),
@@ -177,13 +177,13 @@ impl Form for PathBuf {
 }
 
 /// What other types are made of.
-pub(crate) trait Written: Sized {
+pub(crate) trait FromTomlScalar: Sized {
     /// The number, or a mistake that says what `T` expects.
-    fn written<T: Form>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
+    fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
-impl Written for f64 {
-    fn written<T: Form>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromTomlScalar for f64 {
+    fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let number = match value.get_ref() {
             DeValue::Float(float) => float.as_str().replace('_', "").parse().ok(),
             DeValue::Integer(integer) => signed(integer).map(|integer| integer as f64),
@@ -196,7 +196,7 @@ impl Written for f64 {
     }
 }
 
-impl Form for f64 {
+impl FromToml for f64 {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         Self::written::<Self>(value, reader)
     }
@@ -215,8 +215,8 @@ fn signed(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
 
-impl Written for u64 {
-    fn written<T: Form>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+impl FromTomlScalar for u64 {
+    fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let integer = value.get_ref().as_integer().and_then(signed).and_then(|integer| u64::try_from(integer).ok());
         if integer.is_none() && value.get_ref().is_integer() {
             let written = reader.written(&value.span()).to_owned();
@@ -228,7 +228,7 @@ impl Written for u64 {
     }
 }
 
-impl Form for u64 {
+impl FromToml for u64 {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         Self::written::<Self>(value, reader)
     }
@@ -242,7 +242,7 @@ impl Form for u64 {
     }
 }
 
-impl Form for usize {
+impl FromToml for usize {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         usize::try_from(u64::read(value, reader)?).ok()
     }
@@ -256,16 +256,16 @@ impl Form for usize {
     }
 }
 
-/// A whole number from `LEAST` to `MOST`.
+/// A whole number from `MIN` to `MAX`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Number<const LEAST: u64, const MOST: u64>(pub u64);
+pub struct Number<const MIN: u64, const MAX: u64>(pub u64);
 
-impl<const LEAST: u64, const MOST: u64> Form for Number<LEAST, MOST> {
+impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::Integer(integer) => {
                 let known = signed(integer).and_then(|integer| u64::try_from(integer).ok());
-                let number = known.filter(|number| (LEAST..=MOST).contains(number)).map(Self);
+                let number = known.filter(|number| (MIN..=MAX).contains(number)).map(Self);
                 let written = reader.written(&value.span()).to_owned();
                 reader.taken(number.ok_or_else(|| format!("{written}: expected {}", Self::expected())), value.span())
             }
@@ -274,11 +274,11 @@ impl<const LEAST: u64, const MOST: u64> Form for Number<LEAST, MOST> {
     }
 
     fn expected() -> String {
-        format!("a whole number from {LEAST} to {MOST}")
+        format!("a whole number from {MIN} to {MAX}")
     }
 
     fn schema() -> Value {
-        json!({ "type": "integer", "minimum": LEAST, "maximum": MOST })
+        json!({ "type": "integer", "minimum": MIN, "maximum": MAX })
     }
 }
 
@@ -289,7 +289,7 @@ pub struct Name(pub String);
 /// Bytes.
 const LONGEST_NAME: usize = 64;
 
-impl Form for Name {
+impl FromToml for Name {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |name| {
             let readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
@@ -309,7 +309,7 @@ impl Form for Name {
     }
 }
 
-impl Form for Ipv4Addr {
+impl FromToml for Ipv4Addr {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         from_text(value, reader)
     }
@@ -323,7 +323,7 @@ impl Form for Ipv4Addr {
     }
 }
 
-impl Form for SocketAddr {
+impl FromToml for SocketAddr {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         from_text(value, reader)
     }
@@ -337,12 +337,12 @@ impl Form for SocketAddr {
     }
 }
 
-fn from_text<T: Form + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
+fn from_text<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
     parsed(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
 /// A value that is written as a text.
-pub fn parsed<T: Form, E: Display>(
+pub fn parsed<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
     parse: impl FnOnce(&str) -> Result<T, E>,
@@ -354,7 +354,7 @@ pub fn parsed<T: Form, E: Display>(
 }
 
 /// One of several names; `what`: what kind of thing they name.
-pub fn choice<T: Form>(
+pub fn choice<T: FromToml>(
     what: &str,
     all: Vec<(String, T)>,
     value: &Spanned<DeValue<'_>>,

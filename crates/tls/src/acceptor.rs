@@ -24,17 +24,17 @@ use tonic::transport::server::Connected;
 
 use crate::caller::Caller;
 use crate::certificate::{Certificate, Fingerprint, unix_now};
+use crate::credentials::{ClientCertificates, Credentials};
 use crate::failure::{Failure, Failures, Reason};
 use crate::identity::{Identity, Role};
 use crate::io::Io;
-use crate::material::{ClientCertificates, Material};
 use crate::tls::Tls;
-use crate::verify::{ClientVerifier, Denied};
+use crate::verify::{ClientVerifier, RevocationList};
 
 /// How often certificates of open connections are looked at.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Handshakes that are done and wait to be served.
-const ADMITTED: usize = 64;
+const ACCEPT_QUEUE: usize = 64;
 /// After an error of the listening socket: others need time to end (out of files).
 const PAUSE: Duration = Duration::from_millis(10);
 
@@ -62,13 +62,13 @@ impl Default for Limits {
     }
 }
 
-/// What a gate does with who comes.
+/// What an acceptor does with who comes.
 #[derive(Debug)]
-pub struct Gate {
+pub struct ConnectionAcceptor {
     protection: Option<Protection>,
     limits: Limits,
     failures: Arc<Failures>,
-    inside: Mutex<Inside>,
+    connections: Mutex<Connections>,
 }
 
 /// With TLS.
@@ -78,25 +78,25 @@ struct Protection {
     accepted: Vec<Role>,
     certificates: ClientCertificates,
     protocols: &'static [&'static str],
-    denied: Denied,
+    revoked: RevocationList,
     /// What open connections were let in by, when that was looked at last.
-    believed: Mutex<Arc<Material>>,
+    believed: Mutex<Arc<Credentials>>,
     /// Made of what certificates were at that time.
-    config: Mutex<Option<(Arc<Material>, Arc<ServerConfig>)>>,
+    config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
 
 #[derive(Debug, Default)]
-struct Inside {
+struct Connections {
     handshakes: HashMap<IpAddr, usize>,
     handshaking: usize,
-    doors: HashMap<u64, Arc<Door>>,
+    tracked: HashMap<u64, Arc<TrackedConnection>>,
     identities: HashMap<Identity, usize>,
     next: u64,
 }
 
 /// Of one open connection with a certificate.
 #[derive(Debug)]
-struct Door {
+struct TrackedConnection {
     identity: Identity,
     fingerprint: Fingerprint,
     /// The certificate, and what leads from it to an authority.
@@ -106,7 +106,7 @@ struct Door {
     reader: Mutex<Option<Waker>>,
 }
 
-impl Door {
+impl TrackedConnection {
     /// Ends the connection if it would not be let in any more.
     fn verify(&self, verifier: &ClientVerifier) {
         let Some((own, others)) = self.chain.split_first() else { return };
@@ -130,34 +130,34 @@ impl Door {
     }
 }
 
-impl Gate {
+impl ConnectionAcceptor {
     /// Lets everybody in.
     pub fn open(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
-        Arc::new(Self { protection: None, limits, failures, inside: Mutex::default() })
+        Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
-    /// Lets in those whose certificate is of one of these roles and not denied. `protocols`: as ALPN has them.
+    /// Lets in those whose certificate is of one of these roles and not revoked. `protocols`: as ALPN has them.
     pub fn guarded(
         tls: Arc<Tls>,
         accepted: &[Role],
         certificates: ClientCertificates,
         protocols: &'static [&'static str],
-        denied: Denied,
+        revoked: RevocationList,
         limits: Limits,
         failures: Arc<Failures>,
     ) -> Arc<Self> {
-        let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.material()));
-        let protection = Some(Protection { tls, accepted, certificates, protocols, denied, believed, config });
-        Arc::new(Self { protection, limits, failures, inside: Mutex::default() })
+        let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
+        let protection = Some(Protection { tls, accepted, certificates, protocols, revoked, believed, config });
+        Arc::new(Self { protection, limits, failures, connections: Mutex::default() })
     }
 
-    fn inside(&self) -> MutexGuard<'_, Inside> {
-        self.inside.lock()
+    fn connections(&self) -> MutexGuard<'_, Connections> {
+        self.connections.lock()
     }
 
     /// Those who come to `listener` and are let in, for as long as somebody takes them.
-    pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<Admitted>> {
-        let (sender, receiver) = mpsc::channel(ADMITTED);
+    pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<AcceptedConnection>> {
+        let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE);
         tokio::spawn(async move {
             tokio::select! {
                 () = self.accept(&listener, &sender) => {}
@@ -167,7 +167,7 @@ impl Gate {
         tokio_stream::wrappers::ReceiverStream::new(receiver)
     }
 
-    async fn accept(self: &Arc<Self>, listener: &TcpListener, admitted: &mpsc::Sender<io::Result<Admitted>>) {
+    async fn accept(self: &Arc<Self>, listener: &TcpListener, admitted: &mpsc::Sender<io::Result<AcceptedConnection>>) {
         let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -188,9 +188,9 @@ impl Gate {
             };
             // Before there is a task for it: a flood costs no more than this.
             let Ok(place) = self.place(address) else { continue };
-            let (gate, admitted) = (self.clone(), admitted.clone());
+            let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
-                if let Ok(connection) = gate.let_in(stream, address, place).await {
+                if let Ok(connection) = acceptor.let_in(stream, address, place).await {
                     // Whoever served them may have ended.
                     drop(admitted.send(Ok(connection)).await);
                 }
@@ -198,15 +198,19 @@ impl Gate {
         }
     }
 
-    fn place(self: &Arc<Self>, address: SocketAddr) -> Result<Place, Failure> {
-        Place::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
+    fn place(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
+        HandshakeSlot::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
     }
 
     /// One connection that somebody else has accepted.
     ///
     /// # Errors
     /// Why it is not let in; it is counted and logged.
-    pub async fn admit_one(self: Arc<Self>, stream: TcpStream, address: SocketAddr) -> Result<Admitted, Failure> {
+    pub async fn admit_one(
+        self: Arc<Self>,
+        stream: TcpStream,
+        address: SocketAddr,
+    ) -> Result<AcceptedConnection, Failure> {
         let place = self.place(address)?;
         self.let_in(stream, address, place).await
     }
@@ -215,18 +219,22 @@ impl Gate {
         self: &Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
-        place: Place,
-    ) -> Result<Admitted, Failure> {
+        place: HandshakeSlot,
+    ) -> Result<AcceptedConnection, Failure> {
         let outcome = self.shake_hands(stream, address).await;
         drop(place);
         outcome.inspect_err(|failure| self.failures.count(&address, failure))
     }
 
-    async fn shake_hands(self: &Arc<Self>, stream: TcpStream, address: SocketAddr) -> Result<Admitted, Failure> {
+    async fn shake_hands(
+        self: &Arc<Self>,
+        stream: TcpStream,
+        address: SocketAddr,
+    ) -> Result<AcceptedConnection, Failure> {
         stream.set_nodelay(true).map_err(|error| Failure::of(&error))?;
         let Some(protection) = &self.protection else {
             let caller = Caller { address, identity: None, is_protected: false };
-            return Ok(Admitted { io: Io::Plain(stream), caller, inside: None });
+            return Ok(AcceptedConnection { io: Io::Plain(stream), caller, guard: None });
         };
         let acceptor = TlsAcceptor::from(protection.config()?);
         let handshake = tokio::time::timeout(self.limits.handshake, acceptor.accept(stream)).await;
@@ -239,32 +247,32 @@ impl Gate {
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
         let certificate = chain.first().map(Certificate::read).transpose();
         let certificate = certificate.map_err(|message| Failure { reason: Reason::NoIdentity, message })?;
-        let inside = match certificate {
+        let guard = match certificate {
             Some(certificate) => Some(self.enter(&certificate, chain)?),
             None => None,
         };
-        let identity = inside.as_ref().map(|inside| inside.door.identity.clone());
+        let identity = guard.as_ref().map(|guard| guard.connection.identity.clone());
         let caller = Caller { address, identity, is_protected: true };
-        Ok(Admitted { io: Io::Tls(Box::new(stream.into())), caller, inside })
+        Ok(AcceptedConnection { io: Io::Tls(Box::new(stream.into())), caller, guard })
     }
 
     fn enter(
         self: &Arc<Self>,
         certificate: &Certificate,
         chain: Vec<CertificateDer<'static>>,
-    ) -> Result<Entered, Failure> {
+    ) -> Result<ConnectionGuard, Failure> {
         let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate names nobody".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(nobody)?;
-        let mut inside = self.inside();
-        let count = inside.identities.entry(identity.clone()).or_default();
+        let mut connections = self.connections();
+        let count = connections.identities.entry(identity.clone()).or_default();
         if *count >= self.limits.connections_per_identity {
             let message = format!("{identity} has {count} connections: expected no more");
             return Err(Failure { reason: Reason::TooMany, message });
         }
         *count += 1;
-        inside.next += 1;
-        let number = inside.next;
-        let door = Arc::new(Door {
+        connections.next += 1;
+        let number = connections.next;
+        let connection = Arc::new(TrackedConnection {
             identity,
             fingerprint: certificate.fingerprint,
             chain,
@@ -272,12 +280,12 @@ impl Gate {
             closed: AtomicBool::new(false),
             reader: Mutex::default(),
         });
-        inside.doors.insert(number, door.clone());
-        Ok(Entered { gate: self.clone(), number, door })
+        connections.tracked.insert(number, connection.clone());
+        Ok(ConnectionGuard { acceptor: self.clone(), number, connection })
     }
 
     /// Where somebody else accepts ([`Self::admit_one`]): ends connections whose certificate has expired since, or was
-    /// denied, for ever.
+    /// revoked, for ever.
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -287,7 +295,7 @@ impl Gate {
         }
     }
 
-    /// Ends connections whose certificate has expired since, or was denied: who is alive comes back with another one.
+    /// Ends connections whose certificate has expired since, or was revoked: who is alive comes back with another one.
     fn maintain(&self) {
         self.maintain_at(unix_now());
     }
@@ -295,16 +303,16 @@ impl Gate {
     pub(crate) fn maintain_at(&self, now: Duration) {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.with_fewer_authorities() {
-            let doors: Vec<Arc<Door>> = self.inside().doors.values().cloned().collect();
+            let tracked: Vec<Arc<TrackedConnection>> = self.connections().tracked.values().cloned().collect();
             // Of thousands that takes as long as so many handshakes.
-            std::thread::spawn(move || doors.iter().for_each(|door| door.verify(&verifier)));
+            std::thread::spawn(move || tracked.iter().for_each(|connection| connection.verify(&verifier)));
         }
-        for door in self.inside().doors.values().filter(|door| !door.is_closed()) {
-            let is_denied = protection.denied.contains(&door.fingerprint);
-            if is_denied || door.not_after < now {
-                let why = if is_denied { "is on the deny list" } else { "has expired" };
-                tracing::warn!("a connection of {} is ended: its certificate {why}", door.identity);
-                door.close();
+        for connection in self.connections().tracked.values().filter(|connection| !connection.is_closed()) {
+            let is_revoked = protection.revoked.contains(&connection.fingerprint);
+            if is_revoked || connection.not_after < now {
+                let why = if is_revoked { "is on the deny list" } else { "has expired" };
+                tracing::warn!("a connection of {} is ended: its certificate {why}", connection.identity);
+                connection.close();
             }
         }
     }
@@ -313,62 +321,62 @@ impl Gate {
 impl Protection {
     /// Who may come in now, if an authority is believed no more since this was asked last.
     fn with_fewer_authorities(&self) -> Option<ClientVerifier> {
-        let material = self.tls.material();
+        let credentials = self.tls.credentials();
         let mut believed = self.believed.lock();
-        let before = std::mem::replace(&mut *believed, material.clone());
-        let is_still = |old: &Certificate| material.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
-        if Arc::ptr_eq(&before, &material) || before.authorities.iter().all(is_still) {
+        let before = std::mem::replace(&mut *believed, credentials.clone());
+        let is_still = |old: &Certificate| credentials.authorities.iter().any(|new| new.fingerprint == old.fingerprint);
+        if Arc::ptr_eq(&before, &credentials) || before.authorities.iter().all(is_still) {
             return None;
         }
-        let verifier = material.client_verifier(&self.accepted, self.certificates, self.denied.clone());
+        let verifier = credentials.client_verifier(&self.accepted, self.certificates, self.revoked.clone());
         verifier.inspect_err(|error| tracing::error!("open connections cannot be looked at again: {error:#}")).ok()
     }
 
     fn config(&self) -> Result<Arc<ServerConfig>, Failure> {
-        let material = self.tls.material();
+        let credentials = self.tls.credentials();
         let mut config = self.config.lock();
         if let Some((of, config)) = &*config
-            && Arc::ptr_eq(of, &material)
+            && Arc::ptr_eq(of, &credentials)
         {
             return Ok(config.clone());
         }
-        let new = material.server(&self.accepted, self.certificates, self.denied.clone(), self.protocols);
+        let new = credentials.server(&self.accepted, self.certificates, self.revoked.clone(), self.protocols);
         let new = Arc::new(new.map_err(|error| Failure { reason: Reason::Broken, message: format!("{error:#}") })?);
-        *config = Some((material, new.clone()));
+        *config = Some((credentials, new.clone()));
         Ok(new)
     }
 }
 
 /// Somebody's handshake, among those at the same time.
-struct Place {
-    gate: Arc<Gate>,
+struct HandshakeSlot {
+    acceptor: Arc<ConnectionAcceptor>,
     address: IpAddr,
 }
 
-impl Place {
-    fn take(gate: &Arc<Gate>, address: IpAddr) -> Result<Self, Failure> {
-        let mut inside = gate.inside();
-        let (all, limits) = (inside.handshaking, &gate.limits);
-        let count = inside.handshakes.get(&address).copied().unwrap_or(0);
+impl HandshakeSlot {
+    fn take(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
+        let mut connections = acceptor.connections();
+        let (all, limits) = (connections.handshaking, &acceptor.limits);
+        let count = connections.handshakes.get(&address).copied().unwrap_or(0);
         if all >= limits.handshakes || count >= limits.handshakes_per_address {
             let message = format!("{count} handshakes of its address, {all} in all, are not done: expected no more");
             return Err(Failure { reason: Reason::TooMany, message });
         }
-        inside.handshakes.insert(address, count + 1);
-        inside.handshaking += 1;
-        drop(inside);
-        Ok(Self { gate: gate.clone(), address })
+        connections.handshakes.insert(address, count + 1);
+        connections.handshaking += 1;
+        drop(connections);
+        Ok(Self { acceptor: acceptor.clone(), address })
     }
 }
 
-impl Drop for Place {
+impl Drop for HandshakeSlot {
     fn drop(&mut self) {
-        let mut inside = self.gate.inside();
-        inside.handshaking -= 1;
-        if let Some(count) = inside.handshakes.get_mut(&self.address) {
+        let mut connections = self.acceptor.connections();
+        connections.handshaking -= 1;
+        if let Some(count) = connections.handshakes.get_mut(&self.address) {
             *count -= 1;
             if *count == 0 {
-                inside.handshakes.remove(&self.address);
+                connections.handshakes.remove(&self.address);
             }
         }
     }
@@ -376,20 +384,20 @@ impl Drop for Place {
 
 /// An open connection with a certificate, among all of them.
 #[derive(Debug)]
-struct Entered {
-    gate: Arc<Gate>,
+struct ConnectionGuard {
+    acceptor: Arc<ConnectionAcceptor>,
     number: u64,
-    door: Arc<Door>,
+    connection: Arc<TrackedConnection>,
 }
 
-impl Drop for Entered {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        let mut inside = self.gate.inside();
-        inside.doors.remove(&self.number);
-        if let Some(count) = inside.identities.get_mut(&self.door.identity) {
+        let mut connections = self.acceptor.connections();
+        connections.tracked.remove(&self.number);
+        if let Some(count) = connections.identities.get_mut(&self.connection.identity) {
             *count -= 1;
             if *count == 0 {
-                inside.identities.remove(&self.door.identity);
+                connections.identities.remove(&self.connection.identity);
             }
         }
     }
@@ -397,13 +405,13 @@ impl Drop for Entered {
 
 /// A connection of somebody who was let in.
 #[derive(Debug)]
-pub struct Admitted {
+pub struct AcceptedConnection {
     io: Io,
     caller: Caller,
-    inside: Option<Entered>,
+    guard: Option<ConnectionGuard>,
 }
 
-impl Admitted {
+impl AcceptedConnection {
     /// Whose it is.
     pub fn caller(&self) -> &Caller {
         &self.caller
@@ -411,7 +419,7 @@ impl Admitted {
 
     /// Fingerprint and end (since 1970) of its certificate; `None`: it has shown none.
     pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
-        self.inside.as_ref().map(|inside| (inside.door.fingerprint, inside.door.not_after))
+        self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }
 
     /// The same connection, to be served in that runtime.
@@ -424,15 +432,15 @@ impl Admitted {
     }
 
     fn is_closed(&self) -> bool {
-        self.inside.as_ref().is_some_and(|inside| inside.door.is_closed())
+        self.guard.as_ref().is_some_and(|guard| guard.connection.is_closed())
     }
 }
 
 fn closed() -> io::Error {
-    io::Error::new(io::ErrorKind::ConnectionAborted, "the certificate has expired or is denied")
+    io::Error::new(io::ErrorKind::ConnectionAborted, "the certificate has expired or is revoked")
 }
 
-impl Connected for Admitted {
+impl Connected for AcceptedConnection {
     type ConnectInfo = Caller;
 
     fn connect_info(&self) -> Caller {
@@ -440,14 +448,14 @@ impl Connected for Admitted {
     }
 }
 
-impl AsyncRead for Admitted {
+impl AsyncRead for AcceptedConnection {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if let Some(inside) = &self.inside {
-            *inside.door.reader.lock() = Some(context.waker().clone());
+        if let Some(guard) = &self.guard {
+            *guard.connection.reader.lock() = Some(context.waker().clone());
         }
         // After the waker is there: who closes in between wakes it.
         if self.is_closed() {
@@ -457,7 +465,7 @@ impl AsyncRead for Admitted {
     }
 }
 
-impl AsyncWrite for Admitted {
+impl AsyncWrite for AcceptedConnection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if self.is_closed() {
             return Poll::Ready(Err(closed()));
