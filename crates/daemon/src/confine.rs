@@ -1,5 +1,4 @@
-//! What a daemon may still do once it runs: no more than it needs, also when it was started as root without a service
-//! manager that sees to it.
+//! Capabilities of a daemon: it drops those that it does not need, however it was started.
 
 use anyhow::Context as _;
 use caps::{CapSet, Capability, CapsHashSet};
@@ -21,28 +20,24 @@ pub enum Daemon {
 }
 
 impl Daemon {
-    /// The capabilities that it keeps for as long as it lives. Programs are loaded and attached anew whenever services
-    /// change, so that those for BPF cannot go after the start.
+    /// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are loaded again when services
+    /// change.
     pub fn keeps(self) -> &'static [Capability] {
         use Capability::{CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE};
         match self {
-            // They decide, add up and listen.
             Self::Controller | Self::Rack => &[],
             // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
             Self::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
-            // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are handed
-            // on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users (/proc/PID/fd).
+            // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes, for servers that packets are
+            // handed on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
+            // (/proc/PID/fd).
             Self::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
             Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
         }
     }
 
-    /// Gives up every other capability, for good; no program that is started from here gets any back. Nobody reads this
-    /// process's memory by its core or by ptrace(2) without CAP_SYS_PTRACE: keys are in it. Rights are a thread's, and
-    /// threads inherit them: to be called before the first is started.
-    ///
-    /// # Errors
-    /// When the kernel refuses; it never refuses to give something up.
+    /// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
+    /// CAP_SYS_PTRACE, since keys are in memory. Capabilities belong to threads: call it before the first is started.
     pub fn confine(self) -> anyhow::Result<()> {
         let keeps: CapsHashSet = self.keeps().iter().copied().collect();
         let has = |set| caps::read(None, set).context("cannot read this process's capabilities");

@@ -1,4 +1,4 @@
-//! The way to the controller: which one of several, what is done when it is silent, and when to try again.
+//! Connection to the controllers: choice, keep-alive and retries.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,39 +15,36 @@ use tonic::{Code, Response, Status};
 
 use crate::controllers::Controllers;
 
-/// Time between two attempts: doubles from the first to the second, once per round of all controllers.
+/// Retry interval: doubles from the first to the second value, once per round of all controllers.
 const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// When a controller does not want us: somebody must change a file, or end another daemon.
+/// Retry interval after a rejection: an operator must act first.
 const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A controller that is silent is pinged (HTTP/2), and given up when it does not answer.
+/// Interval of HTTP/2 pings to a silent controller, and the limit for their answers.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What a controller may send before it is told that some of it was read (HTTP/2): a table has 13 kB and there are a thousand in a
-/// second, so with HTTP/2's 64 kB they would wait for that most of the time. The configuration of ten thousand servers fits, too.
+/// HTTP/2 flow-control window. Tables have 13 kB, a thousand per second: with HTTP/2's default of 64 kB they would wait
+/// for window updates. The configuration of ten thousand servers fits, too.
 const WINDOW_BYTES: u32 = 1 << 20;
 
-/// A leader of an older term than one that was heard within this time is not believed. The longest lease there is: so long may a
-/// machine whose clocks stood still take itself for the leader. Not for ever, as another etcd (`coreward store copy`, a restored
+/// A leader of an older term is rejected for this time after the newer one's last message: the longest lease, for which
+/// a frozen machine may take itself for the leader. Not for ever: another etcd (`coreward store copy`, a restored
 /// snapshot) may count terms from the start.
 const TERM_MEMORY: Duration = Duration::from_secs(60);
 
-/// Where a daemon stands with its controllers.
+/// Connection of a daemon to its controllers.
 pub struct Connection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
-    /// Who may be there.
+    /// Accepted roles.
     expected: &'static [Role],
     turns: Turns,
     terms: Terms,
 }
 
 impl Connection {
-    /// Nothing is tried yet. With `tls` one of the roles of `expected` must answer; without it nobody knows who anybody is. Looks after the certificates from now on, on the
-    /// runtime that it is called from.
-    ///
-    /// # Errors
-    /// When the certificates cannot be used.
+    /// Prepares the connection. With `tls` a role of `expected` must answer, without it nobody is verified. Watches the
+    /// certificates on the current runtime.
     pub fn new(controllers: Controllers, tls: Option<&Files>, expected: &'static [Role]) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {
@@ -61,25 +58,22 @@ impl Connection {
         Ok(Self { turns, terms: Terms::default(), tls, expected, controllers })
     }
 
-    /// What an operator should know: certificates that end soon.
+    /// Returns warnings for the operator: certificates that end soon.
     pub fn warnings(&self) -> Vec<String> {
         self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
     }
 
-    /// When certificates end.
+    /// Adds the ends of certificates.
     pub fn add_metrics(&self, page: &mut Page) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
     }
 
-    /// Whose turn it is.
+    /// Returns the controller to try next.
     pub fn controller(&self) -> SocketAddr {
         self.controllers.addresses()[self.turns.current]
     }
 
-    /// Connects to the one whose turn it is.
-    ///
-    /// # Errors
-    /// When it does not answer within two seconds.
+    /// Connects to that controller within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
         let address = self.controller();
         let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected)));
@@ -95,24 +89,21 @@ impl Connection {
         }
     }
 
-    /// The stream that the controller has begun, if it may be believed.
-    ///
-    /// # Errors
-    /// When it led before one that was heard a moment ago: it was stopped, and does not know yet.
+    /// Returns a started stream. Fails if its leader's term is older than one seen lately.
     pub fn begun<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM).and_then(|term| term.to_str().ok()?.parse().ok());
         self.terms.begun(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
-    /// The controller has answered with more than an error: it leads.
+    /// Notes that the controller answered: it leads.
     pub fn heard(&mut self) {
         self.turns.heard();
         self.terms.heard(Instant::now());
     }
 
-    /// The stream has ended, by `error` or in order: logged, and whose turn is next is chosen. Gives the time to wait
-    /// before that; it is drawn anew each time, so that a fleet does not come back in one moment.
+    /// Logs the end of a stream, selects the next controller, and returns the time to wait. It is random, so that a
+    /// fleet does not reconnect at once.
     pub fn ended(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.end(error));
         let pause = self.turns.ended(&end);
@@ -139,7 +130,7 @@ impl Connection {
             Code::Unavailable => {
                 let named = status.metadata().get(LEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
-                // An address that is not in our file is nobody we know.
+                // An address outside of our file is not trusted.
                 named.and_then(place).map_or(End::Lost, End::NotTheLeader)
             }
             _ => End::Lost,
@@ -147,7 +138,7 @@ impl Connection {
     }
 }
 
-/// What somebody can act on: of an error below gRPC its cause.
+/// Returns the cause that an operator can act on.
 fn reason(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
@@ -157,7 +148,7 @@ fn reason(error: &anyhow::Error) -> String {
     }
 }
 
-/// When a process's certificates end, for Prometheus.
+/// Adds the ends of a process's certificates.
 pub fn add_expiry(tls: &Tls, page: &mut Page) {
     let mut ends = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
@@ -167,22 +158,22 @@ pub fn add_expiry(tls: &Tls, page: &mut Page) {
     ends.into_iter().for_each(|(which, end)| page.add("coreward_certificate_expiry_seconds", &[which], end));
 }
 
-/// Why a stream ended.
+/// Reason for the end of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// The controller is away, went, or does not lead.
+    /// The controller is unreachable, or does not lead.
     Lost,
-    /// It does not know who we are, or somebody else is who we say we are.
+    /// The controller rejects this daemon, or another one has its name.
     Rejected,
-    /// It names the one that leads.
+    /// Index of the leader that the controller named.
     NotTheLeader(usize),
 }
 
-/// Who is tried when. Without clock and chance.
+/// Order of attempts, without clock and randomness.
 struct Turns {
     count: usize,
     current: usize,
-    /// Attempts since a controller answered.
+    /// Attempts since the last answer.
     failed: usize,
     answered: bool,
     pause: Duration,
@@ -197,13 +188,13 @@ impl Turns {
         (self.answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
     }
 
-    /// How long to wait for the next attempt.
+    /// Returns the retry interval.
     fn ended(&mut self, end: &End) -> Duration {
         let answered = std::mem::take(&mut self.answered);
         self.failed += usize::from(!answered);
         match end {
             End::NotTheLeader(leader) => self.current = *leader,
-            // Who answered last is most likely back first, and has what we know.
+            // The controller that answered last is likely back first, and has our state.
             _ if answered => {}
             _ => self.current = (self.current + 1) % self.count,
         }
@@ -220,15 +211,14 @@ impl Turns {
     }
 }
 
-/// Which term was heard last. Without clock.
+/// Newest term, without clock.
 #[derive(Default)]
 struct Terms {
-    /// And when.
     newest: Option<(u64, Instant)>,
 }
 
 impl Terms {
-    /// `term`: of whom there is a stream now; `None`: it does not say.
+    /// Checks the term of a new stream; `None`: the controller has no terms.
     fn begun(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {
             (Some(term), Some((newest, heard))) if term < newest && now.duration_since(heard) < TERM_MEMORY => Err(
@@ -241,7 +231,6 @@ impl Terms {
         }
     }
 
-    /// By the stream that there is.
     fn heard(&mut self, now: Instant) {
         if let Some((_, heard)) = &mut self.newest {
             *heard = now;
@@ -249,9 +238,9 @@ impl Terms {
     }
 }
 
-/// Between half of the interval and all of it.
+/// Returns a random time from half of the interval to all of it.
 fn jittered(interval: Duration) -> Duration {
-    // Without the system's randomness all wait as long as each other, no worse.
+    // Without randomness all daemons wait equally long, which is harmless.
     let part = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
     interval.mul_f64(0.5 + 0.5 * f64::from(part) / f64::from(u32::MAX))
 }

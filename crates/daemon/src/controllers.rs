@@ -7,15 +7,15 @@ use coreward_config::toml::de::DeValue;
 use coreward_config::{FromToml, Reader, Spanned, serde_json};
 use serde_json::{Value, json};
 
-/// As many controllers as one fleet may have.
+/// Limit of controllers in one fleet.
 const MOST: usize = 16;
 
-/// Where a fleet's controllers listen: at least one, each once. One of them leads.
+/// Addresses of a fleet's controllers: at least one, without duplicates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Controllers(Vec<SocketAddr>);
 
 impl Controllers {
-    /// In the order of the file.
+    /// Returns the addresses in the order of the file.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.0
     }

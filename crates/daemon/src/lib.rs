@@ -1,5 +1,5 @@
-//! What every daemon does around its work: it tells the service manager (systemd, by sd_notify(3)) that it is ready and goes on,
-//! and ends by a signal. Without a service manager nobody is told anything. [`Connection`] is its way to the controller.
+//! Life of a daemon: readiness and watchdog of the service manager (sd_notify(3)), signals, and its [`Connection`] to
+//! the controllers.
 
 pub mod confine;
 mod connection;
@@ -17,30 +17,22 @@ use tokio::time::MissedTickBehavior;
 pub use connection::{Connection, add_expiry};
 pub use controllers::Controllers;
 
-/// Signals that a daemon handles.
 const HANDLED: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 
-/// Signals wait from now on until the daemon can handle them ([`run_until_shutdown`]): by default they would end it. To be called before there
-/// are other threads, and before any file is read.
-///
-/// # Errors
-/// When the kernel refuses.
+/// Blocks signals until [`run_until_shutdown`] handles them; by default they would end the daemon. Call it before other
+/// threads exist and before files are read.
 pub fn hold_signals() -> anyhow::Result<()> {
     Ok(SigSet::from_iter(HANDLED).thread_block()?)
 }
 
-/// Says that the daemon is ready, and works until SIGTERM or SIGINT. The watchdog is told that the daemon lives from the
-/// runtime that `work` runs on: where `work` blocks a runtime of one thread, the service manager restarts the daemon. (Packets go
-/// on meanwhile; the next process takes over what is pinned.) SIGHUP ends nothing; `work` says what it is for.
-///
-/// # Errors
-/// Those of `work`, or when a signal cannot be waited for.
+/// Reports readiness and runs `work` until SIGTERM or SIGINT. The watchdog is fed by the runtime of `work`: if `work`
+/// blocks a runtime of one thread, the service manager restarts the daemon. SIGHUP is left to `work`.
 pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _ends_nothing = signal(SignalKind::hangup())?;
     tell(NotifyState::Ready);
     let outcome = tokio::select! {
-        // The work comes first: it handles SIGHUP when those that wait are let go.
+        // The work is polled first: it installs its SIGHUP handler before signals are unblocked.
         biased;
         outcome = work => outcome,
         never = let_signals_go() => match never? {},
@@ -58,7 +50,7 @@ async fn let_signals_go() -> anyhow::Result<std::convert::Infallible> {
     std::future::pending().await
 }
 
-/// Twice as often as the service manager wants to hear it.
+/// Notifies the watchdog at half of its interval.
 async fn tell_watchdog() -> std::convert::Infallible {
     let Some(patience) = sd_notify::watchdog_enabled() else { return std::future::pending().await };
     let mut due = tokio::time::interval((patience / 2).max(Duration::from_millis(1)));
@@ -75,8 +67,8 @@ fn tell(state: NotifyState<'_>) {
     }
 }
 
-/// Lets this process have as many open files as the system allows it: every agent's connection and every health check is
-/// one, and the usual soft limit of 1,024 is for programs that use select(2).
+/// Raises the soft limit of open files to the hard one: each agent's connection and health check takes one. The default
+/// of 1,024 is for programs that use select(2).
 pub fn raise_file_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)

@@ -9,12 +9,12 @@ type SetDebug = Box<dyn Fn(bool) + Send + Sync>;
 
 static SET_DEBUG: OnceLock<SetDebug> = OnceLock::new();
 
-/// Names what sets the level, once: true: debug, false: as at the start. Without it the signals change nothing.
+/// Registers the setter of the level: true sets debug, false the level of the start. Without it signals change nothing.
 pub fn set_by(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = SET_DEBUG.set(Box::new(set_debug));
 }
 
-/// Follows the signals until the daemon ends.
+/// Handles the signals until the daemon ends.
 pub(crate) async fn follow_signals() -> anyhow::Result<Infallible> {
     let (mut debug, mut usual) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
     loop {

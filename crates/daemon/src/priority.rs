@@ -1,16 +1,13 @@
-//! Which of a daemon's threads the kernel prefers.
+//! Priorities of a daemon's threads.
 
 use nix::errno::Errno;
 use nix::libc;
 
-/// A ninth of what others have of a CPU.
+/// Niceness added: a ninth of the others' CPU share.
 const NICER: i32 = 10;
 
-/// From now on the calling thread yields to this process's others (on Linux niceness is a thread's, setpriority(2)). It has what
-/// they leave, and no less than a ninth: who holds a lock that the others want goes on.
-///
-/// # Errors
-/// When the kernel refuses: never, as a thread may always yield more.
+/// Lowers the calling thread's priority (on Linux niceness is a thread's). It keeps at least a ninth of a CPU, so locks
+/// that it holds are released.
 pub fn yield_to_others() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };

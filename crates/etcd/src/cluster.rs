@@ -1,6 +1,5 @@
-//! The members of etcd. One is asked; when it does not answer, the next one is. So a member that hangs, or is cut off from the
-//! others, costs a second and not the lease. (etcd-client can balance over members itself, but it leaves a request with the
-//! member that has it.)
+//! Members of etcd, tried in turn, so a member that hangs costs a second and not the lease. etcd-client can balance
+//! over members, but leaves a request with the member that has it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -18,33 +17,29 @@ use tonic::Code;
 use crate::EtcdError;
 use crate::clock::Moment;
 
-/// For one member to answer one request.
+/// Limit for one member's answer to one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// For one question while nobody's lease depends on it.
+/// Limit for a request on which no lease depends.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
-/// After all members were asked in vain.
+/// Pause after all members failed.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
-/// The members.
+/// Connections to all members.
 pub struct Cluster {
     endpoints: Vec<String>,
-    /// One for each of them.
     clients: RwLock<Vec<Client>>,
-    /// Which one answered last.
+    /// Index of the member that answered last.
     preferred: AtomicUsize,
     latencies: Mutex<Latencies>,
-    /// That were granted to this process and may go on. `None`: it has left.
+    /// Leases granted to this process; `None` after [`Cluster::leave`].
     leases: Mutex<Option<BTreeSet<i64>>>,
-    /// Its own thread: however busy the controller is, its lease is kept alive. `None`: it is ending.
+    /// Own thread, so that a busy controller keeps its lease alive; `None` while dropping.
     runtime: Option<Runtime>,
 }
 
 impl Cluster {
-    /// Connects to nobody yet. Endpoints: `http://HOST:PORT` or `https://HOST:PORT`, at least one.
-    ///
-    /// # Errors
-    /// When an endpoint is none, or TLS cannot be set up.
+    /// Prepares connections to endpoints `http://HOST:PORT` or `https://HOST:PORT`, at least one. Does no I/O yet.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
         let thread = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -58,10 +53,7 @@ impl Cluster {
         Ok(Self { endpoints: endpoints.to_vec(), clients, preferred, latencies, leases, runtime: Some(thread) })
     }
 
-    /// From now on requests go by connections with these certificates. What is under way goes on by those of before.
-    ///
-    /// # Errors
-    /// When TLS cannot be set up: everything stays as it is.
+    /// Uses new certificates for new requests. On an error the previous ones stay in use.
     pub async fn renew(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
         let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
@@ -74,12 +66,12 @@ impl Cluster {
         self.clients.read()[position].clone()
     }
 
-    /// Where they are.
+    /// Returns the endpoints, separated by commas.
     pub fn endpoints(&self) -> String {
         self.endpoints.join(", ")
     }
 
-    /// How long requests took that were answered.
+    /// Returns the durations of answered requests.
     pub fn latencies(&self) -> Latencies {
         *self.latencies.lock()
     }
@@ -88,25 +80,20 @@ impl Cluster {
         self.leases.lock()
     }
 
-    /// Remembers a lease that was granted to this process; whether it may use it: not when it has left meanwhile.
+    /// Registers a lease granted to this process. Returns false after [`Cluster::leave`].
     pub(crate) fn hold(&self, lease: i64) -> bool {
         self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
 
-    /// Ends a lease now.
     pub(crate) async fn revoke(&self, lease: i64, until: Moment) -> Result<(), EtcdError> {
-        // Where etcd cannot be told it ends by itself.
+        // If etcd does not answer, the lease expires.
         if let Some(held) = self.leases().as_mut() {
             held.remove(&lease);
         }
         self.call(until, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
     }
 
-    /// Ends what this process holds in etcd, so that others need not wait; from now on it cannot lead. Returns whether it held
-    /// anything.
-    ///
-    /// # Errors
-    /// When etcd cannot be told; then it ends by itself.
+    /// Revokes this process's leases and blocks new ones. Returns whether there were any; on an error they expire.
     pub async fn leave(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
         let until = Moment::now() + PATIENCE;
@@ -116,12 +103,12 @@ impl Cluster {
         Ok(!held.is_empty())
     }
 
-    /// Does something on the thread that is for etcd alone.
+    /// Spawns `work` on the thread reserved for etcd.
     pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.runtime().spawn(work)
     }
 
-    /// Does something, and waits for it. Not to be called from asynchronous code.
+    /// Runs `work` to its end. Panics in asynchronous code.
     pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime().block_on(work)
     }
@@ -130,10 +117,7 @@ impl Cluster {
         self.runtime.as_ref().expect("it is there until the cluster is dropped")
     }
 
-    /// Makes a request; again when no answer comes, until `until`. So it must be one that may be made twice.
-    ///
-    /// # Errors
-    /// When nobody answers until then, or etcd refuses it.
+    /// Repeats a request until it is answered, at most until `until`. The request must be idempotent.
     pub async fn call<T, F: Future<Output = Result<T, Error>>>(
         &self,
         until: Moment,
@@ -175,7 +159,6 @@ impl Cluster {
     }
 }
 
-/// A client for each; nobody is asked yet.
 async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
     let mut options = ConnectOptions::new()
         .with_connect_timeout(REQUEST_TIMEOUT)
@@ -194,18 +177,16 @@ async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<C
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // Waiting for its thread is not possible everywhere where the last user may go.
+        // The last user may drop this where blocking is not allowed.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
     }
 }
 
-/// Why a member did not answer.
 struct Silence {
     words: String,
-    /// It is known whose certificate is wrong. Of a connection that is refused after the handshake often no more is heard than
-    /// that it broke.
+    /// The reason is a certificate. Often a connection rejected after the handshake only breaks.
     is_of_tls: bool,
 }
 
@@ -221,7 +202,7 @@ impl Silence {
             return Self { words: failure.to_string(), is_of_tls: true };
         }
         let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
-        // HTTP/2 hands on the text alone.
+        // The HTTP/2 layer passes on only the text.
         match words.split_once("received fatal alert: ") {
             Some((_, alert)) => {
                 let expected = "expected `certificate` and `key` of [etcd.tls] that an authority of its --trusted-ca-file has signed";
@@ -235,7 +216,7 @@ impl Silence {
     }
 }
 
-/// Whether another member would say the same.
+/// Returns whether every member would give this error.
 fn is_final(error: &Error) -> bool {
     match error {
         Error::GRpcStatus(status) => matches!(

@@ -1,9 +1,8 @@
-//! Who leads: the one whose key PREFIX/leader is, for as long as its lease. Every write of the state names the revision that made
-//! this key (the term), and etcd does it only while the key is that one: whoever was deposed and does not know it yet (stopped,
-//! cut off) can write nothing.
+//! Leader election: the owner of the key PREFIX/leader leads for the time of its lease. Every write names the key's
+//! create revision (the term), so a deposed leader that was stopped or cut off cannot write.
 //!
-//! The leader counts its lease by its own clock from the moment before it asked for it, so the lease ends here before it
-//! ends in etcd, and there are never two leaders. Clocks may differ in speed by [`MARGIN`].
+//! The leader counts its lease from before its request, by its own clock. So the lease ends here before it ends in
+//! etcd, and there are never two leaders. Clocks may differ in speed by [`MARGIN`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,41 +18,38 @@ use crate::EtcdError;
 use crate::clock::Moment;
 use crate::cluster::{Cluster, PATIENCE};
 
-/// Of a lease, that is not used: 1 / MARGIN.
+/// Unused part of a lease: 1 / MARGIN.
 const MARGIN: u32 = 10;
-/// How often a lease is renewed while it lasts: so that it outlives several that fail.
+/// Renewals per lease: several may fail.
 const RENEWALS: u32 = 5;
-/// How long a watch of the leader's key is trusted to tell.
+/// Longest wait for a watch event before the key is read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// How often whoever waits for its end looks at the clock.
 const CLOCK_LOOK: Duration = Duration::from_millis(100);
-/// Before etcd is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Where the state stands, and who wants to lead.
+/// Key and value of an election.
 #[derive(Debug, Clone)]
 pub struct Candidate {
-    /// What all keys begin with.
+    /// Prefix of all keys.
     pub prefix: String,
-    /// What others are told of who leads.
+    /// Content of the leader's key, for followers.
     pub value: String,
-    /// How long it leads without a word from etcd, and how long nobody does when it dies. etcd takes whole seconds, 2 at
-    /// least.
+    /// Longest time without etcd for a leader, and without a leader after its death. Whole seconds, at least 2.
     pub lease: Duration,
 }
 
-/// What is known of who leads.
+/// Result of reading the leader's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Seen {
-    /// Nobody, at the moment.
+    /// There is no leader.
     Nobody,
-    /// Who wrote this.
+    /// Content of the leader's key.
     Leader(String),
-    /// etcd did not answer.
+    /// etcd did not answer: the reason.
     Unknown(String),
 }
 
-/// This process leads, until this ends or is dropped.
+/// Leadership of this process, until the lease ends or this value is dropped.
 pub struct Leadership {
     cluster: Arc<Cluster>,
     key: String,
@@ -69,7 +65,7 @@ impl Candidate {
         format!("{}/leader", self.prefix)
     }
 
-    /// Waits until nobody leads, and then leads. `seen` is told what is seen meanwhile, when it changes.
+    /// Waits for the leader's key and takes it. Calls `seen` with each change meanwhile.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(Seen)) -> Leadership {
         let mut told = None;
         loop {
@@ -98,10 +94,7 @@ impl Candidate {
         }
     }
 
-    /// Leads, unless somebody else does.
-    ///
-    /// # Errors
-    /// When somebody does, or etcd cannot be asked.
+    /// Takes the leader's key; fails if another process has it.
     pub async fn lead_now(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.attempt(&cluster).await? {
             Attempt::Won(leadership) => Ok(leadership),
@@ -110,10 +103,7 @@ impl Candidate {
         }
     }
 
-    /// Who leads now; nothing is changed.
-    ///
-    /// # Errors
-    /// When etcd cannot be asked.
+    /// Reads the leader's key.
     pub async fn read_leader(&self, cluster: &Cluster) -> Result<Seen, EtcdError> {
         let found = self.leader_of(cluster).await?;
         let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
@@ -139,20 +129,20 @@ impl Candidate {
             cluster.call(began + PATIENCE, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
-        // A campaign goes on while its process leaves: the leader's key would outlive it by a lease.
+        // A campaign may outlast `leave`: the key would block others for a lease.
         if !cluster.hold(lease) {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
         let attempt = self.take(cluster, lease, began, time).await;
         if !matches!(attempt, Ok(Attempt::Won(_))) {
-            // The lease that was for nothing ends by itself; sooner is better.
+            // The unused lease would expire; revoking it is faster.
             let held = cluster.clone();
             drop(cluster.spawn(async move { held.revoke(lease, Moment::now() + PATIENCE).await }));
         }
         attempt
     }
 
-    /// Writes the leader's key with this lease of `time`, which was asked for when it `began`.
+    /// Writes the leader's key with `lease`, granted for `time` after a request at `began`.
     async fn take(
         &self,
         cluster: &Arc<Cluster>,
@@ -161,7 +151,7 @@ impl Candidate {
         time: Duration,
     ) -> Result<Attempt, EtcdError> {
         let key = self.key();
-        // Counted from before the first attempt, so it is never too long.
+        // Counted from before the first attempt: never too long.
         let until = began + (time - time / MARGIN);
         let take = |mut client: Client| {
             let nobody = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
@@ -176,7 +166,7 @@ impl Candidate {
         }
         for response in taken.op_responses() {
             let TxnOpResponse::Get(found) = response else { continue };
-            // The answer to an attempt before this one was lost.
+            // An earlier attempt succeeded, and its answer was lost.
             if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
                 return Ok(Attempt::Won(self.won(cluster, lease, mine.create_revision(), time, until)));
             }
@@ -194,7 +184,7 @@ impl Candidate {
         Leadership { cluster: cluster.clone(), key: self.key(), lease, term, until, ended, renewing }
     }
 
-    /// Returns when the leader's key is no more what it was at `revision`, or it is time to look.
+    /// Waits until the leader's key is no longer at `revision`, at most [`POLL_INTERVAL`].
     async fn until_changed(&self, cluster: &Cluster, revision: i64) {
         let from = WatchOptions::new().with_start_revision(revision + 1);
         let watch = |mut client: Client| {
@@ -225,7 +215,7 @@ impl Attempt {
     }
 }
 
-/// Renews the lease until that fails for good; `ending` is told why.
+/// Renews the lease until that fails for good, and sends the reason to `ending`.
 async fn renew(
     cluster: Arc<Cluster>,
     lease: i64,
@@ -253,53 +243,50 @@ async fn renew(
                 let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
                 return;
             }
-            // Until its time is over.
+            // Retried until the lease ends.
             Err(error) => tracing::warn!("the leader's lease is not renewed: {error}"),
         }
     }
 }
 
 impl Leadership {
-    /// Grows with every leader: a revision of etcd.
+    /// Returns the term: the key's create revision, which grows with every leader.
     pub fn term(&self) -> u64 {
         self.term.unsigned_abs()
     }
 
-    /// Whether it holds now, by this machine's clock.
+    /// Returns whether the lease is valid by this machine's clock.
     pub fn holds(&self) -> bool {
         !self.until().left().is_zero()
     }
 
-    /// When it ends, unless it is renewed.
+    /// Returns the end of the lease without a renewal.
     pub fn until(&self) -> Moment {
         Moment::at(Duration::from_nanos(self.until.load(Ordering::Relaxed)))
     }
 
-    /// Returns when it has ended, and says why.
+    /// Waits for the end of the lease and returns the reason.
     pub async fn ended(&self) -> String {
         let mut ended = self.ended.clone();
         loop {
             match tokio::time::timeout(CLOCK_LOOK, ended.wait_for(Option::is_some)).await {
                 Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
                 Ok(Err(_)) => return "nobody renews its lease".to_owned(),
-                // The thread that renews it may be as late as this one is.
+                // The renewing thread may be late, too.
                 Err(_) if !self.holds() => return "its lease has ended".to_owned(),
                 Err(_) => {}
             }
         }
     }
 
-    /// Gives it up, so that another one need not wait for the end of its lease.
-    ///
-    /// # Errors
-    /// When etcd cannot be told; then the others wait.
+    /// Revokes the lease, so that others need not wait for its end.
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
         self.until.store(0, Ordering::Relaxed);
         self.cluster.revoke(self.lease, Moment::now() + PATIENCE).await
     }
 
-    /// Does these operations while it leads; `also`: a key, and at which revision it must have been written last.
+    /// Executes operations in one transaction while leading. `also`: a key and its expected modification revision.
     pub(crate) async fn guarded(&self, also: Option<(&str, i64)>, operations: &[TxnOp]) -> Result<Guarded, EtcdError> {
         let leads = Compare::create_revision(self.key.clone(), CompareOp::Equal, self.term);
         let mut conditions = vec![leads];
@@ -334,12 +321,12 @@ impl Leadership {
     }
 }
 
-/// What became of a guarded write.
+/// Outcome of a guarded write.
 pub(crate) enum Guarded {
     Done {
         revision: i64,
     },
-    /// The other condition was not met: what is there.
+    /// The revision of `also` differs: its present content.
     Differs(Option<etcd_client::KeyValue>),
 }
 

@@ -1,17 +1,16 @@
-//! What several controllers share in etcd.
+//! State and leader election of several controllers in etcd.
 //!
-//! * [`cluster`]: the members, and a request that goes on to the next one when a member does not answer
-//! * [`leadership`]: one controller leads, by a lease; it knows by its own clock until when
-//! * [`parts`]: the state, which only who leads can write, and which changes whole or not at all
-//! * [`local`]: an etcd of one's own, for tests
-//! * [`clock`]: a clock that goes on while the machine sleeps
+//! * [`cluster`]: the members, tried in turn
+//! * [`leadership`]: leader election by a lease
+//! * [`parts`]: the state, replaced atomically, written by the leader only
+//! * [`local`]: etcd processes for tests
 //!
-//! All keys begin with the prefix that the operator chose:
+//! Keys below the operator's prefix:
 //!
 //! ```text
-//! PREFIX/leader               who leads; goes away with its lease
-//! PREFIX/manifest             which parts are in force: the one key whose change is a change of the state
-//! PREFIX/parts/NAME/NUMBER    a part, as the change of that number wrote it
+//! PREFIX/leader               the leader, with its lease
+//! PREFIX/manifest             parts in force; the only key whose change changes the state
+//! PREFIX/parts/NAME/NUMBER    a part as written by change NUMBER
 //! ```
 
 pub mod clock;
@@ -22,33 +21,32 @@ pub mod parts;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
-/// What follows the prefix in a fleet's keys. A prefix with one of these would stand among the records of another fleet, which its
-/// leader throws away as left over.
+/// Segments after the prefix. In a prefix they would be among another fleet's records, which its leader deletes.
 pub const OWN_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
 
-/// Why something in etcd could not be done.
+/// Failure of a request to etcd.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    /// No member answered in time. Whether it was done is not known.
+    /// No member answered in time: the outcome is unknown.
     #[error("etcd at {endpoints}: {problem}")]
     Unreachable {
-        /// Of all members.
+        /// All endpoints.
         endpoints: String,
-        /// What the last one that was asked said, or that it said nothing.
+        /// Reason given by the last member.
         problem: String,
     },
-    /// etcd does not want to.
+    /// etcd rejected the request.
     #[error("etcd refuses: {0}")]
     Rejected(String),
     /// Another controller leads, or may.
     #[error("this controller leads no more: {0}")]
     Deposed(String),
-    /// What is there was written by something else, or by a later version.
+    /// A record of another program or a later version.
     #[error("{key} in etcd: {problem}")]
     Content {
-        /// Where.
+        /// Key of the record.
         key: String,
-        /// What is wrong.
+        /// Reason.
         problem: String,
     },
 }

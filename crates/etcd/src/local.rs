@@ -1,34 +1,34 @@
-//! An etcd of one's own, for tests: the commands that start its members.
+//! etcd processes for tests.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Where one member listens.
+/// Addresses of a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Different for each.
+    /// Unique name.
     pub name: String,
-    /// For clients.
+    /// Address for clients.
     pub client: SocketAddr,
-    /// For the other members.
+    /// Address for other members.
     pub peer: SocketAddr,
 }
 
-/// What a member shows to clients, and whom it lets in (PEM).
+/// TLS files of a member (PEM).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientTls {
-    /// Without a certificate that one of these authorities has signed nobody comes in.
+    /// Authorities of clients' certificates.
     pub ca: PathBuf,
-    /// Its own.
+    /// Certificate.
     pub certificate: PathBuf,
-    /// The key to it.
+    /// Key of the certificate.
     pub key: PathBuf,
 }
 
 impl Member {
-    /// `count` members at this address; each has two ports, from `port` on.
+    /// Returns `count` members at `address`, with two ports each from `port` on.
     pub fn several(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
         let member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
@@ -38,32 +38,28 @@ impl Member {
         (0..count).map(member).collect()
     }
 
-    /// The only one, on ports of this host that are free now.
-    ///
-    /// # Errors
-    /// When there is no free port.
+    /// Returns a single member on free ports of this host.
     pub fn alone() -> std::io::Result<Self> {
         let [client, peer] = [free_port()?, free_port()?];
         Ok(Self { name: "etcd1".to_owned(), client, peer })
     }
 
-    /// For `endpoints`.
+    /// Returns its URL without TLS.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.client)
     }
 
-    /// For `endpoints`, of one that speaks TLS.
+    /// Returns its URL with TLS.
     pub fn secure_endpoint(&self) -> String {
         format!("https://{}", self.client)
     }
 
-    /// Starts it as one of `members`, with its data in a directory below `directory`: the same one again when it is started
-    /// again.
+    /// Returns the command for one of `members`. Its data is below `directory`, the same after a restart.
     pub fn command(&self, members: &[Member], directory: &Path) -> Command {
         self.command_for(members, directory, &self.endpoint())
     }
 
-    /// The same, with TLS for clients.
+    /// Returns the same command with TLS for clients.
     pub fn secure_command(&self, members: &[Member], directory: &Path, tls: &ClientTls) -> Command {
         let mut command = self.command_for(members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");
@@ -84,20 +80,19 @@ impl Member {
         let peer = format!("http://{}", self.peer);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &initial.join(",")]);
-        // Members are killed, never the machine: what they wrote stays in the page cache, and no disk delays them.
+        // Only processes are killed, so the page cache keeps what they wrote.
         command.arg("--unsafe-no-fsync");
-        // Sooner than in earnest: tests wait for it.
+        // Short, as tests wait for elections.
         command.args(["--heartbeat-interval", "50", "--election-timeout", "500"]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command
     }
 }
 
-/// What [`free_port`] hands out: the kernel gives none of these to whoever asks for any port (`ip_local_port_range`, 32768 to
-/// 60999 if nobody has set it), so that until etcd listens nobody takes them.
+/// Outside of `ip_local_port_range` (32768 to 60999), so the kernel gives none of them to another process.
 const PORTS: std::ops::Range<u16> = 12_000..32_000;
 
-/// A port that is free, and that this process has not handed out before. Where the next process begins is elsewhere.
+/// Returns a free port that this process has not returned before; processes start at different ports.
 fn free_port() -> std::io::Result<SocketAddr> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let count = PORTS.len() as u32;

@@ -1,7 +1,6 @@
-//! The state: named parts, of which a change replaces some. etcd takes requests of 1.5 MB and transactions of 128 operations, and
-//! the state of 10,000 servers is larger. So a change first writes the parts that are new beside the others, under its number, and
-//! then, in one transaction, the manifest that names the parts in force. Whoever reads sees all of a change or nothing; what a
-//! leader wrote that died before the manifest is nobody's, and the next leader throws it away.
+//! State in named parts, of which a change replaces some. The state of 10,000 servers exceeds etcd's limits: requests
+//! of 1.5 MB, transactions of 128 operations. So a change first writes its parts under its number. One transaction then
+//! replaces the manifest, which names the parts in force. Parts without a manifest are deleted by the next leader.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -14,28 +13,26 @@ use crate::EtcdError;
 use crate::clock::Moment;
 use crate::leadership::{Guarded, Leadership};
 
-/// Of the manifest's layout.
+/// Layout of the manifest.
 const FORMAT: u32 = 1;
-/// Operations of one transaction (etcd's --max-txn-ops is 128).
+/// etcd's --max-txn-ops is 128.
 const MOST_OPERATIONS: usize = 100;
-/// Bytes of one transaction (etcd's --max-request-bytes is 1.5 MiB).
+/// etcd's --max-request-bytes is 1.5 MiB.
 const MOST_BYTES: usize = 1_000_000;
-/// Parts that are read at once.
+/// Parts per read.
 const PAGE: i64 = 64;
-/// What one answer may hold.
 const LARGEST_ANSWER: usize = 256 << 20;
-/// For reading everything.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The state, by the names of its parts.
+/// State by part.
 pub type Parts = BTreeMap<String, Vec<u8>>;
 
-/// The state as the one that leads sees it; only that one writes.
+/// State of the leader, the only writer.
 pub struct PartStore {
     leadership: Arc<Leadership>,
     prefix: String,
     manifest: Manifest,
-    /// Of the manifest's last change; 0: there is none.
+    /// Modification revision of the manifest; 0: none.
     revision: i64,
     saved: Parts,
 }
@@ -43,17 +40,13 @@ pub struct PartStore {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Manifest {
     format: u32,
-    /// Of the change.
     number: u64,
-    /// By name: which change wrote it.
+    /// Number of the change that wrote each part.
     parts: BTreeMap<String, u64>,
 }
 
 impl PartStore {
-    /// Reads what is there.
-    ///
-    /// # Errors
-    /// When etcd does not answer, or what is there makes no sense.
+    /// Reads the state.
     pub async fn open(leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
         let mut store = Self {
             leadership,
@@ -67,12 +60,12 @@ impl PartStore {
         Ok(store)
     }
 
-    /// What is in force; empty: nothing was ever saved.
+    /// Returns the state in force; empty before the first change.
     pub fn parts(&self) -> &Parts {
         &self.saved
     }
 
-    /// Who writes.
+    /// Returns the writer's leadership.
     pub fn leadership(&self) -> &Arc<Leadership> {
         &self.leadership
     }
@@ -107,7 +100,7 @@ impl PartStore {
             let problem = format!("format {}: expected {FORMAT}", manifest.format);
             return Err(self.content_error(&key, problem));
         }
-        // At the manifest's own revision: what is in force has been there then.
+        // At the manifest's revision all its parts exist.
         let at = found.header().map_or(0, etcd_client::ResponseHeader::revision);
         let mut values = self.read_all(at, false).await?;
         for (name, number) in &manifest.parts {
@@ -119,11 +112,11 @@ impl PartStore {
         Ok(())
     }
 
-    /// All that stands under `parts`, by key.
+    /// Reads all keys below `parts`.
     async fn read_all(&self, at: i64, keys_only: bool) -> Result<Parts, EtcdError> {
         let mut all = Parts::new();
         let mut from = self.all_parts_key().into_bytes();
-        // `/` + 1.
+        // '0' follows '/'.
         let end = format!("{}/parts0", self.prefix);
         loop {
             let mut options = GetOptions::new().with_range(end.clone()).with_limit(PAGE).with_revision(at);
@@ -148,7 +141,7 @@ impl PartStore {
         }
     }
 
-    /// Throws away what no manifest names.
+    /// Deletes parts that no manifest names.
     async fn tidy(&self) -> Result<(), EtcdError> {
         let there = self.read_all(0, true).await?;
         let needed: HashSet<String> =
@@ -161,11 +154,8 @@ impl PartStore {
         Ok(())
     }
 
-    /// Replaces everything. Only what differs is written.
-    ///
-    /// # Errors
-    /// When this process leads no more, or etcd does not take it. When etcd does not answer it is not known whether the
-    /// change was made; the process leads no more then, as this is tried until its lease ends.
+    /// Replaces the state; writes only differences. Without an answer from etcd it retries until the lease ends: then
+    /// the outcome is unknown, and this process no longer leads.
     pub async fn save(&mut self, parts: Parts) -> Result<(), EtcdError> {
         let mut next = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut superseded = Vec::new();
@@ -192,7 +182,7 @@ impl PartStore {
         self.revision = self.switch(&last, &encoded).await?;
         (self.manifest, self.saved) = (next, parts);
         for batch in later.chunks(MOST_OPERATIONS) {
-            // It is done; what is left over is in nobody's way, and the next leader throws it away.
+            // The change is in force; the next leader deletes what is left.
             if let Err(error) = self.leadership.guarded(None, batch).await {
                 tracing::warn!("parts that are of no use any more stay in etcd: {error}");
             }
@@ -200,12 +190,12 @@ impl PartStore {
         Ok(())
     }
 
-    /// Puts the manifest in force; gives its revision.
+    /// Writes the manifest and returns its revision.
     async fn switch(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let key = self.manifest_key();
         match self.leadership.guarded(Some((&key, self.revision)), operations).await? {
             Guarded::Done { revision } => Ok(revision),
-            // The answer to an attempt before this one was lost.
+            // An earlier attempt succeeded, and its answer was lost.
             Guarded::Differs(Some(found)) if found.value() == manifest => Ok(found.mod_revision()),
             Guarded::Differs(_) => {
                 Err(self.content_error(&key, "something else has changed it: expected one fleet per prefix"))
@@ -214,7 +204,7 @@ impl PartStore {
     }
 }
 
-/// Operations, as many together as one transaction takes.
+/// Batch of operations, within one transaction's limits.
 #[derive(Default)]
 struct Batches {
     batches: Vec<Vec<TxnOp>>,

@@ -1,5 +1,4 @@
-//! The audit log is part of the records: a change and its entry are written together, so a restart or another leader
-//! loses neither.
+//! Audit log. A change and its entry are written together, so a restart or another leader loses neither.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,20 +8,19 @@ use coreward_api::types::AuditEntry;
 
 use crate::records::Records;
 
-/// Older entries are forgotten.
+/// Limit of entries; older ones are dropped.
 pub const ENTRIES: usize = 1000;
-/// Bytes of a name in an entry. By these limits an entry has about 1 KB: fifty of them are written with each change.
+/// Limit of a name, bytes. With these limits an entry has about 1 KB; fifty are written with each change.
 const NAME_LIMIT: usize = 100;
-/// Bytes of `before` and of `after`.
+/// Limit of `before` and of `after`, bytes.
 const STATE_LIMIT: usize = 500;
-/// Bytes of one change of a document.
+/// Limit of one change of a document, bytes.
 const CHANGE_LIMIT: usize = 150;
-/// Bytes of all its changes that an entry names.
+/// Limit of all changes in an entry, bytes.
 const CHANGES_LIMIT: usize = 400;
-/// Room for the number of bytes that were cut.
 const CUT_NOTE: usize = 32;
 
-/// Who wants a change.
+/// Author of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
     /// As [`AuditEntry::who`].
@@ -32,12 +30,12 @@ pub struct Author {
 }
 
 impl Author {
-    /// Nobody else: what is due by itself.
+    /// Returns the author of changes that are due by schedule.
     pub fn controller() -> Self {
         Self { who: "controller".to_owned(), from: String::new() }
     }
 
-    /// Whoever may send this process signals.
+    /// Returns the author of changes by signals.
     pub fn signal() -> Self {
         Self { who: "SIGHUP".to_owned(), from: String::new() }
     }
@@ -49,7 +47,7 @@ impl From<&Caller> for Author {
     }
 }
 
-/// What is changed.
+/// Description of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
     /// As [`AuditEntry::action`].
@@ -62,7 +60,7 @@ pub struct Note {
     pub after: String,
 }
 
-/// Returns the changes of a document in one line: those that fit, and the number of the others.
+/// Returns the changes of a document in one line, with the number of those that do not fit.
 pub fn changes_in_words(changes: &[String]) -> String {
     let mut line = String::new();
     for (number, change) in changes.iter().enumerate() {
@@ -76,7 +74,7 @@ pub fn changes_in_words(changes: &[String]) -> String {
     line
 }
 
-/// Returns the text, or its beginning and how much is missing, in `limit` bytes.
+/// Returns the text, or its beginning and the number of missing bytes, in `limit` bytes.
 fn cut(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();
@@ -99,7 +97,7 @@ pub fn bounded(entry: AuditEntry) -> AuditEntry {
 }
 
 impl Records {
-    /// Notes a change. `wall`: since 1970.
+    /// Appends an entry. `wall`: since 1970.
     pub fn note(&mut self, author: &Author, note: Note, wall: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
         entries.push(bounded(AuditEntry {

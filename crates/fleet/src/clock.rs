@@ -1,12 +1,10 @@
-//! Time as the records count it. What is on record is kept for a time ("left a day ago"), over restarts, so by seconds since
-//! 1970; but a wall clock that jumps a day ahead must not give away the ids of servers that left a minute ago, and one that
-//! jumps back must not keep them for ever. So the records have a clock of their own: it began with the wall clock of the first
-//! controller, and goes on only while a controller is at work, by the machine's monotonic clock. Nothing is forgotten
-//! too early; it may be kept longer, by as long as there was no controller.
+//! Clock of the records. Ages survive restarts, so they are seconds since 1970. A wall clock that jumps must neither
+//! release ids early nor keep them for ever. So this clock starts with the first controller's wall clock, and advances
+//! by the monotonic clock while a controller runs. Ids may be kept longer by the time without a controller.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// The records' clock.
+/// Clock of the records.
 #[derive(Debug, Clone, Copy)]
 pub struct RecordClock {
     base: Duration,
@@ -14,18 +12,18 @@ pub struct RecordClock {
 }
 
 impl RecordClock {
-    /// Goes on from where it stood when the records were last written; from the wall clock where they do not say.
+    /// Continues from the stored time, or from the wall clock.
     pub fn from(stood: Option<Duration>) -> Self {
         Self { base: stood.unwrap_or_else(wall_now), started: Instant::now() }
     }
 
-    /// Now, since 1970.
+    /// Returns the present time since 1970.
     pub fn now(&self) -> Duration {
         self.base + self.started.elapsed()
     }
 }
 
-/// By the wall clock, since 1970; 0 before.
+/// Returns the wall clock's time since 1970; 0 before.
 pub fn wall_now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -1,5 +1,4 @@
-//! Servers that take no new connections because an operator said so, until an operator says otherwise: beside the fleet's document, so
-//! that neither a restart nor another document puts a server back in while somebody works on it.
+//! Drains by operators. They are apart from the fleet's document: neither a restart nor another document ends one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -10,52 +9,52 @@ use crate::config::FleetConfig;
 use crate::fleet::{AdminState, Fleet, FleetService};
 use crate::records::{Membership, Records, whole_seconds};
 
-/// That somebody drains a server.
+/// Drain of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrainRecord {
-    /// Since when it is as it is (whole seconds since 1970, by the records' clock).
+    /// Time of the last change (whole seconds since 1970, by the records' clock).
     pub since: Duration,
-    /// Of the configuration that began it: a load balancer that has confirmed this one sends nothing new there.
+    /// Generation that began it: a load balancer that has acknowledged it sends nothing new there.
     pub generation: u64,
-    /// In which services; `None`: in all of them, also those that it is put into later.
+    /// Drained services; `None`: all, also later ones.
     pub services: Option<BTreeSet<String>>,
 }
 
 impl DrainRecord {
-    /// Whether it is drained in the service of that name.
+    /// Returns whether the server is drained in the service.
     pub fn covers(&self, service: &str) -> bool {
         self.services.as_ref().is_none_or(|services| services.contains(service))
     }
 }
 
-/// What an operator wants.
+/// Request to drain a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedDrain {
     /// Name of the server.
     pub server: String,
-    /// In which services; `None`: in all of them.
+    /// Services to drain; `None`: all.
     pub services: Option<BTreeSet<String>>,
-    /// Also where no other server takes new connections.
+    /// Allows draining the last server of a service.
     pub force: bool,
 }
 
-/// Why a server is not drained, or not undrained.
+/// Reason for rejecting a drain.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotDrained {
-    /// Nobody of that name is in the fleet's document.
+    /// No such server in the document.
     #[error("server {0:?} does not exist in the fleet's document")]
     UnknownServer(String),
-    /// It is in others.
+    /// The server is not in the service.
     #[error("server {server:?} is not in service {service:?}: expected {expected}")]
     NotInService {
-        /// Which server.
+        /// Name of the server.
         server: String,
-        /// The service in which it is not.
+        /// Name of the service.
         service: String,
-        /// Those in which it is, in words.
+        /// Its services, as text.
         expected: String,
     },
-    /// Nobody could connect any more.
+    /// The last server of these services.
     #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
     LastOne {
         /// Names of the services.
@@ -64,10 +63,7 @@ pub enum NotDrained {
 }
 
 impl WantedDrain {
-    /// Whether the server can be drained. `takes`: whether a server takes a service's new connections now.
-    ///
-    /// # Errors
-    /// When it does not exist, is not in a service, or is the last one there and not `force`.
+    /// Checks whether the server can be drained. `takes`: whether a server takes a service's new connections now.
     pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), NotDrained> {
         let id = present(fleet, &self.server)?;
         let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
@@ -97,18 +93,15 @@ impl WantedDrain {
     }
 }
 
-/// The id of a server that is in the fleet's document.
-///
-/// # Errors
-/// When there is none of that name.
+/// Returns the id of a server in the document.
 pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, NotDrained> {
     let id = fleet.id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
     id.ok_or_else(|| NotDrained::UnknownServer(server.to_owned()))
 }
 
 impl Records {
-    /// Somebody drains the server, also in these services if he does so in others already. `generation`: of the configuration in
-    /// which that is so. True when it was otherwise.
+    /// Drains the server, in addition to services drained before. `generation`: of the configuration with this drain.
+    /// Returns whether anything changed.
     pub fn drain(&mut self, wanted: &WantedDrain, generation: u64, now: Duration) -> bool {
         let named = |server: &&mut crate::records::ServerRecord| server.in_file && server.name == wanted.server;
         let Some(server) = self.servers.values_mut().find(named) else { return false };
@@ -124,15 +117,14 @@ impl Records {
         true
     }
 
-    /// Nobody drains the server any more. True when somebody did.
+    /// Ends the drain. Returns whether there was one.
     pub fn undrain(&mut self, server: &str) -> bool {
         let named = self.servers.values_mut().filter(|record| record.name == server);
-        // One server has the name, or none.
+        // At most one server has the name.
         named.filter_map(|record| record.drain.take()).count() > 0
     }
 
-    /// By server, of those that this document has: without services that it has no more. A server that was drained in those alone is
-    /// drained no more.
+    /// Returns the drains that remain with this document, by server, without services that it no longer has.
     pub fn drains_that_go_on(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let listed: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let goes_on = |drain: &DrainRecord| {
@@ -178,7 +170,7 @@ mod tests {
         records.servers.values().find(|record| record.name == server && record.in_file)?.drain.as_ref()
     }
 
-    /// Records that have taken in a document.
+    /// Records after applying a document.
     fn records(config: &FleetConfig) -> Records {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::draw(at(0), random);
@@ -196,7 +188,7 @@ mod tests {
         let random = &mut seeded_rng(2, 0);
         records.apply(&first, at(30), random).unwrap();
         assert_eq!(drain(&records, "s1").map(|drain| drain.since), Some(at(10)));
-        // Who leaves and comes back is drained no more.
+        // A server that leaves and returns is not drained.
         records.apply(&config(&["s2"], ""), at(40), random).unwrap();
         records.apply(&first, at(50), random).unwrap();
         assert_eq!(drain(&records, "s1"), None);
@@ -217,7 +209,7 @@ mod tests {
         assert!(records.drain(&wanted("s1", &["web"]), 3, at(20)));
         let services = drain(&records, "s1").unwrap().services.clone();
         assert_eq!(services, wanted("", &["api", "web"]).services);
-        // The service goes, and what is left of the drain with the last of them.
+        // A removed service ends its part of the drain.
         let random = &mut seeded_rng(2, 0);
         records.apply(&config(&["s1", "s2"], ""), at(30), random).unwrap();
         assert_eq!(drain(&records, "s1").unwrap().services, wanted("", &["web"]).services);
@@ -254,7 +246,7 @@ mod tests {
         assert_eq!(check(&records, wanted("s1", &["web"])), Ok(()));
         assert_eq!(check(&records, WantedDrain { force: true, ..wanted("s1", &[]) }), Ok(()));
         records.drain(&wanted("s1", &[]), 2, at(1));
-        // It takes none any more: to say it again takes nothing away.
+        // It takes none already, so draining it again is allowed.
         assert_eq!(check(&records, wanted("s1", &[])), Ok(()));
         let last = "no other server of web takes new connections: expected one, or `force`";
         assert_eq!(check(&records, wanted("s2", &[])).unwrap_err(), last);

@@ -1,4 +1,4 @@
-//! The configuration in force: the fleet's document and the records put together.
+//! Configuration in force: document and records.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -26,124 +26,124 @@ use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
 use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord};
 
-/// Everything the controller decides by, apart from reports.
+/// Input of the controller's decisions, apart from reports.
 #[derive(Debug, Clone)]
 pub struct Fleet {
     /// Grows with every change.
     pub generation: u64,
-    /// Time between two reports.
+    /// Interval of reports.
     pub report_interval: Duration,
-    /// When tables are made.
+    /// Timing of tables.
     pub tables: TableTiming,
-    /// Time for which load balancers use a table that depends on loads while no controller leads.
+    /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// The cookie keys.
     pub key_ring: KeyRing,
-    /// How often they are rotated; `None`: when somebody says so.
+    /// Interval of rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
-    /// How long a cookie may live.
+    /// Longest life of a cookie.
     pub retire_after: Duration,
-    /// What agents with `manage_rss = true` set.
+    /// Key for agents with `manage_rss = true`.
     pub rss_key: RssKey,
-    /// Those in the file, and those that left but may still have connections.
+    /// Servers of the document, and former ones that may have connections.
     pub servers: BTreeMap<ServerId, FleetServer>,
-    /// The racks that may connect; `None`: any.
+    /// Racks that may connect; `None`: any.
     pub racks: Option<BTreeSet<String>>,
-    /// The load balancers that may connect; `None`: any.
+    /// Load balancers that may connect; `None`: any.
     pub allowed_load_balancers: Option<BTreeSet<String>>,
-    /// In the order of the file.
+    /// Services in the order of the document.
     pub services: Vec<FleetService>,
-    /// Those that are connected or may come back, by name.
+    /// Load balancers that are connected or may return, by name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
-    /// What the operator wrote.
+    /// Document as written by the operator.
     pub document: Document,
-    /// Who changed what, the oldest first.
+    /// Audit log, the oldest entry first.
     pub audit: Arc<Vec<AuditEntry>>,
-    /// The file in which it stands; `None`: it was applied.
+    /// File of the document; `None`: it was applied.
     pub file: Option<PathBuf>,
-    /// Looked up for each agent of a rack whenever the rack passes something up. Names are the operator's: nobody picks ones that collide.
+    /// Read for each agent of a rack and summary. Operators choose the names, so they need no keyed hash.
     ids: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
-/// A server.
+/// Server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetServer {
-    /// Its name in the file.
+    /// Name in the document.
     pub name: String,
-    /// Where load balancers reach it.
+    /// Address for load balancers.
     pub address: IpAddr,
-    /// Whether it takes new connections.
+    /// Administrative state.
     pub admin_state: AdminState,
-    /// Its part of new connections.
+    /// Share of new connections.
     pub weight: Weight,
-    /// How much it can do; `None`: by its cores.
+    /// Capacity; `None`: its cores.
     pub capacity: Option<Capacity>,
-    /// Whether somebody drains it, whatever the document says.
+    /// Drain by command.
     pub drain: Option<DrainRecord>,
-    /// Through which racks its agent may speak; `None`: through the fleet's.
+    /// Racks that may report for it; `None`: those of the fleet.
     racks: Option<BTreeSet<String>>,
 }
 
 impl FleetServer {
-    /// Whether somebody drains it there.
+    /// Returns whether it is drained in the service by command.
     pub fn is_drained_in(&self, service: &str) -> bool {
         self.drain.as_ref().is_some_and(|drain| drain.covers(service))
     }
 }
 
-/// Whether a server takes new connections, as far as the operator decides.
+/// Administrative state of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
-    /// It does.
+    /// Takes new connections.
     Active,
-    /// It keeps what it has.
+    /// Keeps established connections only.
     Draining,
-    /// The same, and it is in the file no more.
+    /// Draining, and no longer in the document.
     Left,
 }
 
 /// A service.
 #[derive(Debug, Clone)]
 pub struct FleetService {
-    /// Its name in the file.
+    /// Name in the document.
     pub name: String,
-    /// What clients connect to.
+    /// VIP, protocol and port.
     pub address: ServiceAddress,
-    /// What names it in tables.
+    /// Index in tables.
     pub index: ServiceIndex,
-    /// How packets find their server.
+    /// Consistency mode.
     pub mode: ServiceMode,
-    /// Whom `mode.transfer` means.
+    /// Load balancer of `mode.transfer`.
     pub other_balancer: Option<OtherBalancer>,
-    /// A name out of `coreward_model::policy::names()`.
+    /// Name from `coreward_model::policy::names()`.
     pub policy: &'static str,
-    /// What the policy wants to hear from load balancers.
+    /// Counters that the policy needs from load balancers.
     pub traffic: TrafficWanted,
-    /// How its servers are checked; `None`: they are not.
+    /// Health check; `None`: none.
     pub check: Option<Arc<Check>>,
-    /// What becomes of first packets when all of them are down.
+    /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
-    /// How long the share of a server that joins grows.
+    /// Duration of slow start.
     pub slow_start: Duration,
-    /// Seeds the policy's hash keys, and the time key where load balancers stamp.
+    /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
     pub seed: u64,
     /// Number of buckets.
     pub buckets: BucketCount,
-    /// Its pool, and those that left it.
+    /// Servers of the pool, and former ones.
     pub members: BTreeMap<ServerId, Membership>,
-    /// Whose its buckets were when that was last written down.
+    /// Stored owners of its buckets.
     pub bucket_history: BucketHistory,
 }
 
 impl FleetService {
-    /// Whether load balancers stamp its cookies themselves.
+    /// Returns whether load balancers stamp.
     pub fn is_corrected(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
     }
 
-    /// As load balancers and agents meet it: like a server that takes no new connections.
+    /// Returns the other load balancer as a server that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
         let (transfer, other) = self.mode.transfer.zip(self.other_balancer)?;
         Some(Server {
@@ -151,7 +151,7 @@ impl FleetService {
             id: transfer.other_balancer(),
             address: other.address,
             eligible: false,
-            // Nobody checks it: what is sent there is not a choice.
+            // Never checked: packets for it have no alternative.
             left: true,
             weight: Weight::ONE,
             capacity: None,
@@ -159,7 +159,7 @@ impl FleetService {
     }
 }
 
-/// For how many servers racks may speak.
+/// Numbers of servers by rack.
 #[derive(Debug, Default)]
 pub struct ServersByRack<'a> {
     of_any: u32,
@@ -167,19 +167,19 @@ pub struct ServersByRack<'a> {
 }
 
 impl ServersByRack<'_> {
-    /// For how many the rack of that name may.
+    /// Returns the number for a rack.
     pub fn of(&self, rack: &str) -> u32 {
         self.of_any + self.of_these.get(rack).copied().unwrap_or(0)
     }
 }
 
 impl Fleet {
-    /// Whether an operator has ever put a document in force.
+    /// Returns whether a document was ever in force.
     pub fn has_document(&self) -> bool {
         self.document.generation > 0
     }
 
-    /// `records` have taken in `config`.
+    /// Combines a document and the records that it was applied to.
     pub fn new(config: &FleetConfig, records: &Records) -> Self {
         let listed: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
@@ -193,7 +193,7 @@ impl Fleet {
             .collect();
         let mut ids = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
-            // Of two ids with one name (the operator changed it) the one that is in the file.
+            // Of two ids with one name (the operator changed it) the one in the document.
             if server.admin_state != AdminState::Left || !ids.contains_key(&server.name) {
                 ids.insert(server.name.clone(), *id);
             }
@@ -220,27 +220,27 @@ impl Fleet {
         }
     }
 
-    /// With what the controller's own file says: where the document stands, and an RSS key in place of the one on record.
+    /// Sets values of the controller's own file: the document's path, and an RSS key that replaces the stored one.
     pub fn of_controller(self, file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
         Self { file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 
-    /// The id of the server with that name, also when it left.
+    /// Returns the id of a server, also of one that left.
     pub fn id(&self, name: &str) -> Option<ServerId> {
         self.ids.get(name).copied()
     }
 
-    /// The racks through which the server's agent may speak; `None`: any. It may always speak by itself.
+    /// Returns the racks that the agent may use; `None`: any. It may always connect directly.
     pub fn racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].racks.as_ref().or(self.racks.as_ref())
     }
 
-    /// Whether the server's agent may speak through the rack, and the rack for its server.
+    /// Returns whether the agent may use the rack.
     pub fn may_speak_through(&self, id: ServerId, rack: &str) -> bool {
         self.racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
 
-    /// For how many servers racks may speak. One pass, as there are thousands of servers and hundreds of racks.
+    /// Returns the number of servers of each rack, in one pass over thousands of servers.
     pub fn servers_by_rack(&self) -> ServersByRack<'_> {
         let mut servers = ServersByRack::default();
         for id in self.servers.keys() {
@@ -252,7 +252,7 @@ impl Fleet {
         servers
     }
 
-    /// Whether the server takes the service's new connections, as far as the operator decides.
+    /// Returns whether the server is eligible for the service by its administrative state.
     pub fn eligible(&self, service: &FleetService, id: ServerId) -> bool {
         let server = &self.servers[&id];
         service.members.get(&id) == Some(&Membership::Present)
@@ -261,26 +261,26 @@ impl Fleet {
             && !server.is_drained_in(&service.name)
     }
 
-    /// Whether the server takes no new connections of any service, or of one out of which somebody drains it; people may wait for
-    /// those that remain.
+    /// Returns whether the server takes no new connections of any service, or is drained from one. An operator may wait
+    /// for its connections.
     pub fn drains(&self, id: ServerId) -> bool {
         let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
             || services.peek().is_some() && !services.any(|service| self.eligible(service, id))
     }
 
-    /// Whether the server is in the service, or in the fleet, no more.
+    /// Returns whether the server left the service or the fleet.
     pub fn has_left(&self, service: &FleetService, id: ServerId) -> bool {
         service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
     }
 
-    /// Whether the server puts cookies into timestamps.
+    /// Returns whether the server stamps cookies.
     pub fn stamps(&self, id: ServerId) -> bool {
         let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
         self.services.iter().filter(by_servers).any(|service| service.members.contains_key(&id))
     }
 
-    /// What every load balancer must know. `alive`: which load balancers are, by name.
+    /// Returns the configuration of load balancers. `alive`: whether a load balancer is alive.
     pub fn for_load_balancers(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];
@@ -296,7 +296,7 @@ impl Fleet {
             mode: service.mode,
             policy: service.policy.to_owned(),
             traffic: service.traffic,
-            // The controller looks after agents itself.
+            // The controller checks agents itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
             time_key: service.is_corrected().then(|| correction::time_key(service.seed)),
@@ -323,8 +323,8 @@ impl Fleet {
         }
     }
 
-    /// What one server's agent must know; `before`: which servers had its buckets before it. A server that left a service
-    /// still stamps its connections there.
+    /// Returns the configuration of a server's agent; `before`: previous servers of its buckets. A server that left a
+    /// service still stamps its connections.
     pub fn for_agent(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
         let services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let stamped = |service: &FleetService| StampedService {
@@ -350,7 +350,7 @@ impl Fleet {
     }
 }
 
-/// `listed`: its entry in the file, when it has one.
+/// `listed`: its entry in the document.
 fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
@@ -367,8 +367,8 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
     }
 }
 
-/// Other load balancers get the highest ids that no server has or had lately. No cookie carries them, so nobody need
-/// remember whose they were: it is enough that load balancers and agents are told the same.
+/// Other load balancers get the highest ids that are unused, or were not used lately. No cookie carries them, so they
+/// need not be stored.
 fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut free = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
@@ -377,7 +377,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
         let transfer = service.other_balancer.and_then(|other| {
             let id = match ids.get(&other.address) {
                 Some(id) => *id,
-                // None: the fleet has all ids in use.
+                // All ids are in use.
                 None => free.find(|id| !records.servers.contains_key(id))?,
             };
             ids.insert(other.address, id);
@@ -389,7 +389,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     config.services.iter().map(&mut with_transfer).collect()
 }
 
-/// By service's name. In one pass over the servers: a thousand services would be a thousand passes.
+/// Returns the members by service, in one pass over the servers.
 fn members(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
     let mut members: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
     for (id, server) in &records.servers {

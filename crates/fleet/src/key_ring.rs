@@ -1,18 +1,17 @@
-//! The cookie keys and their rotation.
+//! Cookie keys and their rotation.
 //!
-//! There are two keys; one of them, `current`, stamps new TSvals, and both are accepted. A packet that a server stamps is read
-//! by any load balancer, so a key may stamp only when every load balancer holds it, and may be overwritten only when nobody
-//! stamps with it. Hence two phases:
+//! Of the two keys `current` stamps, and both are accepted. Any load balancer may get a stamped packet. So a key may
+//! stamp only when every load balancer has it, and may be replaced only when no server stamps with it:
 //!
 //! ```text
-//! steady     key[current] stamps; the other key is of before, for cookies that are still about
-//!   announce: the other key becomes a new one              (everybody holds what was there, and stamps with `current`)
-//! announced  the new key is on its way to everybody, and stamps nothing
-//!   switch:   `current` becomes the other one              (everybody holds the new key)
+//! steady     key[current] stamps; the other key is for older cookies
+//! announce: the other key is replaced                    (all have acknowledged the previous state)
+//! announced  the new key is distributed, and does not stamp
+//! switch:   `current` becomes the other one              (all have acknowledged the new key)
 //! steady
 //! ```
 //!
-//! Who has confirmed what, the controller knows (`coreward_controller::rotation`).
+//! `coreward_controller::rotation` tracks the acknowledgements.
 
 use std::time::Duration;
 
@@ -21,33 +20,33 @@ use rand::Rng;
 
 use crate::records::whole_seconds;
 
-/// The keys, and how far their rotation is.
+/// Keys and the phase of their rotation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyRing {
-    /// What everybody is told.
+    /// Keys for load balancers and agents.
     pub keys: FleetKeys,
-    /// Of the configuration that brought them as they are.
+    /// Generation with these keys.
     pub generation: u64,
-    /// Since when the current key stamps (whole seconds since 1970, as the store keeps them).
+    /// Time since which the current key stamps (whole seconds since 1970, as stored).
     pub current_since: Duration,
-    /// How far the rotation is.
+    /// Phase of the rotation.
     pub phase: KeyPhase,
 }
 
-/// How far a rotation is.
+/// Phase of a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyPhase {
-    /// Nothing is going on.
+    /// No rotation.
     Steady,
-    /// The next key has been sent to everybody.
+    /// The next key is being distributed.
     Announced {
-        /// It goes on without those that are not connected.
+        /// Daemons that are not connected need not acknowledge it.
         forced: bool,
     },
 }
 
 impl KeyPhase {
-    /// The name as `coreward status` shows it.
+    /// Returns the name in `coreward status`.
     pub fn name(self) -> &'static str {
         match self {
             KeyPhase::Steady => "steady",
@@ -57,13 +56,13 @@ impl KeyPhase {
 }
 
 impl KeyRing {
-    /// Of a fleet that has just been born.
+    /// Draws the keys of a new fleet.
     pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
         let keys = FleetKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }
 
-    /// The next key takes the place of the one that stamps no more; under way already, `forced` may be added.
+    /// Replaces the key that does not stamp. During a rotation only adds `forced`.
     pub fn announce(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
             KeyPhase::Announced { forced: already } => *already |= forced,
@@ -75,7 +74,7 @@ impl KeyRing {
         }
     }
 
-    /// The key that was announced stamps from now on. Nothing happens when none was.
+    /// Lets the announced key stamp; without one does nothing.
     pub fn switch(&mut self, now: Duration, generation: u64) {
         if self.phase == KeyPhase::Steady {
             return;

@@ -1,11 +1,11 @@
-//! The fleet: servers, services and what the controller keeps of them.
+//! The fleet: servers, services and their records.
 //!
 //! * [`config`]: the fleet's document
 //! * [`key_ring`]: the cookie keys and their rotation
-//! * [`records`]: state that outlives a controller; [`clock`]: by which it ages
-//! * [`audit`]: the changes that were made
-//! * [`drains`]: servers that take no new connections because an operator said so
-//! * [`fleet`]: document and records put together, the configuration in force
+//! * [`records`]: persistent state; [`clock`]: its clock
+//! * [`audit`]: audit log
+//! * [`drains`]: drains by operators
+//! * [`fleet`]: the configuration in force
 
 pub mod audit;
 pub mod clock;

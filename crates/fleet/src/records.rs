@@ -1,7 +1,7 @@
-//! What must survive: who has which id, and the fleet's secrets. Pure; `store` keeps it on disk.
+//! Persistent state: ids and secrets. Pure; `store` writes it.
 //!
-//! A server's id is never given to another while a cookie may carry it: a server that leaves the file, or a service's
-//! pool, stays on record as "left" until `retire_after` has passed, and established connections still reach it.
+//! A server's id is not reused while a cookie may carry it. A server that leaves the document or a pool stays on record
+//! until `retire_after` has passed, and established connections still reach it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -23,93 +23,93 @@ use crate::config::FleetConfig;
 use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
 
-/// Everything on record.
+/// All records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Records {
-    /// Grows with every change of anything here or in the configuration.
+    /// Grows with every change of the records or the configuration.
     pub generation: u64,
     /// The cookie keys.
     pub key_ring: KeyRing,
-    /// The fleet's RSS key, unless the configuration names one.
+    /// RSS key of the fleet, unless the configuration has one.
     pub rss_key: RssKey,
-    /// By name.
+    /// Services by name.
     pub services: BTreeMap<String, ServiceRecord>,
-    /// By id.
+    /// Servers by id.
     pub servers: BTreeMap<ServerId, ServerRecord>,
-    /// By name.
+    /// Load balancers by name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
-    /// What the operator wrote.
+    /// Document as written by the operator.
     pub document: Document,
-    /// Who changed what, the oldest first.
+    /// Audit log, the oldest entry first.
     pub audit: Arc<Vec<AuditEntry>>,
-    /// When this was written, by the records' own clock (whole seconds since 1970); `None`: by a version that had none.
+    /// Time of the last write by the records' clock (whole seconds since 1970); `None`: unknown.
     pub clock: Option<Duration>,
 }
 
-/// Moments are kept in whole seconds.
+/// Truncates to whole seconds, as stored.
 pub fn whole_seconds(moment: Duration) -> Duration {
     Duration::from_secs(moment.as_secs())
 }
 
-/// The fleet's document that is in force, as the operator wrote it, with comments.
+/// Document in force, with its comments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Document {
-    /// Grows with every change of the text; 0: there never was one.
+    /// Grows with every change of the text; 0: none yet.
     pub generation: u64,
     /// TOML.
     pub text: Arc<str>,
 }
 
-/// What is kept of a load balancer. It needs no entry in the file: it is in the fleet from its first registration on.
+/// Record of a load balancer, from its first registration on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
-    /// What cookies call its connection table; `None`: all numbers were taken.
+    /// Number of its connection table in cookies; `None`: all numbers were taken.
     pub owner: Option<OwnerNumber>,
-    /// Where others reach it, as it said last.
+    /// Address for other load balancers, as last registered.
     pub address: Option<IpAddr>,
-    /// When it disconnected (whole seconds since 1970); `None`: it is connected.
+    /// Time of the disconnection (whole seconds since 1970); `None`: connected.
     pub left_at: Option<Duration>,
 }
 
-/// What is kept of a service.
+/// Record of a service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceRecord {
-    /// What names it in tables.
+    /// Index in tables.
     pub index: ServiceIndex,
-    /// Seeds the hash keys of its policy, and its time key where load balancers stamp.
+    /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
     pub seed: u64,
-    /// Whose its buckets are, and were.
+    /// Owners of its buckets, with the previous ones.
     pub buckets: BucketHistory,
 }
 
-/// What is kept of a server.
+/// Record of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerRecord {
-    /// Its name in the file.
+    /// Name in the document.
     pub name: String,
-    /// Where it is reached.
+    /// Address.
     pub address: IpAddr,
-    /// False: it left.
+    /// False: it left the document.
     pub in_file: bool,
-    /// The services whose cookies may carry its id.
+    /// Services whose cookies may carry its id.
     pub services: BTreeMap<String, Membership>,
-    /// Whether somebody drains it.
+    /// Drain by command.
     pub drain: Option<DrainRecord>,
-    /// Through which racks its agent may speak, as the document says, or said last; `None`: through the fleet's.
+    /// Racks that may report for it, as last in the document; `None`: those of the fleet.
     pub racks: Option<BTreeSet<String>>,
 }
 
-/// Whether a server is in a service's pool.
+/// Membership of a server in a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Membership {
-    /// It is.
+    /// In the pool.
     Present,
-    /// It was, until this moment (whole seconds since 1970, as the store keeps them).
+    /// Left at this time (whole seconds since 1970, as stored).
     LeftAt(Duration),
 }
 
 impl Records {
-    /// Of a fleet that has just been born: fresh secrets, nobody in it.
+    /// Draws the secrets of a new fleet.
     pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
         Self {
             generation: 0,
@@ -124,10 +124,7 @@ impl Records {
         }
     }
 
-    /// Takes the fleet's document in. On an error the records are as they were.
-    ///
-    /// # Errors
-    /// When ids that the operator chose still belong to other servers, or no id is free: all of them.
+    /// Applies a document. Fails, without a change, if chosen ids still belong to other servers, or no id is free.
     pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
         let mut next = self.clone();
         next.retire(config.retire_after, now);
@@ -143,8 +140,8 @@ impl Records {
         Ok(())
     }
 
-    /// A load balancer has connected, and said where others reach it. It has its number again, or gets the first that is
-    /// free. True when that changes the configuration.
+    /// Registers a load balancer with its address. It keeps its number, or gets the first free one. Returns whether the
+    /// configuration changed.
     pub fn enrol(&mut self, name: &str, address: Option<IpAddr>) -> bool {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.left_at = None;
@@ -156,19 +153,19 @@ impl Records {
         true
     }
 
-    /// A load balancer that is gone for good is forgotten: its number is free. True when it was known.
+    /// Forgets a load balancer, which frees its number. Returns whether it was known.
     pub fn forget(&mut self, name: &str) -> bool {
         self.load_balancers.remove(name).is_some()
     }
 
-    /// A load balancer has disconnected.
+    /// Notes a disconnection.
     pub fn departed(&mut self, name: &str, now: Duration) {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.left_at.get_or_insert(whole_seconds(now));
         }
     }
 
-    /// Forgets load balancers and servers whose cookies are too old to be seen again. True when there was one.
+    /// Forgets load balancers and servers whose cookies have expired. Returns whether there was one.
     pub fn retire(&mut self, retire_after: Duration, now: Duration) -> bool {
         let load_balancers = self.load_balancers.len();
         self.load_balancers.retain(|_, known| known.left_at.is_none_or(|left| now.saturating_sub(left) < retire_after));
@@ -203,7 +200,7 @@ impl Records {
         }
     }
 
-    /// Gives every server of the file its id: the one the operator chose, the one it had, or a free one.
+    /// Returns the id of every server: chosen, previous or free.
     fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let had = self.ids_by_name();
         let corrected = corrected_servers(config);
@@ -233,7 +230,7 @@ impl Records {
         if wrong.is_empty() { Ok(ids) } else { Err(config.mistakes(wrong)) }
     }
 
-    /// An id that the operator chose, unless connections to another server may carry it; then why it cannot be.
+    /// Returns an id chosen by the operator, or the reason why it is still in use.
     fn chosen_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
@@ -245,7 +242,7 @@ impl Records {
         ))
     }
 
-    /// The id of every server on record; of two with one name (the operator changed its id) the one in the file.
+    /// Returns ids by name; of two with one name (the operator changed its id) the one in the document.
     fn ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut by_name = HashMap::new();
         for (id, server) in &self.servers {
@@ -264,7 +261,7 @@ impl Records {
             .collect()
     }
 
-    /// Writes down who is in which pool; `ids` are those of `config.servers`.
+    /// Records the pools; `ids` are those of `config.servers`.
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         let mut drains = self.drains_that_go_on(config);
         for server in self.servers.values_mut() {
@@ -297,20 +294,20 @@ impl Records {
 }
 
 impl ServerRecord {
-    /// Whether it is in the file, or cookies may carry its id.
+    /// Returns whether it is in the document, or cookies may carry its id.
     fn is_needed(&self) -> bool {
         self.in_file || !self.services.is_empty()
     }
 }
 
-/// Positions of the servers whose ids must find room in the cookie that load balancers stamp themselves.
+/// Returns the positions of servers whose ids must fit the cookie of LB-side stamping.
 fn corrected_servers(config: &FleetConfig) -> HashSet<usize> {
     let corrected = config.services.iter().filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
     corrected.flat_map(|service| service.servers.iter().copied()).collect()
 }
 
-/// One of `free` at random, so that flipping bits of a cookie does not walk through the pool. `room`: how many ids the
-/// cookie has room for. `free` is in ascending order, and stays so.
+/// Draws one of `free` at random, so flipped bits of a cookie do not enumerate the pool. `room`: number of ids that the
+/// cookie can hold. `free` stays in ascending order.
 fn draw(free: &mut Vec<ServerId>, room: u64, random: &mut impl Rng) -> Option<ServerId> {
     let count = free.partition_point(|id| u64::from(id.get()) < room);
     let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
@@ -325,7 +322,7 @@ mod tests {
 
     use super::*;
 
-    /// A file with these servers, all in one service, and those of `elsewhere` in another.
+    /// A document with these servers in one service, and those of `elsewhere` in another.
     fn config(servers: &[&str], elsewhere: &[&str]) -> FleetConfig {
         let mut text = String::new();
         for server in servers {
@@ -358,7 +355,6 @@ mod tests {
         let before = ids(&records);
         assert_eq!(before["s3"], 7);
         let seeds = records.services.clone();
-        // s2 leaves and comes back, s4 joins.
         records.apply(&config(&["s1", "s3=7", "s4"], &["s1"]), at(10), random).unwrap();
         assert_eq!(
             records.servers.values().find(|s| s.name == "s2").unwrap().services["web"],
@@ -412,8 +408,8 @@ mod tests {
         assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
     }
 
-    /// A server that comes to a service whose load balancers stamp gets an id that their cookies can hold; connections to
-    /// other services still find it by the old one.
+    /// A server that joins a service with LB-side stamping gets an id that fits its cookie; other connections keep the
+    /// old one.
     #[test]
     fn where_load_balancers_stamp_ids_are_small() {
         let random = &mut seeded_rng(1, 0);
@@ -468,16 +464,15 @@ mod tests {
         assert!(records.enrol("lb1", None) && records.enrol("lb2", Some([10, 2, 0, 2].into())));
         assert_eq!((owner(&records, "lb1"), owner(&records, "lb2")), (Some(0), Some(1)));
         records.departed("lb1", at(10));
-        // It comes back, as it was and then with another address.
+        // It returns unchanged, then with another address.
         assert!(!records.enrol("lb1", None));
         assert_eq!(records.load_balancers["lb1"].left_at, None);
         assert!(records.enrol("lb1", Some([10, 2, 0, 1].into())));
-        // There are sixteen numbers.
         for n in 3..=17 {
             records.enrol(&format!("lb{n}"), None);
         }
         assert_eq!((owner(&records, "lb16"), owner(&records, "lb17")), (Some(15), None));
-        // Who has been away for a day is no more, and its number is another's.
+        // After a day it is forgotten, and its number is reused.
         records.departed("lb2", at(100));
         assert!(!records.retire(at(86_400), at(86_499)));
         assert!(records.retire(at(86_400), at(86_500)));
@@ -486,7 +481,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes: an id never changes hands within the time that cookies live.
+        /// No id is reused within the lifetime of cookies.
         #[test]
         fn no_id_changes_hands(seed: u64, pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12)) {
             let random = &mut seeded_rng(seed, 0);

@@ -1,6 +1,5 @@
-//! The thread that checks all targets, each at its own pace, and what it has found.
-//!
-//! It has a runtime of its own: whatever servers do to its connections, the load balancer's beat goes on.
+//! Thread that checks all targets, each at its own interval. It has its own runtime: servers cannot delay the load
+//! balancer by their connections.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -21,37 +20,37 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::probe::{NatTable, Prober};
 
-/// Checks under way at once; the others wait for their turn. As many as the data plane has paths.
+/// Limit of concurrent checks; others wait. As many as the data plane has NAT entries.
 pub const CHECKS_AT_ONCE: usize = 1024;
 
-/// The first check of a target comes at a random moment within this time, or within its interval if that is shorter.
+/// Limit of the random delay of a target's first check; its interval if that is shorter.
 const FIRST_WITHIN: Duration = Duration::from_millis(500);
 
-/// What is checked in one service.
+/// Targets of one service.
 pub struct Service<K> {
-    /// What is asked.
+    /// Kind, interval and expectation.
     pub check: Arc<Check>,
-    /// What clients connect to.
+    /// Address that clients connect to.
     pub vip: SocketAddrV4,
-    /// Its servers and their own addresses; each key once among all services.
+    /// Servers with their own addresses; a key occurs once among all services.
     pub servers: Vec<(K, Ipv4Addr)>,
-    /// How connections reach a server at the VIP; needed where the check is there.
+    /// NAT table; required for checks at the VIP.
     pub paths: Option<Arc<dyn NatTable>>,
 }
 
-/// What the checks have said of a server.
+/// Results of a server's checks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
     judge: Judge,
-    /// When the verdict was reached, or the first check was due.
+    /// Time of the verdict, or of the first check's due time.
     pub since: Instant,
-    /// Why the newest check failed, in words; empty: it did not, or none has ended.
+    /// Error of the newest check; empty if it passed, or none has ended.
     pub error: String,
-    /// How long the newest answer took; zero: there was none.
+    /// Duration of the newest answer; zero if there was none.
     pub latency: Duration,
-    /// Checks that have ended.
+    /// Finished checks.
     pub checks: u64,
-    /// Those of them that failed.
+    /// Failed checks.
     pub failures: u64,
 }
 
@@ -61,13 +60,13 @@ impl Found {
         Self { judge: Judge::default(), since, error: String::new(), latency: Duration::ZERO, checks: 0, failures: 0 }
     }
 
-    /// `None`: not enough checks so far.
+    /// Returns the verdict; `None` before enough checks.
     pub fn verdict(&self) -> Option<Verdict> {
         self.judge.verdict()
     }
 }
 
-/// What is to be checked of one target. While this stays the same, so does what was found.
+/// A target; results stay while it is equal.
 #[derive(Clone, PartialEq)]
 struct Task {
     check: Arc<Check>,
@@ -81,14 +80,13 @@ struct Running<K> {
     key: K,
 }
 
-/// The checks. They and their connections end with this value: the thread ends once `wanted`, dropped first, is gone.
+/// Checks of all targets. The thread ends once `wanted` is dropped, which is first.
 pub struct Checker<K> {
     wanted: watch::Sender<Arc<Vec<Running<K>>>>,
     shared: Arc<Shared<K>>,
     _thread: Thread,
 }
 
-/// Waits for the end of a thread when dropped.
 struct Thread(Option<JoinHandle<()>>);
 
 impl Drop for Thread {
@@ -101,16 +99,13 @@ impl Drop for Thread {
 
 struct Shared<K> {
     found: Mutex<BTreeMap<K, Found>>,
-    /// How often a verdict has changed.
+    /// Number of changed verdicts.
     changes: watch::Sender<u64>,
     at_once: Semaphore,
 }
 
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
-    /// Starts the thread, with nothing to check.
-    ///
-    /// # Errors
-    /// When there can be no thread.
+    /// Starts the thread, without targets.
     pub fn start() -> anyhow::Result<Self> {
         let (wanted, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared = Arc::new(Shared {
@@ -127,7 +122,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         Ok(Self { wanted, shared, _thread: Thread(Some(thread)) })
     }
 
-    /// Checks these and no others. What is checked as before goes on.
+    /// Sets the targets. Unchanged ones keep their results.
     pub fn check(&self, services: Vec<Service<K>>) {
         let mut wanted = Vec::new();
         for service in services {
@@ -140,12 +135,12 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         self.wanted.send_replace(Arc::new(wanted));
     }
 
-    /// What was found of every target that has been checked or is about to be.
+    /// Returns the results of every target.
     pub fn found(&self) -> Vec<(K, Found)> {
         self.shared.found().iter().map(|(key, found)| (*key, found.clone())).collect()
     }
 
-    /// Changes with every verdict.
+    /// Returns a receiver that changes with every verdict.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.shared.changes.subscribe()
     }
@@ -157,7 +152,7 @@ impl<K> Shared<K> {
     }
 }
 
-/// A target's task; aborted with this value.
+/// A target's task, aborted on drop.
 struct Checked {
     task: Task,
     handle: AbortHandle,
@@ -169,7 +164,6 @@ impl Drop for Checked {
     }
 }
 
-/// A task per target, until nobody wants any.
 async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
     mut wanted: watch::Receiver<Arc<Vec<Running<K>>>>,
     shared: Arc<Shared<K>>,
@@ -191,7 +185,6 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
     }
 }
 
-/// Checks one target for ever.
 async fn check_target<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
     let draw = || UnwrapErr(SysRng).random::<f64>();
     let check = prober.check();
@@ -219,7 +212,7 @@ async fn check_target<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Probe
                 shared.changes.send_modify(|count| *count += 1);
             }
         }
-        // From the moment at which it was due, so that the interval is kept; but none is made up for.
+        // From the due time, which keeps the interval. Missed checks are not repeated.
         due = (due + check.jitter.pause(check.interval, draw())).max(Instant::now());
     }
 }

@@ -1,4 +1,4 @@
-//! A connection to a server, and the path by which its packets reach the server at the VIP.
+//! Connection to a server, with the NAT entry that sends its packets to the VIP.
 
 use std::io;
 use std::net::SocketAddrV4;
@@ -11,16 +11,15 @@ use tokio::net::{TcpSocket, TcpStream};
 
 use crate::probe::{NatTable, Path};
 
-/// An open connection. The fields are dropped in this order: the reset that ends the connection takes the path, too.
+/// Field order matters: the reset that closes the connection needs the NAT entry.
 pub(crate) struct ServerConnection {
     stream: TcpStream,
     _path: Option<OpenPath>,
 }
 
 impl ServerConnection {
-    /// Connects `socket`, whose packets take `path`.
     pub(crate) async fn open(socket: TcpSocket, to: SocketAddrV4, path: Option<OpenPath>) -> io::Result<Self> {
-        // A caller that gives up drops the future of `connect`, and the socket in it, before `path`.
+        // Cancellation drops the future of `connect`, and its socket, before `path`.
         let stream = socket.connect(to.into()).await?;
         Ok(Self { stream, _path: path })
     }
@@ -41,13 +40,13 @@ impl AsyncWrite for ServerConnection {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// Sends nothing: behind a FIN there would be no reset, and the server could wait for an acknowledgement.
+    /// Sends no FIN: after it no reset would follow, and the server could wait for an acknowledgement.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
 }
 
-/// An entry of the data plane, removed with this value.
+/// Entry of the NAT table, removed on drop.
 pub(crate) struct OpenPath {
     path: Path,
     nat_table: Arc<dyn NatTable>,

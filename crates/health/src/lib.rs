@@ -1,12 +1,11 @@
-//! Health checks of servers, from a load balancer's side.
+//! Health checks of servers by a load balancer.
 //!
-//! * [`checker`]: the thread that checks all targets, each at its own pace, and what it has found
+//! * [`checker`]: thread that checks all targets
 //! * [`probe`]: one check of one server: TCP, HTTP, HTTPS
-//! * `connection`: its connection, which ends before the path that it takes
-//! * [`trust`]: whose certificates are taken
+//! * `connection`: its connection
+//! * [`trust`]: verification of certificates
 //!
-//! What a row of failures means is decided in `coreward_model::health`; how a connection to a server's own address reaches
-//! that server at the VIP is the data plane's affair ([`probe::NatTable`]).
+//! `coreward_model::health` judges the results. The data plane provides [`probe::NatTable`].
 
 pub mod checker;
 mod connection;

@@ -21,64 +21,61 @@ use tokio_rustls::TlsConnector;
 use crate::connection::{OpenPath, ServerConnection};
 use crate::trust;
 
-/// A connection to a server's own address that is to reach it at the VIP.
+/// Connection to a server's own address that is sent to the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Path {
     /// The server's own address.
     pub server: Ipv4Addr,
-    /// What it is to be asked as.
+    /// Address that replaces it in the packet.
     pub vip: Ipv4Addr,
     /// The server's port.
     pub port: u16,
-    /// Ours.
+    /// The load balancer's port.
     pub own_port: u16,
 }
 
-/// Makes connections reach a server at the VIP.
+/// Address rewriting of health checks.
 pub trait NatTable: Send + Sync {
-    /// From now on, until it is removed.
-    ///
-    /// # Errors
-    /// When there is no room.
+    /// Adds an entry; fails if the table is full.
     fn add(&self, path: &Path) -> anyhow::Result<()>;
 
-    /// From now on no more.
+    /// Removes an entry.
     fn remove(&self, path: &Path);
 }
 
-/// Why a server is not well, in words.
+/// Failure of a check.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unwell {
-    /// Nobody listens.
+    /// No listening socket.
     #[error("connection refused")]
     ConnectionRefused,
-    /// In time, that is.
+    /// Timeout.
     #[error("no answer within {0:?}")]
     Silent(Duration),
-    /// Not the status that was expected.
+    /// Unexpected status.
     #[error("answers {0}: expected {1}")]
     Status(StatusCode, StatusRange),
-    /// The certificate, for one.
+    /// TLS, for example the certificate.
     #[error("TLS: {0}")]
     Tls(String),
-    /// The answer makes no sense, or there is none.
+    /// Invalid or missing answer.
     #[error("HTTP: {0}")]
     Http(String),
-    /// The kernel says.
+    /// Error of the kernel.
     #[error("{0}")]
     Network(String),
-    /// This machine cannot ask, which says nothing of the server.
+    /// Local fault, without information about the server.
     #[error("not asked, as this machine lacks something: {0}")]
     Local(String),
 }
 
 impl Unwell {
-    /// Whether the server has no part in it.
+    /// Returns whether the fault is local.
     pub fn is_local(&self) -> bool {
         matches!(self, Self::Local(_))
     }
 
-    /// The local error behind `error`, or what `otherwise` makes of it.
+    /// Returns the local error that caused `error`, else `otherwise`.
     fn of(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
         let mut causes = std::iter::successors(Some(error), |error| error.source());
         let local = causes.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
@@ -86,7 +83,7 @@ impl Unwell {
     }
 }
 
-/// Whether this machine has run out of something, or forbids the connection: files, ports, memory, a firewall of its own.
+/// Returns whether files, ports or memory are exhausted, or a local firewall forbids the connection.
 fn is_local(error: &std::io::Error) -> bool {
     const LOCAL: [Errno; 9] = [
         Errno::EMFILE,
@@ -103,17 +100,17 @@ fn is_local(error: &std::io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| LOCAL.contains(&Errno::from_raw(number)))
 }
 
-/// Asks the servers of one service.
+/// Probes of the servers of one service.
 pub struct Prober {
     check: Arc<Check>,
     vip: SocketAddrV4,
-    /// For HTTPS; or why there cannot be any.
+    /// HTTPS only; the error of its setup.
     tls: Option<Result<TlsConnector, String>>,
     paths: Option<Arc<dyn NatTable>>,
 }
 
 impl Prober {
-    /// `paths`: needed where the check is at the VIP.
+    /// `paths` is required for checks at the VIP.
     pub fn new(check: Arc<Check>, vip: SocketAddrV4, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(trust::client(verification).map(TlsConnector::from)),
@@ -122,15 +119,12 @@ impl Prober {
         Self { check, vip, tls, paths }
     }
 
-    /// What is asked, and how often.
+    /// Returns the check.
     pub fn check(&self) -> &Check {
         &self.check
     }
 
-    /// Asks one server.
-    ///
-    /// # Errors
-    /// When it is not well.
+    /// Checks one server.
     pub async fn ask(&self, server: Ipv4Addr) -> Result<(), Unwell> {
         let limit = self.check.timeout;
         tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(Unwell::Silent(limit)))
@@ -156,7 +150,6 @@ impl Prober {
         self.check.port.unwrap_or(self.vip.port())
     }
 
-    /// What the server is asked as.
     fn address(&self, server: Ipv4Addr) -> SocketAddrV4 {
         match self.check.probe_address {
             ProbeAddress::Vip => SocketAddrV4::new(*self.vip.ip(), self.port()),
@@ -173,7 +166,7 @@ impl Prober {
         ServerName::try_from(name.to_owned()).map_err(|error| Unwell::Tls(format!("{name:?}: {error}")))
     }
 
-    /// Opens a connection that ends with a reset: nothing is left waiting at either end.
+    /// Opens a connection that ends with a reset, so neither end keeps state.
     async fn connect(&self, server: Ipv4Addr) -> Result<ServerConnection, Unwell> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => Unwell::ConnectionRefused,
@@ -217,7 +210,7 @@ impl Prober {
         let response = tokio::select! {
             biased;
             response = &mut exchange => response,
-            // The connection has ended; whether with an answer, the exchange knows.
+            // The connection has ended; the exchange has the answer or the error.
             _ = &mut driver => exchange.await,
         };
         let status = response.map_err(unwell)?.status();

@@ -1,4 +1,4 @@
-//! Whose certificates are taken.
+//! Verification of servers' certificates.
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,10 +9,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// How a client of TLS is set up that verifies so.
-///
-/// # Errors
-/// When there is nobody whom it could trust; in words.
+/// Returns the TLS configuration, or the reason why no certificate could be trusted.
 pub fn client(verification: &Verification) -> Result<Arc<ClientConfig>, String> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider.clone());
@@ -58,7 +55,7 @@ fn system() -> Result<Arc<RootCertStore>, String> {
     }
 }
 
-/// Takes any certificate; that whoever has it also has its key is looked at all the same.
+/// Accepts any certificate, but verifies that the server has its key.
 #[derive(Debug)]
 struct Anybody {
     provider: Arc<CryptoProvider>,

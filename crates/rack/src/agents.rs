@@ -1,4 +1,4 @@
-//! The side towards agents: the same gRPC as the controller's, as far as agents use it.
+//! gRPC service for agents: the part of the controller's service that agents use.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -24,42 +24,40 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::reducer::Reducer;
 
-/// Updates that wait for one agent: configurations and questions. One that does not read them is let go.
+/// Queued updates of one agent. An agent that does not read them is disconnected.
 const QUEUED: usize = 64;
-/// Reports of one agent, on average, that wait to be handed on while the controller does not read. One whose report finds no room
-/// begins anew: a report that was left out may have been the one with its RSS.
+/// Average number of reports per agent that may wait for the controller. An agent whose report finds no room
+/// reconnects, since the dropped report may have been the one with its RSS.
 const WAITING: usize = 16;
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// What the connection to the controller and those of agents share.
+/// State shared by the connection to the controller and those of agents.
 pub struct Shared {
-    /// `None`: there is no controller.
+    /// `None`: no controller.
     up: Mutex<Option<Up>>,
-    /// The newest stream of an agent. A number is not used again at the next controller, where somebody may still be served who came
-    /// before.
+    /// Number of the newest agent stream. Not reused with the next controller, which may still serve an earlier one.
     streams: AtomicU64,
     started: Instant,
 }
 
-/// A connection to the controller.
+/// Connection to the controller.
 struct Up {
-    /// To the controller.
     messages: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, Answers>,
-    /// Questions that an agent has not answered, by its stream.
+    /// Unanswered questions by agent stream.
     asked: HashMap<u64, u32>,
     reducer: Reducer,
-    /// Reports that go up with the next summaries.
+    /// Reports to send with the next summaries.
     handed_on: Vec<v1::FromAgent>,
 }
 
-/// What the rack counts, for Prometheus.
+/// Counters for Prometheus.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Whether there is a controller.
+    /// Whether a controller is connected.
     pub connected: bool,
-    /// Agents that are connected.
+    /// Connected agents.
     pub agents: usize,
 }
 
@@ -70,36 +68,35 @@ impl Default for Shared {
 }
 
 impl Shared {
-    /// The moment.
     fn now(&self) -> Now {
         let wall = wall_now();
-        // A rack keeps no records: nothing here is dated by their clock.
+        // A rack has no records to date.
         Now { monotonic: self.started.elapsed(), wall, record: wall }
     }
 
-    /// Held for microseconds; never across an await.
+    /// Held for microseconds, never across an await.
     fn up(&self) -> MutexGuard<'_, Option<Up>> {
         self.up.lock()
     }
 
-    /// What is counted now.
+    /// Returns the counters.
     pub fn counts(&self) -> Counts {
         let up = self.up();
         Counts { connected: up.is_some(), agents: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }
     }
 
-    /// There is a controller: agents are taken from now on.
+    /// Starts accepting agents for a new connection to the controller.
     pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (answers, asked, handed_on) = (HashMap::new(), HashMap::new(), Vec::new());
         *self.up() = Some(Up { messages, answers, asked, reducer, handed_on });
     }
 
-    /// There is none any more: the streams of all agents end, and they look elsewhere.
+    /// Ends all agent streams, so that agents try their next address.
     pub fn disconnected(&self) {
         *self.up() = None;
     }
 
-    /// The controller says something.
+    /// Handles an update from the controller.
     pub fn update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
         let mut up = self.up();
         let Some(up) = up.as_mut() else { return Ok(()) };
@@ -113,12 +110,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Time between two summaries; `None`: none is asked for yet.
+    /// Returns the interval of summaries; `None` without a configuration.
     pub fn report_interval(&self) -> Option<Duration> {
         self.up().as_ref()?.reducer.report_interval()
     }
 
-    /// What goes up now, in as many messages as it takes.
+    /// Returns the summaries that are due, split into messages.
     pub fn summaries(&self) -> Vec<v1::RackMessage> {
         let (now, mut up) = (self.now(), self.up());
         let Some(up) = up.as_mut() else { return Vec::new() };
@@ -126,7 +123,7 @@ impl Shared {
         rack_messages(std::mem::take(&mut up.handed_on), summaries)
     }
 
-    /// An agent has connected: the number of its stream, and the way to the controller.
+    /// Registers an agent's stream. Returns its number and the sender to the controller.
     fn begin(&self, answers: Answers) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
         let mut up = self.up();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
@@ -137,7 +134,6 @@ impl Shared {
         Ok((stream, up.messages.clone()))
     }
 
-    /// An agent's stream is over.
     fn end(&self, stream: u64) {
         if let Some(up) = self.up().as_mut() {
             up.forget(stream);
@@ -145,7 +141,7 @@ impl Shared {
         }
     }
 
-    /// Whether the agent is who its certificate says; it is told when not.
+    /// Returns whether the certificate allows reports for `server`; answers the agent if not.
     fn may_speak_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
         let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
         tracing::warn!("the agent at {} was refused: {}", peer.caller, refused.message());
@@ -155,13 +151,13 @@ impl Shared {
         false
     }
 
-    /// Time until the stream's next message may be read; zero: now.
+    /// Returns the time until the stream's next message may be read; zero: now.
     fn message_wait(&self, stream: u64) -> Duration {
         let now = self.now();
         self.up().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
     }
 
-    /// Counts what is no report: an answer to a question is free, all else counts like a report.
+    /// Counts a message like a report unless it answers a question.
     fn other_message(&self, stream: u64, message: &Message) {
         let (now, mut up) = (self.now(), self.up());
         let Some(up) = up.as_mut() else { return };
@@ -171,7 +167,7 @@ impl Shared {
         }
     }
 
-    /// Whether the stream goes on: it does not when the controller has ended it.
+    /// Returns false once the controller has ended the stream.
     fn report(&self, stream: u64, report: v1::Report) -> bool {
         let (now, mut up) = (self.now(), self.up());
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
@@ -213,7 +209,8 @@ fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// Returns the next message; nothing is read or decoded while the agent is over its limit, so HTTP/2's flow control stops it.
+/// Returns the next message; nothing is read or decoded while the agent is over its limit, so HTTP/2's flow control
+/// stops it.
 async fn next_message(
     shared: &Shared,
     stream: u64,
@@ -228,7 +225,6 @@ async fn next_message(
     }
 }
 
-/// Serves one agent until it, or the controller, goes.
 async fn serve(
     shared: Arc<Shared>,
     peer: AuthenticatedPeer,
@@ -248,7 +244,7 @@ async fn serve(
         let Ok(Some(v1::AgentMessage { message: Some(message) })) = message else { break };
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
-            // The controller has only our word for who it is.
+            // The controller knows the agent by this message only.
             Message::Registration(registration)
                 if !shared.may_speak_for(stream, &peer, &readable(&registration.server)) =>
             {
@@ -267,15 +263,14 @@ async fn serve(
     hand_on(v1::FromAgent { stream, message: None }).await;
 }
 
-/// What agents call.
+/// gRPC service.
 pub struct Service {
-    /// With the connection to the controller.
+    /// State shared with the connection to the controller.
     pub shared: Arc<Shared>,
-    /// Who may speak.
+    /// Accepted certificates.
     pub security: Arc<Security>,
 }
 
-/// For those that connect to the wrong address.
 fn only_agents() -> Status {
     Status::unimplemented("this is a rack: expected an agent here, and everybody else at the controller")
 }
@@ -324,7 +319,7 @@ mod tests {
         shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
         let (answers, _agent) = mpsc::channel(1);
         let (stream, _) = shared.begin(answers).unwrap();
-        // The controller has not said yet what is to be reduced: it has them whole.
+        // Without a configuration every report is forwarded whole.
         let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
         assert_eq!(taken, WAITING);
         assert_eq!(shared.summaries()[0].agents.len(), WAITING);

@@ -11,30 +11,30 @@ use coreward_model::policy::MOST_CANDIDATES;
 use coreward_tls::Files;
 use coreward_tls::certificate::Fingerprint;
 
-/// What the daemon is told. Servers and services come from the controller.
+/// Configuration of the daemon. Servers and services come from the controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// What `coreward status` calls it.
+    /// Name in `coreward status`.
     pub name: String,
-    /// Where agents find it.
+    /// Address for agents.
     pub listen: SocketAddr,
-    /// Where the controllers listen.
+    /// Addresses of the controllers.
     pub controllers: Controllers,
-    /// How often an agent's whole report is handed on, for people.
+    /// Interval at which an agent's whole report is forwarded.
     pub detail_interval: Duration,
-    /// How many candidates are passed up for each bucket at most.
+    /// Candidates sent per bucket, at most.
     pub candidates: usize,
-    /// Where metrics are served for Prometheus; `None`: nowhere.
+    /// Address of the metrics; `None`: not served.
     pub metrics: Option<SocketAddr>,
-    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    /// Own certificate; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Files>,
-    /// Certificates that are refused though they are right.
+    /// Rejected certificates, such as those of lost keys.
     pub revoked_certificates: Vec<Fingerprint>,
-    /// That there is no `tls` is wanted.
+    /// Suppresses the warning about missing TLS.
     pub allow_plaintext: bool,
 }
 
-/// Between 100 ms and a minute: `coreward status` should show what is, not what was.
+/// At most a minute, as `coreward status` shows these reports.
 type Detail = Period<{ 100 * MILLISECOND }, MINUTE>;
 
 config_struct! {
@@ -48,7 +48,8 @@ config_struct! {
         controllers as "controller": Controllers,
         /// How often each agent's whole report is handed on to the controller, for `coreward status` and metrics.
         detail_interval: Detail = Period(Duration::from_secs(1)),
-        /// How many of its least loaded cores are passed up for each bucket at most; fewer than 8 cost crossrss-plus something.
+        /// How many of its least loaded cores are passed up for each bucket at most; fewer than 8 cost crossrss-plus
+        /// something.
         candidates: Number<1, { MOST_CANDIDATES as u64 }> = Number(MOST_CANDIDATES.into()),
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
@@ -62,14 +63,12 @@ config_struct! {
 }
 
 impl Config {
-    /// # Errors
-    /// When the file cannot be read, or is wrong.
+    /// Reads and parses the file.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// # Errors
-    /// All that is wrong.
+    /// Parses the file, or returns all mistakes.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: File, _| {
             Some(Self {
@@ -86,7 +85,7 @@ impl Config {
         })
     }
 
-    /// Who may come.
+    /// Returns the settings of the listening socket.
     pub fn listener_config(&self) -> ListenerConfig<'_> {
         let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
         ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }

@@ -1,4 +1,4 @@
-//! The daemon: follows the controller, and serves agents while it does.
+//! Daemon: follows the controller, and serves agents while connected.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -26,13 +26,10 @@ use crate::agents::{Service, Shared};
 use crate::config::Config;
 use crate::reducer::Reducer;
 
-/// Messages that wait for the controller. Agents wait where there is no room; summaries are left out.
+/// Queued messages for the controller. If it is full, agents wait and summaries are dropped.
 const QUEUED: usize = 64;
 
 /// Runs until SIGTERM or SIGINT.
-///
-/// # Errors
-/// When the file is wrong or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     coreward_daemon::raise_file_limit();
     let path = config;
@@ -52,7 +49,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Whose certificates are refused may change; all else takes a restart, which costs agents a second.
+/// Reloads the denied certificates on SIGHUP. Other keys need a restart, which costs agents a second.
 async fn reload_when_told(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
     loop {
         hangup.recv().await;
@@ -70,7 +67,7 @@ async fn reload_when_told(mut hangup: Signal, path: &Path, begun: Config, securi
     }
 }
 
-/// A rack controller that listens.
+/// Listening rack controller.
 pub struct Rack {
     config: Config,
     listener: TcpListener,
@@ -79,12 +76,7 @@ pub struct Rack {
 }
 
 impl Rack {
-    /// Listens; agents are refused until there is a controller.
-    ///
-    /// # Errors
-    /// When the address cannot be listened on, or certificates cannot be used.
-    ///
-    /// Boxed, so that callers do not compile the rack controller once more.
+    /// Listens; agents are rejected until a controller is connected. Boxed, so callers do not compile it again.
     pub fn bind(config: Config) -> BoxFuture<'static, anyhow::Result<Self>> {
         Box::pin(Self::open(config))
     }
@@ -99,15 +91,12 @@ impl Rack {
         Ok(Self { config, listener, address, security })
     }
 
-    /// Where it listens (the port that the system chose where `listen` names port 0).
+    /// Returns the listening address, with the assigned port if `listen` has port 0.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves for ever.
-    ///
-    /// # Errors
-    /// When the listening socket fails.
+    /// Serves until the listening socket fails.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
         Box::pin(self.run())
     }
@@ -148,7 +137,6 @@ async fn run_sessions(config: &Config, shared: &Shared) -> anyhow::Result<Infall
     }
 }
 
-/// One stream to the controller, until it ends.
 async fn run_session(config: &Config, connection: &mut Connection, shared: &Shared) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
     let (messages, receiver) = mpsc::channel(QUEUED);
@@ -164,7 +152,7 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Shar
                 let Some(update) = update? else { return Ok(()) };
                 connection.heard();
                 if shared.report_interval().is_none() && !shared.counts().connected {
-                    // The first: the controller takes us.
+                    // The first update: the controller accepted this rack.
                     tracing::info!("connected to controller {}", connection.controller());
                     shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
                 }
@@ -175,9 +163,9 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Shar
                 due = (due + interval).max(Instant::now());
                 if messages.capacity() > 0 {
                     for message in shared.summaries() {
-                        // Where they are many each of the rest waits for its place: none is always left out.
+                        // Each message waits for room, so the last ones are not always dropped.
                         if messages.send(message).await.is_err() {
-                            // The stream is over: its end says why.
+                            // The stream has ended; its status is read below.
                             break;
                         }
                     }

@@ -1,13 +1,12 @@
-//! A rack controller: agents connect to it as to the fleet's controller; it reduces what they report to the least loaded cores of
-//! each bucket, and passes that up. docs/design.md says why nothing is lost.
+//! Rack controller: reduces the reports of its agents to the least loaded cores of each bucket, for the controller.
+//! docs/design.md gives the reasons why nothing is lost.
 //!
-//! It decides nothing and keeps nothing. Without its controller it refuses agents, so that they try the next address in their
-//! files.
+//! It decides and stores nothing. Without a controller it rejects agents, so that they try the next address.
 //!
 //! * [`config`]: its file
-//! * [`daemon`]: its connection to the controller
-//! * [`reducer`]: reports in, summaries out
-//! * [`agents`]: its side towards agents
+//! * [`daemon`]: the connection to the controller
+//! * [`reducer`]: reports to summaries
+//! * [`agents`]: the gRPC service
 
 pub mod agents;
 pub mod config;

@@ -1,4 +1,4 @@
-//! Reports in, summaries out. No I/O, no clock: time comes in as an argument.
+//! Reports to summaries, without I/O; time is an argument.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -12,23 +12,23 @@ use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
 use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
 
-/// For so many detail intervals a report that is handed on holds.
+/// Lifetime of a forwarded report, in detail intervals.
 const HOLDS_FOR: u32 = 3;
 
-/// What is known of the rack's servers and services.
+/// Servers, services and reports of the rack.
 pub struct Reducer {
     detail_interval: Duration,
     candidates: usize,
     configuration: Option<RackConfiguration>,
-    /// Streams of servers that take no new connections somewhere: people wait for what remains.
+    /// Streams of draining servers, whose remaining connections are shown.
     drained: HashSet<u64>,
-    /// By the number of the agent's stream.
+    /// By stream.
     agents: BTreeMap<u64, Reported>,
-    /// One for each service: it remembers loads.
+    /// One per service: policies remember loads.
     policies: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
-/// What an agent has reported, and how much of that was handed on.
+/// An agent's newest report and its forwarded part.
 #[derive(Default)]
 struct Reported {
     agent: Agent,
@@ -36,7 +36,7 @@ struct Reported {
 }
 
 struct HandedOn {
-    /// The last one with details, and its warnings.
+    /// Time of the last forwarded report.
     at: Duration,
     warnings: Vec<String>,
     configuration_generation: u64,
@@ -44,8 +44,8 @@ struct HandedOn {
 }
 
 impl Reducer {
-    /// Nothing is known yet. `detail_interval`: how often whole reports are handed on, unless the controller wants fewer; `candidates`: how many are passed up
-    /// for each bucket at most.
+    /// Returns an empty reducer. `detail_interval`: minimum between whole reports of an agent; `candidates`: maximum
+    /// sent per bucket.
     pub fn new(detail_interval: Duration, candidates: usize) -> Self {
         Self {
             detail_interval,
@@ -57,7 +57,7 @@ impl Reducer {
         }
     }
 
-    /// The controller says what there is.
+    /// Replaces the configuration.
     pub fn configure(&mut self, configuration: RackConfiguration) {
         let policies = &mut self.policies;
         policies.retain(|index, policy| {
@@ -80,27 +80,27 @@ impl Reducer {
         self.configuration = Some(configuration);
     }
 
-    /// Time between two summaries; `None`: there is nothing to sum up yet.
+    /// Returns the interval of summaries; `None` without a configuration.
     pub fn report_interval(&self) -> Option<Duration> {
         self.configuration.as_ref().map(|configuration| configuration.report_interval)
     }
 
-    /// An agent has connected.
+    /// Adds an agent.
     pub fn begin(&mut self, stream: u64) {
         self.agents.insert(stream, Reported::default());
     }
 
-    /// An agent has gone.
+    /// Removes an agent.
     pub fn end(&mut self, stream: u64) {
         self.agents.remove(&stream);
     }
 
-    /// How many agents are connected.
+    /// Returns the number of connected agents.
     pub fn agent_count(&self) -> usize {
         self.agents.len()
     }
 
-    /// Time until the stream's next message may be read; zero: now.
+    /// Returns the time until the stream's next message may be read; zero: now.
     pub fn message_wait(&self, stream: u64, now: Now) -> Duration {
         let reported = self.agents.get(&stream).zip(self.configuration.as_ref());
         reported.map_or(Duration::ZERO, |(reported, configuration)| {
@@ -108,14 +108,14 @@ impl Reducer {
         })
     }
 
-    /// Counts a message that nobody asked for like a report.
+    /// Counts an unrequested message like a report.
     pub fn message_unasked(&mut self, stream: u64, now: Now) {
         if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
             reported.agent.may_report(configuration.report_interval, now);
         }
     }
 
-    /// Takes a report. Gives it back where it is to be handed on to the controller, and says when it is of no use here.
+    /// Takes a report. Returns it if it is to be forwarded, and the reason if it is rejected.
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
@@ -146,12 +146,12 @@ impl Reducer {
             let holds = (HOLDS_FOR * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
         });
-        // What is confirmed is the controller's to judge.
+        // The controller handles acknowledgements.
         let outcome = reported.agent.report(Report::try_from(report), configuration.alpha, 0, now);
         (handed_on, outcome)
     }
 
-    /// What the servers' reports come to now, service by service. To be asked once per report interval.
+    /// Returns the summaries of all services; once per report interval.
     pub fn summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
         let Some(configuration) = &self.configuration else { return Vec::new() };
         let servers: HashMap<ServerId, &RackServer> =
@@ -179,7 +179,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
         loads,
         rss: agent.rss().cloned(),
         weight: server.weight,
-        // What part it takes is the controller's to say: such a server is passed up whole.
+        // The controller applies slow start: such a server is sent whole.
         ramp: if member.whole_part { 1.0 } else { 0.0 },
         capacity: server.capacity,
         ..PoolServer::new(server.id)
@@ -207,7 +207,7 @@ mod tests {
         let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
         let (mut handed_on, mut refused) = (0, 0);
         for _ in 0..100 {
-            // Each would be handed on, as it says another RSS.
+            // A report with another RSS would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
             handed_on += u32::from(report.is_some());

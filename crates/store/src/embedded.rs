@@ -1,7 +1,5 @@
-//! Keeps [`Records`] on disk (redb: one file, transactions that survive SIGKILL and a power cut).
-//!
-//! Every change is one transaction: after a crash the file holds either all of it or nothing. The file holds the cookie
-//! keys, so only its owner can read it.
+//! Storage of [`Records`] in a redb file: a change is one transaction, which survives SIGKILL and power cuts. The file
+//! has the cookie keys, so only its owner can read it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, OpenOptions};
@@ -26,29 +24,26 @@ const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
 const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
 const SERVERS: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
 const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
-/// The fleet's document, by its generation; one row.
+/// The fleet's document by generation; one row.
 const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
-/// Who changed what, by id.
+/// Audit entries by id.
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 /// The only row of [`FLEET`].
 const FLEET_ROW: &str = "fleet";
 
-/// The open file.
+/// Open file.
 pub struct EmbeddedStore {
     path: PathBuf,
-    /// `None`: it could not be opened, or not again, as its disk fails; the next call that writes tries.
+    /// `None` after a failed open or write; the next write tries again.
     database: Option<Database>,
-    /// What stood in the file that could not be opened.
+    /// Content of a file that could not be opened for writing.
     copy: Option<Database>,
 }
 
 impl EmbeddedStore {
-    /// Opens the file, or makes it. To open it is to write: where the disk does not let that, what is in the file is read, and nothing
-    /// can be changed until the disk does.
-    ///
-    /// # Errors
-    /// When it can be neither opened nor read, is in use, or is no store.
+    /// Opens or creates the file. Opening writes; if the disk does not allow that, the content is read, and changes
+    /// fail until it does.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let (database, copy) = match open(path) {
             Ok(database) => (Some(database), None),
@@ -62,22 +57,16 @@ impl EmbeddedStore {
         Ok(Self { path: path.to_owned(), database, copy })
     }
 
-    /// What is on record; `None` in a new file.
-    ///
-    /// # Errors
-    /// When the content makes no sense or cannot be read.
+    /// Returns the records; `None` in a new file.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         self.try_load().map_err(|problem| self.content(problem))
     }
 
-    /// Replaces everything, in one transaction.
-    ///
-    /// # Errors
-    /// When it cannot be written; then what was there is there still.
+    /// Replaces the records in one transaction; on an error the previous ones stay.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let Err(problem) = self.try_save(&records.into()) else { return Ok(()) };
-        // After a failed write redb refuses everything until the file is opened anew (`StorageError::PreviousIo`), and only the
-        // file knows whether the transaction is in it: what failed may have been the last step. The old one must let go first.
+        // After a failed write redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
+        // Only the file knows whether the last transaction is in it. The old handle must be closed first.
         self.database = None;
         if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
             return Ok(());
@@ -153,7 +142,7 @@ impl EmbeddedStore {
     }
 }
 
-/// Rows that never change: those that are new are written, and those that are no more go.
+/// Stores immutable rows: inserts new ones, removes missing ones.
 fn keep<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
@@ -176,7 +165,7 @@ fn encode(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(row)
 }
 
-/// The table; `None`: a version that did not have it made the file.
+/// Returns the table; `None` if an older version made the file.
 fn table<K: Key + 'static, V: Value + 'static>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, V>,
@@ -187,7 +176,6 @@ fn table<K: Key + 'static, V: Value + 'static>(
     }
 }
 
-/// A table's rows by their keys.
 fn rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, &'static [u8]>,
@@ -210,7 +198,7 @@ fn open(path: &Path) -> Result<Database, StoreError> {
     })
 }
 
-/// What stands in the file, in memory: a process before this one that was killed may have left it to be repaired, which is to write.
+/// Reads the file into memory, since repairing it after a kill would write.
 fn copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");
@@ -220,7 +208,7 @@ fn copy(path: &Path) -> anyhow::Result<Database> {
     Ok(Database::builder().create_with_backend(memory)?)
 }
 
-/// Opens or makes a file that only its owner can read.
+/// Opens or creates a file that only its owner can read.
 fn open_private(path: &Path) -> std::io::Result<File> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;

@@ -1,7 +1,7 @@
-//! Keeps [`Records`] in etcd, for several controllers of which one leads and writes.
+//! Storage of [`Records`] in etcd, written by the leader.
 //!
-//! The rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the document
-//! in pieces. All parts of a change are in force together ([`coreward_etcd::parts`]).
+//! Rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the
+//! document in pieces. All parts of a change are in force together ([`coreward_etcd::parts`]).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -25,42 +25,35 @@ const LOAD_BALANCERS: &str = "load_balancers";
 const SERVICE: &str = "service/";
 const SERVERS: &str = "servers/";
 const DOCUMENT: &str = "document/";
-/// Whose generation the pieces' is.
+/// Generation of the document's pieces.
 const DOCUMENT_GENERATION: &str = "document_generation";
 
-/// Entries of the audit, in groups by id.
+/// Audit entries, grouped by id.
 const AUDIT: &str = "audit/";
 
-/// Entries of one part: ids / 50.
 const ENTRIES_OF_A_PART: u64 = 50;
-/// Server ids of one part: id / 16. A part of servers that are in 1,000 services each stays below what a transaction takes.
+/// A part of servers that are in 1,000 services each fits a transaction.
 const SERVERS_OF_A_PART: u16 = 16;
-/// Bytes of a piece of the document, at most.
+/// Largest piece of the document, bytes.
 const PIECE: usize = 256 << 10;
-/// Bytes of one value: etcd takes requests of 1.5 MiB. A longer row is stored in pieces. The second one and those
-/// after it are named by the row, a blank, which no row's name contains, and a number.
+/// Largest value, bytes: etcd takes requests of 1.5 MiB. The further pieces of a longer row have the row's name, a
+/// blank (which no name contains) and a number.
 const VALUE_LIMIT: usize = 512 << 10;
 
-/// The state, as the controller that leads sees it. All calls wait for etcd: not for asynchronous code.
+/// State of the leading controller. Calls block: not for asynchronous code.
 pub struct EtcdStore {
     cluster: Arc<Cluster>,
     parts: PartStore,
 }
 
 impl EtcdStore {
-    /// Reads what is there.
-    ///
-    /// # Errors
-    /// When etcd does not answer, or what is there makes no sense.
+    /// Reads the state.
     pub fn open(cluster: Arc<Cluster>, leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
         let parts = cluster.block_on(PartStore::open(leadership, prefix))?;
         Ok(Self { cluster, parts })
     }
 
-    /// What is on record; `None`: nothing yet.
-    ///
-    /// # Errors
-    /// When the content makes no sense.
+    /// Returns the records; `None` if there are none.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         let parts = self.parts.parts();
         if parts.is_empty() {
@@ -73,10 +66,7 @@ impl EtcdStore {
         })
     }
 
-    /// Replaces everything that differs, all or nothing.
-    ///
-    /// # Errors
-    /// When this controller leads no more, or etcd cannot be written to.
+    /// Replaces all that differs, atomically; fails if this controller no longer leads.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let parts = encode(&records.into())
             .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
@@ -116,12 +106,12 @@ fn add(parts: &mut Parts, name: String, row: &impl Serialize) -> anyhow::Result<
     Ok(())
 }
 
-/// Rows put together from their pieces, by name.
+/// Returns the rows, joined from their pieces, by name.
 fn join(parts: &Parts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, piece) in parts {
         match name.split_once(' ') {
-            // Pieces come in the order of their numbers.
+            // Pieces are ordered by number.
             Some((row, _)) => rows.entry(row).or_default().to_mut().extend_from_slice(piece),
             None => drop(rows.insert(name, Cow::Borrowed(piece))),
         }
@@ -140,7 +130,7 @@ fn decode(parts: &Parts) -> anyhow::Result<Rows> {
         audit: Arc::default(),
     };
     let (mut text, mut audit) = (String::new(), Vec::new());
-    // In the order of their names, which is the pieces' own.
+    // Names have the order of the pieces.
     for (name, value) in &parts {
         let row = || format!("part {name}");
         if let Some(service) = name.strip_prefix(SERVICE) {
@@ -163,7 +153,7 @@ fn part<Row: DeserializeOwned>(parts: &BTreeMap<&str, Cow<'_, [u8]>>, name: &str
     serde_json::from_slice(value).with_context(|| format!("part {name}"))
 }
 
-/// The text cut where a character ends.
+/// Splits the text at character boundaries.
 fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         let end = (0..=PIECE.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
@@ -194,14 +184,14 @@ mod tests {
         assert_eq!(decode(&parts).and_then(Rows::parse).unwrap(), records);
     }
 
-    /// etcd refuses a request that is larger.
+    /// etcd's limit of a request.
     const REQUEST_LIMIT: usize = 3 << 19;
 
     fn largest(parts: &Parts) -> usize {
         parts.values().map(Vec::len).max().unwrap_or_default()
     }
 
-    /// A fleet whose services list 1,000 servers; `without`: but this one.
+    /// A fleet whose services list 1,000 servers but `without`.
     fn long_lists(without: usize) -> Source {
         let names: Vec<String> = (0..1000).filter(|n| *n != without).map(|n| format!("server-{n:04}")).collect();
         let service = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {names:?}\n");

@@ -1,5 +1,5 @@
-//! Where [`Records`](coreward_fleet::records::Records) survive: in a file of the controller's own ([`embedded`]), or in etcd ([`etcd`]),
-//! which several controllers share. The rows are the same in both ([`rows`]).
+//! Storage of [`Records`](coreward_fleet::records::Records): a file of one controller ([`embedded`]), or etcd
+//! ([`etcd`]) for several. Both have the same rows ([`rows`]).
 
 pub mod embedded;
 pub mod etcd;
@@ -13,19 +13,16 @@ use coreward_fleet::records::Records;
 use embedded::EmbeddedStore;
 use etcd::EtcdStore;
 
-/// One of the two.
+/// Storage of the records.
 pub enum Store {
     /// A file.
     Embedded(EmbeddedStore),
-    /// etcd, by the controller that leads.
+    /// etcd, written by the leader.
     Etcd(EtcdStore),
 }
 
 impl Store {
-    /// What is on record; `None`: nothing yet.
-    ///
-    /// # Errors
-    /// When the content makes no sense or cannot be read.
+    /// Returns the records; `None` if there are none.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         match self {
             Self::Embedded(store) => store.load(),
@@ -33,10 +30,7 @@ impl Store {
         }
     }
 
-    /// Replaces everything, in one transaction.
-    ///
-    /// # Errors
-    /// When it cannot be written; then what was there is there still.
+    /// Replaces the records in one transaction; on an error the previous ones stay.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         match self {
             Self::Embedded(store) => store.save(records),
@@ -45,32 +39,32 @@ impl Store {
     }
 }
 
-/// Why the store cannot be used.
+/// Failure of the store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// It cannot be opened or made.
+    /// It cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: std::io::Error,
     },
     /// Another process has it open.
     #[error("store {} is in use: expected one controller per store", path.display())]
     InUse {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// It is damaged, or no store, or the disk fails.
+    /// It is damaged, no store, or on a failing disk.
     #[error("store {store}: {problem}")]
     Content {
-        /// Which.
+        /// Path or endpoints.
         store: String,
-        /// What is wrong.
+        /// Cause.
         problem: String,
     },
-    /// etcd does not answer, refuses, or another controller leads.
+    /// etcd does not answer, rejects the request, or another controller leads.
     #[error(transparent)]
     Etcd(#[from] EtcdError),
 }
@@ -88,7 +82,7 @@ mod tests {
     use coreward_fleet::drains::DrainRecord;
     use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
-    /// Something in every row.
+    /// Records with content in every row.
     pub fn records() -> Records {
         let mut records = Records::draw(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;

@@ -1,5 +1,4 @@
-//! The logical form of [`Records`] in every store: rows, each a JSON object. A row that another version wrote has what that
-//! version knew; keys that are not there have their defaults.
+//! Logical form of [`Records`] in every store: rows as JSON objects. Missing keys have their defaults.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -19,7 +18,7 @@ use coreward_fleet::drains::DrainRecord;
 use coreward_fleet::key_ring::{KeyPhase, KeyRing};
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
-/// Version of the rows' layout; another one is refused.
+/// Version of the layout; others are rejected.
 const FORMAT: u32 = 4;
 
 /// All rows.
@@ -54,10 +53,7 @@ impl From<&Records> for Rows {
 }
 
 impl Rows {
-    /// What they say.
-    ///
-    /// # Errors
-    /// When a value makes no sense, or the format is another version's.
+    /// Returns the records; fails on invalid values and another version's format.
     pub fn parse(self) -> anyhow::Result<Records> {
         let mut records = self.fleet.parse()?;
         for (name, row) in self.services {
@@ -85,7 +81,7 @@ pub struct FleetRow {
     keys_generation: u64,
     /// Seconds since 1970.
     current_key_since: u64,
-    /// Absent: no rotation is under way; whether it was forced.
+    /// Whether the rotation was forced; absent: none is in progress.
     announced: Option<bool>,
     rss_key: String,
     /// Seconds since 1970; absent: the wall clock counts.
@@ -104,7 +100,7 @@ pub struct LoadBalancerRow {
 pub struct ServiceRow {
     index: u16,
     seed: u64,
-    /// By bucket: whose it is, and whose it was.
+    /// By bucket: its server and the previous one.
     buckets: Vec<(u16, Option<u16>)>,
 }
 
@@ -117,7 +113,7 @@ pub struct ServerRow {
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Absent: through any of the fleet's.
+    /// Absent: all racks of the fleet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
 }

@@ -1,5 +1,4 @@
-//! What concerns several values of the fleet's document. Every mistake is named; a value that is wrong by itself is on the
-//! reader's list already, and no second mistake is made of it.
+//! Checks across values of the fleet's document. A value with a mistake of its own causes no second one.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Display;
@@ -18,7 +17,7 @@ use coreward_wire::ServiceIndex;
 use super::file::{FleetFile, Server, Service};
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, racks, transfer};
 
-/// The document; what is wrong with it is on the reader's list, and then this is only part of it.
+/// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let retire_after = file.retire_after.0;
     let key_rotation = file.key_rotation.map(|interval| rotation(&interval, retire_after, reader));
@@ -44,7 +43,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     }
 }
 
-/// What a server's agent can hold.
+/// Checks the limit of services per server.
 fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
     let mut counts = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.servers) {
@@ -57,7 +56,7 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
     }
 }
 
-/// A second rotation overwrites the key of before the first: whoever still has a cookie of it must be gone.
+/// A second rotation overwrites the previous key: its cookies must have expired.
 fn rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<Period<MIN, MAX>>,
     retire_after: Duration,
@@ -115,12 +114,11 @@ fn servers(
     servers
 }
 
-/// What services are checked against.
 struct Services<'a> {
-    /// Of all servers, also of those of which something else is wrong.
+    /// Names of all servers, also of those with mistakes.
     names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
-    /// Of a service that names none.
+    /// Default of `buckets`.
     buckets: BucketCount,
 }
 
@@ -130,7 +128,7 @@ impl Services<'_> {
             let message = format!("{} services: expected at most {}", listed.len(), ServiceIndex::COUNT);
             reader.mistake(first_too_many.span(), message);
         }
-        // Each of the others may have all servers: they are not looked at.
+        // The services beyond the limit are skipped: each may list all servers.
         let listed = &listed[..listed.len().min(ServiceIndex::COUNT)];
         let positions: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
@@ -172,7 +170,7 @@ impl Services<'_> {
         services
     }
 
-    /// A VIP stands silenced on every server's loopback: as a server's own address it could not be reached.
+    /// A VIP is on every server's loopback without ARP, so a server with this address would be unreachable.
     fn no_server_has(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
@@ -181,7 +179,7 @@ impl Services<'_> {
         }
     }
 
-    /// Positions of a service's servers; all of them when it names none.
+    /// Returns the positions of a service's servers; all if it lists none.
     fn pool(&self, service: &Service, positions: &HashMap<&str, usize>, reader: &mut Reader<'_>) -> Vec<usize> {
         let Some(listed) = &service.servers else {
             return (0..self.servers.len()).collect();
@@ -192,7 +190,7 @@ impl Services<'_> {
             members.take(Some(name.get_ref()), &name.span(), reader);
             match positions.get(name.get_ref().as_str()) {
                 Some(position) => pool.push(*position),
-                // One of which something else is wrong is known all the same.
+                // A server with another mistake still exists.
                 None if self.names.contains(name.get_ref().as_str()) => {}
                 None => {
                     let name = (name.get_ref().as_str(), name.span());
@@ -205,7 +203,7 @@ impl Services<'_> {
     }
 }
 
-/// The cookie that a load balancer stamps itself has less room for ids.
+/// The cookie of LB-side stamping holds smaller ids.
 fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !correction::can_name(*id)) {
         let message = format_args!(
@@ -217,19 +215,19 @@ fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>,
     }
 }
 
-/// Values that may stand in the document once.
+/// Values that must be unique in the document.
 pub struct Once<T> {
     what: &'static str,
     seen: HashMap<T, Span>,
 }
 
 impl<T: Hash + Eq + Display> Once<T> {
-    /// `what`: of one of them.
+    /// `what`: name of one value.
     pub fn new(what: &'static str) -> Self {
         Self { what, seen: HashMap::new() }
     }
 
-    /// `None`: a value that is wrong by itself.
+    /// `None`: a value with a mistake of its own.
     pub fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {

@@ -1,4 +1,4 @@
-//! What one document of the fleet changes in another: server by server, service by service, key by key.
+//! Differences between two documents, by server, service and key.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -6,36 +6,36 @@ use std::fmt;
 use coreward_config::Source;
 use coreward_config::toml::{Table, Value};
 
-/// One thing that is different.
+/// One difference.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// A server or service that is new; what is said of it.
+    /// New server or service.
     Added {
         /// "server" or "service", and its name.
         what: String,
-        /// Its other keys.
+        /// Its other keys with their values.
         values: Vec<(String, String)>,
     },
-    /// A server or service that is no more.
+    /// Removed server or service.
     Removed {
         /// As above.
         what: String,
     },
-    /// Another value of a key.
+    /// Changed value.
     Changed {
         /// As above; empty: the whole fleet.
         what: String,
         /// The key.
         key: String,
-        /// `None`: nothing was said of it.
+        /// `None`: absent.
         old: Option<String>,
-        /// `None`: nothing is said any more.
+        /// `None`: absent.
         new: Option<String>,
     },
 }
 
 impl Change {
-    /// Why established connections break by it; `None`: they go on.
+    /// Returns the reason why established connections break; `None`: they stay.
     pub fn breaks(&self) -> Option<&'static str> {
         let (what, key) = match self {
             Self::Removed { what } if what.starts_with("service ") => {
@@ -73,8 +73,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// What `new` changes in `old`, both of which have been checked. (The order in which servers and services stand says
-/// nothing, and neither do comments.)
+/// Returns the changes from `old` to `new`, both checked. Order and comments do not count.
 pub fn difference(old: &Source, new: &Source) -> Vec<Change> {
     let [old, new] = [old, new].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();

@@ -1,8 +1,7 @@
-//! The fleet's document, parsed into something that holds together.
+//! Fleet's document, parsed and checked; docs/config.md is the reference.
 //!
-//! docs/config.md is the reference for users. What one value must be is described in [`file`]; what concerns several
-//! values is checked in [`check`] and [`mode`]. Every mistake points at the line of the value that is wrong.
-//! [`difference`] says what one document of the fleet changes in another.
+//! [`file`] describes single values, [`check`] and [`mode`] check combinations. Every mistake has the place of its
+//! value. [`difference`] compares two documents.
 
 mod check;
 mod difference;
@@ -37,28 +36,28 @@ pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// A cookie lives as long as its connection; a day covers all but the rarest.
 pub const DEFAULT_RETIRE_AFTER: Duration = Duration::from_secs(86_400);
 
-/// The servers and services, and what holds for all of them.
+/// Document of the fleet.
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
-    /// Time between two reports of an agent.
+    /// Interval of an agent's reports.
     pub report_interval: Duration,
-    /// When tables are made.
+    /// Timing of tables.
     pub tables: TableTiming,
-    /// Time for which load balancers use a table that depends on loads while no controller leads.
+    /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// How long a cookie may live: the id of a server that left, and a key that stamps no more, are kept that long.
+    /// Longest life of a cookie: so long the ids of former servers and the previous key are kept.
     pub retire_after: Duration,
-    /// How often the cookie keys are rotated; `None`: when somebody says so.
+    /// Interval of key rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
-    /// The racks that may connect; `None`: any.
+    /// Racks that may connect; `None`: any.
     pub racks: Option<BTreeSet<String>>,
-    /// The load balancers that may; `None`: any.
+    /// Load balancers that may connect; `None`: any.
     pub load_balancers: Option<BTreeSet<String>>,
-    /// Names, addresses and ids are each used once.
+    /// Servers, with unique names, addresses and ids.
     pub servers: Vec<ServerConfig>,
-    /// Names and VIPs are each used once.
+    /// Services, with unique names and VIPs.
     pub services: Vec<ServiceConfig>,
     source: Source,
 }
@@ -66,21 +65,21 @@ pub struct FleetConfig {
 /// One `[[server]]`.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// What agents and operators call it.
+    /// Name for agents and operators.
     pub name: String,
-    /// Where load balancers reach it.
+    /// Address for load balancers.
     pub address: IpAddr,
-    /// Its id where the operator chose one, and where in the document.
+    /// Id chosen by the operator, with its place.
     pub id: Option<(ServerId, Span)>,
-    /// Whether it takes new connections.
+    /// Administrative state.
     pub state: ServerState,
-    /// Its part of new connections.
+    /// Share of new connections.
     pub weight: Weight,
-    /// How much it can do; `None`: by its cores.
+    /// Capacity; `None`: its cores.
     pub capacity: Option<Capacity>,
-    /// Through which racks its agent may speak; `None`: through the fleet's.
+    /// Racks that may report for it; `None`: those of the fleet.
     pub racks: Option<BTreeSet<String>>,
-    /// Where in the document it stands.
+    /// Place in the document.
     pub span: Span,
 }
 
@@ -102,54 +101,50 @@ pub enum ServerState {
     Draining,
 }
 
-/// A load balancer that has some of a service's connections.
+/// Load balancer that has some of a service's connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OtherBalancer {
-    /// Where it is reached, in the load balancers' own network.
+    /// Address in the load balancers' network.
     pub address: IpAddr,
-    /// It gets the first packets from now on; otherwise it had the service before.
+    /// True: it gets new connections from now on. False: it had the service before.
     pub handed_over: bool,
 }
 
 /// One `[[service]]`.
 #[derive(Debug, Clone)]
 pub struct ServiceConfig {
-    /// What operators call it.
+    /// Name for operators.
     pub name: String,
-    /// What clients connect to.
+    /// VIP, protocol and port.
     pub address: ServiceAddress,
-    /// How packets find their server; without a transfer, whose id the document does not know.
+    /// Consistency mode, without a transfer's id, which the document does not have.
     pub mode: ServiceMode,
-    /// Whom the service is adopted from or handed over to.
+    /// Load balancer that the service is adopted from or handed over to.
     pub other_balancer: Option<OtherBalancer>,
-    /// A name out of `coreward_model::policy::names()`.
+    /// Name from `coreward_model::policy::names()`.
     pub policy: &'static str,
-    /// How long the share of a server that joins grows.
+    /// Duration of slow start.
     pub slow_start: Duration,
     /// Number of buckets.
     pub buckets: BucketCount,
-    /// How its servers are checked; `None`: they are not.
+    /// Health check; `None`: none.
     pub check: Option<Check>,
-    /// What becomes of new connections when all of its servers are down.
+    /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Positions in [`FleetConfig::servers`].
     pub servers: Vec<usize>,
-    /// Where in the document it stands.
+    /// Place in the document.
     pub span: Span,
 }
 
 impl FleetConfig {
-    /// # Errors
-    /// When the file cannot be read; everything in it that is wrong.
+    /// Reads and parses the file.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// A document that an operator gives. One without a single key is refused: a file that an editor has just cut off, or a
-    /// full disk left empty, would end all services at the next SIGHUP.
-    ///
-    /// # Errors
-    /// Everything in it that is wrong.
+    /// Parses an operator's document. Rejects one without any key: a file that an editor has just truncated, or a full
+    /// disk left empty, would end all services at the next SIGHUP.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
@@ -160,20 +155,17 @@ impl FleetConfig {
         Self::on_record(source)
     }
 
-    /// What the store holds: nothing before the first document is applied.
-    ///
-    /// # Errors
-    /// Everything in it that is wrong.
+    /// Parses the stored document, which is empty before the first one is applied.
     pub fn on_record(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 
-    /// The document.
+    /// Returns the text.
     pub fn source(&self) -> &Source {
         &self.source
     }
 
-    /// Returns errors that only show when the document is put together with the records, by place and message.
+    /// Returns mistakes found together with the records, by place and message.
     pub fn mistakes(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
         Diagnostics::at(&self.source, wrong)
     }

@@ -1,5 +1,4 @@
-//! How a service's packets find their server: what `protocol`, `consistency`, `timestamps`, `udp` and `policy` may say
-//! together.
+//! Consistency mode of a service: valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
 use coreward_config::{Reader, Spanned};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
@@ -8,7 +7,7 @@ use coreward_model::tuple::Protocol;
 
 use super::file::{PolicyName, Service, UdpMode};
 
-/// The service's mode; when its keys do not go together, that is on the reader's list.
+/// Returns the service's mode; mistakes are on the reader's list.
 pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     match protocol {
         Protocol::Tcp => of_tcp(service, reader),
@@ -60,7 +59,7 @@ fn of_tcp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     ServiceMode { consistency, timestamps, ..default }
 }
 
-/// Why the service cannot have these timestamps, if it cannot.
+/// Returns the reason why the service cannot have these timestamps.
 fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps) -> Option<String> {
     let name = consistency.name();
     if !uses_cookies && wanted != Timestamps::Off {
@@ -69,8 +68,8 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps
             wanted.name()
         ));
     }
-    // The server learns the index from the SYN and stamps it: nobody else can, and without a stamp nobody reads it. (The
-    // load balancer's own cookie has no room for an index beside 20 bits of time.)
+    // Only the server learns the index, from the SYN. The cookie of LB-side stamping has no room for an index next to
+    // 20 bits of time.
     (consistency == Consistency::Stateful && wanted != Timestamps::Server).then(|| {
         format!(
             "timestamps by {:?} with consistency {name:?}: expected \"server\", who stamps the index",
@@ -79,7 +78,7 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps
     })
 }
 
-/// With no consistency at all, a connection stays with its server only while the rule's choice does.
+/// Without a consistency mode a connection stays with its server only while the policy's choice does.
 fn refuse_wandering<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
     let fixed = policy::fixed_names();

@@ -1,4 +1,4 @@
-//! Through which racks agents may speak: `racks` of the fleet and of a server.
+//! Racks that agents may use: `racks` of the fleet and of a server.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use coreward_config::{Name, Reader, Spanned};
 
 use super::check::Once;
 
-/// The names on a list; `None`: there is no list. `known`: those of the fleet, where it says which there are.
+/// Returns the names on a list; `None`: no list. `known`: the fleet's racks, if it lists them.
 pub fn check(
     listed: Option<&[Spanned<Name>]>,
     known: Option<&BTreeSet<String>>,
@@ -25,7 +25,7 @@ pub fn check(
     Some(listed.iter().map(|name| name.get_ref().0.clone()).collect())
 }
 
-/// The names on a list of the fleet's; `None`: there is no list. `what`: of one of them.
+/// Returns the names on a list of the fleet; `None`: no list. `what`: name of one entry.
 pub fn listed_once(
     what: &'static str,
     listed: Option<&[Spanned<Name>]>,

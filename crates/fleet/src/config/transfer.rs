@@ -1,4 +1,4 @@
-//! Services that are taken over from another load balancer, or given to one: what `adopt_from` and `hand_over_to` may say.
+//! Migration from and to another load balancer: `adopt_from` and `hand_over_to`.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 use super::file::Service;
 use super::{OtherBalancer, ServerConfig, ServiceConfig};
 
-/// Whom the service is adopted from or handed over to; what does not go together is on the reader's list.
+/// Returns the other load balancer; mistakes are on the reader's list.
 pub fn of(
     service: &Service,
     address: ServiceAddress,
@@ -45,7 +45,7 @@ pub fn of(
     Some(OtherBalancer { address: other, handed_over: service.hand_over_to.is_some() })
 }
 
-/// A server stamps the new connections of all its services or of none: the kernel has one setting for both.
+/// A server stamps new connections of all its services or of none: the kernel has one setting.
 pub fn check_servers(
     services: &[ServiceConfig],
     servers: &[ServerConfig],
