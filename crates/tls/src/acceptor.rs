@@ -1,4 +1,4 @@
-//! The listening side: lets in whom it knows, within limits, and looks after those inside.
+//! Accepting side of TLS: verifies peers within limits, and ends connections whose certificate becomes invalid.
 
 use std::collections::HashMap;
 use std::io;
@@ -31,23 +31,23 @@ use crate::io::Io;
 use crate::tls::Tls;
 use crate::verify::{ClientVerifier, RevocationList};
 
-/// How often certificates of open connections are looked at.
+/// Interval of checks of open connections' certificates.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Handshakes that are done and wait to be served.
+/// Queue of accepted connections.
 const ACCEPT_QUEUE: usize = 64;
-/// After an error of the listening socket: others need time to end (out of files).
+/// Pause after an error of the listening socket, such as too many open files.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// How much strangers, and those who are known, can take.
+/// Limits of handshakes and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// From the connection to the end of the handshake.
+    /// Time from the connection to the end of the handshake.
     pub handshake: Duration,
-    /// Handshakes at a time.
+    /// Concurrent handshakes.
     pub handshakes: usize,
-    /// Of them from one address.
+    /// Concurrent handshakes of one address.
     pub handshakes_per_address: usize,
-    /// Connections at a time by one certificate's owner.
+    /// Concurrent connections of one certificate's owner.
     pub connections_per_identity: usize,
 }
 
@@ -62,7 +62,7 @@ impl Default for Limits {
     }
 }
 
-/// What an acceptor does with who comes.
+/// Acceptor of connections, with or without TLS.
 #[derive(Debug)]
 pub struct ConnectionAcceptor {
     protection: Option<Protection>,
@@ -71,7 +71,6 @@ pub struct ConnectionAcceptor {
     connections: Mutex<Connections>,
 }
 
-/// With TLS.
 #[derive(Debug)]
 struct Protection {
     tls: Arc<Tls>,
@@ -79,9 +78,9 @@ struct Protection {
     certificates: ClientCertificates,
     protocols: &'static [&'static str],
     revoked: RevocationList,
-    /// What open connections were let in by, when that was looked at last.
+    /// Credentials at the last check of open connections.
     believed: Mutex<Arc<Credentials>>,
-    /// Made of what certificates were at that time.
+    /// Server configuration, with the credentials that it was made of.
     config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
 
@@ -94,12 +93,11 @@ struct Connections {
     next: u64,
 }
 
-/// Of one open connection with a certificate.
 #[derive(Debug)]
 struct TrackedConnection {
     identity: Identity,
     fingerprint: Fingerprint,
-    /// The certificate, and what leads from it to an authority.
+    /// Certificate with its chain to an authority.
     chain: Vec<CertificateDer<'static>>,
     not_after: Duration,
     closed: AtomicBool,
@@ -107,7 +105,7 @@ struct TrackedConnection {
 }
 
 impl TrackedConnection {
-    /// Ends the connection if it would not be let in any more.
+    /// Ends the connection if its certificate is no longer accepted.
     fn verify(&self, verifier: &ClientVerifier) {
         let Some((own, others)) = self.chain.split_first() else { return };
         if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
@@ -131,12 +129,12 @@ impl TrackedConnection {
 }
 
 impl ConnectionAcceptor {
-    /// Lets everybody in.
+    /// Accepts every connection, without TLS.
     pub fn open(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
-    /// Lets in those whose certificate is of one of these roles and not revoked. `protocols`: as ALPN has them.
+    /// Accepts connections with a valid certificate of one of these roles. `protocols`: for ALPN.
     pub fn guarded(
         tls: Arc<Tls>,
         accepted: &[Role],
@@ -155,7 +153,7 @@ impl ConnectionAcceptor {
         self.connections.lock()
     }
 
-    /// Those who come to `listener` and are let in, for as long as somebody takes them.
+    /// Accepts connections of `listener` until the stream is dropped.
     pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<AcceptedConnection>> {
         let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE);
         tokio::spawn(async move {
@@ -186,12 +184,12 @@ impl ConnectionAcceptor {
                     continue;
                 }
             };
-            // Before there is a task for it: a flood costs no more than this.
+            // Before a task is spawned, so a flood costs no more than this.
             let Ok(place) = self.place(address) else { continue };
             let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
                 if let Ok(connection) = acceptor.let_in(stream, address, place).await {
-                    // Whoever served them may have ended.
+                    // The receiver may be gone.
                     drop(admitted.send(Ok(connection)).await);
                 }
             });
@@ -202,10 +200,7 @@ impl ConnectionAcceptor {
         HandshakeSlot::take(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
     }
 
-    /// One connection that somebody else has accepted.
-    ///
-    /// # Errors
-    /// Why it is not let in; it is counted and logged.
+    /// Accepts one connection of another listener. A rejection is counted and logged.
     pub async fn admit_one(
         self: Arc<Self>,
         stream: TcpStream,
@@ -284,8 +279,7 @@ impl ConnectionAcceptor {
         Ok(ConnectionGuard { acceptor: self.clone(), number, connection })
     }
 
-    /// Where somebody else accepts ([`Self::admit_one`]): ends connections whose certificate has expired since, or was
-    /// revoked, for ever.
+    /// Ends connections with expired or revoked certificates, for users of [`Self::admit_one`].
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -295,7 +289,7 @@ impl ConnectionAcceptor {
         }
     }
 
-    /// Ends connections whose certificate has expired since, or was revoked: who is alive comes back with another one.
+    /// Ends connections with expired or revoked certificates; live peers reconnect with a new one.
     fn maintain(&self) {
         self.maintain_at(unix_now());
     }
@@ -304,7 +298,7 @@ impl ConnectionAcceptor {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.with_fewer_authorities() {
             let tracked: Vec<Arc<TrackedConnection>> = self.connections().tracked.values().cloned().collect();
-            // Of thousands that takes as long as so many handshakes.
+            // For thousands of connections this takes as long as so many handshakes.
             std::thread::spawn(move || tracked.iter().for_each(|connection| connection.verify(&verifier)));
         }
         for connection in self.connections().tracked.values().filter(|connection| !connection.is_closed()) {
@@ -319,7 +313,7 @@ impl ConnectionAcceptor {
 }
 
 impl Protection {
-    /// Who may come in now, if an authority is believed no more since this was asked last.
+    /// Returns a verifier if an authority was removed since the last call.
     fn with_fewer_authorities(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
         let mut believed = self.believed.lock();
@@ -347,7 +341,6 @@ impl Protection {
     }
 }
 
-/// Somebody's handshake, among those at the same time.
 struct HandshakeSlot {
     acceptor: Arc<ConnectionAcceptor>,
     address: IpAddr,
@@ -382,7 +375,6 @@ impl Drop for HandshakeSlot {
     }
 }
 
-/// An open connection with a certificate, among all of them.
 #[derive(Debug)]
 struct ConnectionGuard {
     acceptor: Arc<ConnectionAcceptor>,
@@ -403,7 +395,7 @@ impl Drop for ConnectionGuard {
     }
 }
 
-/// A connection of somebody who was let in.
+/// Accepted connection.
 #[derive(Debug)]
 pub struct AcceptedConnection {
     io: Io,
@@ -412,20 +404,17 @@ pub struct AcceptedConnection {
 }
 
 impl AcceptedConnection {
-    /// Whose it is.
+    /// Returns the peer.
     pub fn caller(&self) -> &Caller {
         &self.caller
     }
 
-    /// Fingerprint and end (since 1970) of its certificate; `None`: it has shown none.
+    /// Returns fingerprint and end (since 1970) of its certificate; `None`: it has none.
     pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
         self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }
 
-    /// The same connection, to be served in that runtime.
-    ///
-    /// # Errors
-    /// When there can be no more open files.
+    /// Moves the connection to another runtime. Fails without a free file descriptor.
     pub fn moved_to(mut self, runtime: &Handle) -> io::Result<Self> {
         self.io.move_to(runtime)?;
         Ok(self)
@@ -457,7 +446,7 @@ impl AsyncRead for AcceptedConnection {
         if let Some(guard) = &self.guard {
             *guard.connection.reader.lock() = Some(context.waker().clone());
         }
-        // After the waker is there: who closes in between wakes it.
+        // After the waker is registered, so a close in between wakes it.
         if self.is_closed() {
             return Poll::Ready(Err(closed()));
         }

@@ -27,34 +27,34 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write, write_secret};
 use crate::identity::{Identity, Name, Role};
 
-/// Clocks may be that far apart: certificates begin so long before they are made.
+/// Tolerated difference of clocks: certificates begin so much earlier.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
-/// What lengths of certificates are counted in.
+/// Unit of validity.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
-/// An authority.
+/// Authority in a directory.
 pub struct Authority {
     directory: PathBuf,
 }
 
-/// From when until when a certificate is good (since 1970).
+/// Validity of a certificate (since 1970).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
-    /// From.
+    /// Begin.
     pub not_before: Duration,
-    /// Until.
+    /// End.
     pub not_after: Duration,
 }
 
 impl Validity {
-    /// From now on, and a little before, as clocks differ.
+    /// Returns the validity from now on, with [`CLOCK_TOLERANCE`].
     pub fn from_now(length: Duration) -> Self {
         let now = unix_now();
         Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + length }
     }
 }
 
-/// Certificate and key of somebody, in PEM.
+/// Certificate and key (PEM).
 pub struct Issued {
     /// The certificate.
     pub certificate: String,
@@ -74,10 +74,7 @@ pub enum RollOver {
 }
 
 impl Authority {
-    /// Makes one for `fleet` in a directory that has none.
-    ///
-    /// # Errors
-    /// When there is one, or the directory cannot be written to.
+    /// Creates the authority of `fleet` in a directory that has none.
     pub fn init(directory: &Path, fleet: &Name, length: Duration) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let authority = Self { directory: directory.to_owned() };
@@ -87,10 +84,7 @@ impl Authority {
         Ok(authority)
     }
 
-    /// The one in this directory.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// Opens the authority of a directory.
     pub fn open(directory: &Path) -> anyhow::Result<Self> {
         let authority = Self { directory: directory.to_owned() };
         let file = authority.path("authority.key");
@@ -106,7 +100,7 @@ impl Authority {
         self.directory.join(file)
     }
 
-    /// Where the certificates are whose word counts.
+    /// Returns the path of the trusted certificates.
     pub fn ca(&self) -> PathBuf {
         self.path("ca.crt")
     }
@@ -116,7 +110,7 @@ impl Authority {
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    /// Makes an authority, and puts those of `published` into ca.crt.
+    /// Creates an authority, and writes the certificates of `published` to ca.crt.
     fn generate(&self, name: &str, fleet: &Name, validity: Validity, published: &[&str]) -> anyhow::Result<()> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -131,16 +125,13 @@ impl Authority {
         write_secret(&self.path(&format!("{name}.key")), key.serialize_pem())
     }
 
-    /// Puts these authorities' certificates into ca.crt.
+    /// Writes these authorities' certificates to ca.crt.
     fn publish(&self, names: &[&str]) -> anyhow::Result<()> {
         let all: anyhow::Result<Vec<String>> = names.iter().map(|name| self.read(&format!("{name}.crt"))).collect();
         write(&self.ca(), &all?.concat())
     }
 
-    /// The fleet that it is for.
-    ///
-    /// # Errors
-    /// When its certificate cannot be read.
+    /// Returns the fleet of its certificate.
     pub fn fleet(&self) -> anyhow::Result<Name> {
         let der = CertificateDer::from_pem_slice(self.read("authority.crt")?.as_bytes())?;
         let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
@@ -150,10 +141,7 @@ impl Authority {
         name.parse().map_err(anyhow::Error::msg)
     }
 
-    /// A new key, and a certificate to it.
-    ///
-    /// # Errors
-    /// When the authority's files cannot be used, or it ends before the certificate would.
+    /// Issues a certificate with a new key. Fails if the authority ends earlier.
     pub fn issue(&self, identity: &Identity, addresses: &[String], validity: Validity) -> anyhow::Result<Issued> {
         let signer = self.read("authority.crt")?;
         let own = Certificate::read(&CertificateDer::from_pem_slice(signer.as_bytes())?).map_err(anyhow::Error::msg)?;
@@ -184,10 +172,7 @@ impl Authority {
         Ok(Issued { certificate: certificate.pem(), key: key.serialize_pem() })
     }
 
-    /// Goes one step on from this authority to the next.
-    ///
-    /// # Errors
-    /// When it is not that step's turn, or files cannot be written.
+    /// Takes one step to the next authority. Fails if it is another step's turn.
     pub fn roll_over(&self, step: RollOver, length: Duration) -> anyhow::Result<()> {
         let is_there = |file: &str| self.path(file).exists();
         match step {
@@ -216,7 +201,7 @@ impl Authority {
         }
     }
 
-    /// From `next` to `authority`, file by file; begins with the one at which an attempt before was interrupted.
+    /// Moves `next` to `authority`, file by file, from where an earlier attempt stopped.
     fn switch(&self) -> anyhow::Result<()> {
         let next = self.secret("next.key")?;
         if !self.belongs(&next, "authority.crt")? {
@@ -236,7 +221,7 @@ impl Authority {
         KeyPair::from_pem(&text).with_context(|| self.path(file).display().to_string())
     }
 
-    /// Whether it is the key of that certificate.
+    /// Returns whether key and certificate belong together.
     fn belongs(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
         let der = CertificateDer::from_pem_slice(self.read(certificate)?.as_bytes())?;
         let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
@@ -249,10 +234,7 @@ fn at(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
 }
 
 impl Issued {
-    /// Writes what a part needs into a directory: ca.crt, own.crt, own.key.
-    ///
-    /// # Errors
-    /// When the directory cannot be written to.
+    /// Writes ca.crt, own.crt and own.key to a directory.
     pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         write(&directory.join("ca.crt"), &authority.read("ca.crt")?)?;

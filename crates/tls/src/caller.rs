@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection, and what it may say it is.
+//! Peer of a connection, and its permissions.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -7,12 +7,12 @@ use tonic::{Request, Status};
 
 use crate::identity::{Identity, Role};
 
-/// Who is at the other end.
+/// Peer of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
-    /// Where it is.
+    /// Address.
     pub address: SocketAddr,
-    /// What its certificate says; `None`: it has shown none (a connection without TLS, or the API with a token).
+    /// Identity of its certificate; `None`: no TLS, or a token instead.
     pub identity: Option<Identity>,
     /// Whether the connection is protected by TLS.
     pub is_protected: bool,
@@ -28,18 +28,13 @@ impl fmt::Display for Caller {
 }
 
 impl Caller {
-    /// Of a request that came through a [`ConnectionAcceptor`](crate::ConnectionAcceptor).
-    ///
-    /// # Errors
-    /// INTERNAL when it came by another way: then nobody knows who asks.
+    /// Returns the peer of a request. Fails (INTERNAL) if no [`ConnectionAcceptor`](crate::ConnectionAcceptor) accepted
+    /// it.
     pub fn of<T>(request: &Request<T>) -> Result<Self, Status> {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
 
-    /// Whether it may do what one of these roles may. Without TLS nobody says who he is, and everybody may.
-    ///
-    /// # Errors
-    /// PERMISSION_DENIED, with who it is and what was expected.
+    /// Requires one of these roles, else PERMISSION_DENIED. Without TLS everything is allowed.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_protected => Ok(()),
@@ -52,10 +47,7 @@ impl Caller {
         }
     }
 
-    /// Whether it may say that it is `role` called `name`.
-    ///
-    /// # Errors
-    /// As [`Caller::require`].
+    /// Requires `role` and `name`, else PERMISSION_DENIED.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.require(&[role])?;
         match &self.identity {

@@ -1,4 +1,4 @@
-//! What one certificate says, as far as it matters here.
+//! Parsed certificate.
 
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -9,28 +9,27 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use crate::identity::{Identity, SCHEME};
 
-/// A certificate, read.
+/// Parsed certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
-    /// Its subject, as in `CN=coreward CA`.
+    /// Subject, such as `CN=coreward CA`.
     pub subject: String,
-    /// Who it is for; `None`: an authority's, or not one of ours.
+    /// Identity; `None`: of an authority, or not coreward's.
     pub identity: Option<Identity>,
-    /// Names and addresses beside that.
+    /// Other names and addresses.
     pub addresses: Vec<String>,
-    /// Whether it may sign others.
+    /// Whether it is an authority's.
     pub is_authority: bool,
-    /// From when on it is good (since 1970).
+    /// Begin of validity (since 1970).
     pub not_before: Duration,
-    /// Until when (since 1970).
+    /// End of validity (since 1970).
     pub not_after: Duration,
-    /// SHA-256 of it.
+    /// SHA-256 fingerprint.
     pub fingerprint: Fingerprint,
 }
 
 impl Certificate {
-    /// # Errors
-    /// In words, when it is none, or names more than one identity.
+    /// Parses DER. The error is a text; a certificate with several identities is one.
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, parsed) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
@@ -57,12 +56,12 @@ impl Certificate {
         })
     }
 
-    /// How long it is good from `now` (since 1970) on; zero: it has expired.
+    /// Returns the validity left at `now` (since 1970); zero: expired.
     pub fn remains(&self, now: Duration) -> Duration {
         self.not_after.saturating_sub(now)
     }
 
-    /// Whether less than a third of its life remains: time to renew it.
+    /// Returns whether less than a third of its validity remains.
     pub fn is_old(&self, now: Duration) -> bool {
         self.remains(now) < self.not_after.saturating_sub(self.not_before) / 3
     }
@@ -79,19 +78,19 @@ fn address(name: &GeneralName<'_>) -> Option<String> {
     }
 }
 
-/// SHA-256 of a certificate, as `openssl x509 -fingerprint -sha256` has it.
+/// SHA-256 of a certificate, as shown by `openssl x509 -fingerprint -sha256`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
-    /// Of a certificate in DER.
+    /// Returns the fingerprint of DER.
     pub fn of(der: &CertificateDer<'_>) -> Self {
         Self::of_bytes(der)
     }
 
-    /// SHA-256 of anything.
+    /// Returns the SHA-256 of bytes.
     pub fn of_bytes(bytes: &[u8]) -> Self {
-        // TLS' own hash: no second implementation.
+        // rustls' hash avoids another implementation.
         let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
         let hash = suite.common.hash_provider.hash(bytes);
         let mut bytes = [0; 32];
@@ -124,7 +123,7 @@ impl std::str::FromStr for Fingerprint {
     }
 }
 
-/// The wall clock (since 1970).
+/// Returns the wall clock's time since 1970.
 pub fn unix_now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! The connecting side.
+//! Connecting side of TLS.
 
 use std::io;
 use std::net::SocketAddr;
@@ -21,10 +21,9 @@ use crate::io::Io;
 use crate::tls::Tls;
 use crate::verify::Host;
 
-/// HTTP as ALPN has it.
 const HTTP: &str = "http/1.1";
 
-/// Connects to one address; what tonic asks for a connection.
+/// Connector to one address, for tonic.
 #[derive(Debug, Clone)]
 pub struct Connector {
     address: SocketAddr,
@@ -32,13 +31,12 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// `tls`: with that certificate, to somebody of one of those roles; otherwise nothing is encrypted, and anybody may be there.
+    /// `tls`: own credentials and accepted roles; without it the connection is plain.
     pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, &'static [Role])>) -> Self {
         Self { address, tls }
     }
 
-    /// # Errors
-    /// When nobody answers, or somebody whose certificate does not do.
+    /// Connects and verifies the peer.
     pub async fn connect(&self) -> io::Result<Io> {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
@@ -50,38 +48,29 @@ impl Connector {
 
 async fn shake_hands(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
     let connected = TlsConnector::from(config).connect(host, stream).await;
-    // The words of the failure instead of the library's.
+    // Our message instead of the library's.
     let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
     Ok(Io::Tls(Box::new(stream.into())))
 }
 
-/// How a command speaks to a controller's HTTP API beyond this host.
+/// TLS of a command for a controller's HTTP API.
 #[derive(Debug, Clone)]
 pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
-    /// With the certificate of these files; the controller is to be of the same fleet.
-    ///
-    /// # Errors
-    /// When a file cannot be used.
+    /// Uses a certificate; the controller must be of the same fleet.
     pub fn with_certificate(files: &Files, host: Host) -> Result<Self, CredentialError> {
         let config = Credentials::load(files)?.client(&[Role::Controller], host, HTTP);
         let config = config.map_err(|error| CredentialError { key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }
 
-    /// Without one, to a controller that an authority in this file has signed for: who asks has a token.
-    ///
-    /// # Errors
-    /// When the file cannot be used.
+    /// Uses no certificate, but a token. The controller's must be signed by an authority of the file.
     pub fn without_certificate(ca: &Path, host: Host) -> Result<Self, CredentialError> {
         Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP)?)))
     }
 
-    /// `host`: name or address that was asked for, `address` one of its addresses.
-    ///
-    /// # Errors
-    /// When nobody answers, or somebody whose certificate does not do.
+    /// Connects to `address` of `host`, as given by the user, and verifies the controller.
     pub async fn connect(&self, host: &str, address: SocketAddr) -> io::Result<Io> {
         let wrong = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
         let host = ServerName::try_from(host.to_owned()).map_err(wrong)?;

@@ -1,4 +1,4 @@
-//! Certificates and key as they are in their files, and what TLS makes of them.
+//! Certificates and key of the files, and the TLS configurations made of them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
 use crate::verify::{ClientVerifier, Host, RevocationList, ServerVerifier};
 
-/// The files of `[tls]`.
+/// Files of `[tls]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
-    /// Certificates of the authorities whose word counts, one after the other (PEM).
+    /// Certificates of trusted authorities (PEM).
     pub ca: PathBuf,
-    /// Our own certificate, and what leads from it to an authority (PEM).
+    /// Own certificate with its chain (PEM).
     pub certificate: PathBuf,
-    /// The key to it (PEM), readable by its owner only.
+    /// Key (PEM), readable by its owner only.
     pub key: PathBuf,
 }
 
-/// A file that is of no use.
+/// Unusable file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CredentialError {
-    /// The key of `[tls]` that names it.
+    /// Key in `[tls]`.
     pub key: &'static str,
-    /// File, what is wrong, and what was expected.
+    /// File, problem and expectation.
     pub message: String,
 }
 
@@ -40,23 +40,23 @@ fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Disp
     CredentialError { key, message: format!("{}: {problem}", path.display()) }
 }
 
-/// Whether a listener insists on certificates.
+/// Client certificates of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientCertificates {
-    /// Without one nobody comes in.
+    /// Required.
     Required,
-    /// Without one other means must say who it is.
+    /// Optional: clients may authenticate otherwise.
     Accepted,
 }
 
-/// What the files held when they were read.
+/// Content of the files.
 #[derive(Debug)]
 pub struct Credentials {
-    /// Who we are.
+    /// Own identity.
     pub identity: Identity,
-    /// Our own certificate.
+    /// Own certificate.
     pub own: Certificate,
-    /// The authorities'.
+    /// Certificates of the authorities.
     pub authorities: Vec<Certificate>,
     roots: Arc<RootCertStore>,
     chain: Vec<CertificateDer<'static>>,
@@ -64,7 +64,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Everything that keeps TLS from using these files.
+    /// Returns all problems of the files.
     pub fn problems(files: &Files) -> Vec<CredentialError> {
         let each = [
             authorities(&files.ca).err(),
@@ -78,8 +78,7 @@ impl Credentials {
         }
     }
 
-    /// # Errors
-    /// When a file cannot be used; the error names it.
+    /// Reads the files.
     pub fn load(files: &Files) -> Result<Self, CredentialError> {
         let (roots, authorities) = authorities(&files.ca)?;
         let path = &files.certificate;
@@ -92,17 +91,14 @@ impl Credentials {
         let identity = own.identity.clone().ok_or_else(nobody)?;
         let key = secret_key(&files.key)?;
         let credentials = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
-        // That key and certificate go together shows when TLS puts them together.
+        // Building a configuration checks that key and certificate belong together.
         credentials.client(&[Role::Controller], Host::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
         })?;
         Ok(credentials)
     }
 
-    /// For connecting to one of these roles. `protocol`: as ALPN has it.
-    ///
-    /// # Errors
-    /// When key and certificate do not go together.
+    /// Returns the configuration for connections to one of these roles. `protocol`: for ALPN.
     pub fn client(&self, expected: &[Role], host: Host, protocol: &str) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
         let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
@@ -110,10 +106,7 @@ impl Credentials {
         Ok(completed(config, protocol))
     }
 
-    /// Decides whether somebody of these roles comes in.
-    ///
-    /// # Errors
-    /// When there is no authority.
+    /// Returns the verifier of clients of these roles.
     pub fn client_verifier(
         &self,
         accepted: &[Role],
@@ -124,10 +117,7 @@ impl Credentials {
         ClientVerifier::new(self.roots.clone(), &provider(), fleet, accepted, certificates, revoked)
     }
 
-    /// For being connected to by these roles.
-    ///
-    /// # Errors
-    /// When key and certificate do not go together, or there is no authority.
+    /// Returns the configuration for connections from these roles.
     pub fn server(
         &self,
         accepted: &[Role],
@@ -139,7 +129,7 @@ impl Credentials {
         let builder = ServerConfig::builder_with_provider(provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.chain.clone(), self.key.clone_key())?;
-        // As above.
+        // As in `client`: no resumption.
         (config.send_tls13_tickets, config.session_storage) = (0, Arc::new(NoServerSessionStorage {}));
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Ok(config)
@@ -152,10 +142,7 @@ fn secret_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
-/// For connecting to one of these roles without a certificate, of whichever fleet `ca` signs for.
-///
-/// # Errors
-/// When the file cannot be used.
+/// Returns the configuration for connections without an own certificate to these roles, of any fleet.
 pub fn client_without_certificate(
     ca: &Path,
     expected: &[Role],
@@ -181,7 +168,7 @@ fn client_builder(
 }
 
 fn completed(mut config: ClientConfig, protocol: &str) -> ClientConfig {
-    // Who resumes shows no certificate, and would not be looked at again.
+    // A resumed session would skip the verification of the certificate.
     config.resumption = Resumption::disabled();
     config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
     config
@@ -202,7 +189,6 @@ fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'st
     }
 }
 
-/// The authorities of a file.
 fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
     let (mut roots, mut read) = (RootCertStore::empty(), Vec::new());
     for der in certificates("ca", path)? {
@@ -217,10 +203,7 @@ fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Credent
     Ok((roots, read))
 }
 
-/// The certificates of a file, read.
-///
-/// # Errors
-/// When it cannot be read, or holds something else.
+/// Reads and parses the certificates of a file.
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
     let all = certificates("certificate", path)?;
     let read = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());

@@ -1,4 +1,4 @@
-//! Changes of files, each whole or not at all, and on the disk before the next one begins.
+//! Atomic and durable changes of files.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -7,24 +7,19 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
-/// What everybody may read.
 pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     write_as(path, text.as_bytes(), 0o644)
 }
 
-/// Writes a file that only its owner may read. It replaces an older one once it is on the disk.
-///
-/// # Errors
-/// When it cannot be written: the older one stays.
+/// Writes a file that only its owner can read, atomically: an error leaves the old one.
 pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()> {
     write_as(path, content.as_ref(), 0o600)
 }
 
-/// Who reads it meanwhile has the old one.
 fn write_as(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let new = path.with_extension("new");
     let write = || {
-        // What an attempt before left may be readable by others.
+        // A file of an earlier attempt may be readable by others.
         match fs::remove_file(&new) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
@@ -37,12 +32,10 @@ fn write_as(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     rename(&new, path)
 }
 
-/// Puts a file in the place of another one.
 pub(crate) fn rename(from: &Path, to: &Path) -> anyhow::Result<()> {
     changed(to, || fs::rename(from, to))
 }
 
-/// Removes a file.
 pub(crate) fn remove(path: &Path) -> anyhow::Result<()> {
     changed(path, || fs::remove_file(path))
 }
@@ -52,13 +45,13 @@ fn changed(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Resu
         #[cfg(test)]
         interruption::point()?;
         change()?;
-        // A name is on the disk when its directory is.
+        // A rename is durable once its directory is.
         path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
     change().with_context(|| path.display().to_string())
 }
 
-/// A process that is killed between two changes.
+/// Simulation of a kill between two changes.
 #[cfg(test)]
 pub(crate) mod interruption {
     use std::cell::Cell;
@@ -68,7 +61,7 @@ pub(crate) mod interruption {
         static CHANGES_LEFT: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    /// What `run` gives when it is interrupted after so many changes.
+    /// Runs `run` with an interruption after `changes` changes.
     pub(crate) fn after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
         CHANGES_LEFT.set(Some(changes));
         let outcome = run();

@@ -1,4 +1,4 @@
-//! Why a connection did not come about: for logs and counters.
+//! Failures of connections, for logs and counters.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,44 +10,44 @@ use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::identity::{Identity, Name, Role};
 
-/// One of each reason is logged so often: whoever knocks all the time does not fill the disk.
+/// Log interval per reason, so a flood does not fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why the peer was not let in.
+/// Reason for rejecting a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
-    /// It did not finish its handshake in time.
+    /// Handshake timeout.
     Timeout,
-    /// It does not speak TLS, or not 1.3.
+    /// No TLS, or not 1.3.
     NotTls,
-    /// It shows no certificate.
+    /// No certificate.
     NoCertificate,
-    /// Its certificate is signed by nobody in `ca`.
+    /// Certificate of an authority that is not in `ca`.
     UnknownAuthority,
-    /// Its certificate has expired.
+    /// Expired certificate.
     Expired,
-    /// Its certificate is not valid yet.
+    /// Certificate that is not valid yet.
     NotYetValid,
-    /// Its certificate is none of coreward's.
+    /// Certificate without an identity.
     NoIdentity,
-    /// It is of another fleet.
+    /// Certificate of another fleet.
     OtherFleet,
-    /// Its role has nothing to do here.
+    /// Role that may not connect here.
     WrongRole,
-    /// It says that it is somebody else, or is at another host than its certificate says.
+    /// Name or host that differs from the certificate's.
     WrongName,
-    /// Its certificate is on the deny list.
+    /// Revoked certificate.
     Revoked,
-    /// It does not accept ours.
+    /// The peer rejects our certificate.
     RefusedByPeer,
-    /// Too many connections wait, from its address or of its certificate.
+    /// Limit of connections, of its address or certificate.
     TooMany,
-    /// Anything else, a broken connection among it.
+    /// Other failure, such as a broken connection.
     Broken,
 }
 
 impl Reason {
-    /// All of them, for counters.
+    /// All reasons.
     pub const ALL: [Self; 14] = [
         Self::Timeout,
         Self::NotTls,
@@ -65,7 +65,7 @@ impl Reason {
         Self::Broken,
     ];
 
-    /// The counter's label.
+    /// Returns the label of the metric.
     pub fn name(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
@@ -86,39 +86,39 @@ impl Reason {
     }
 }
 
-/// A certificate that is right as such, and does not do here.
+/// Valid certificate that is not accepted here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotAccepted {
-    /// It cannot be read, or names nobody.
+    /// Without an identity.
     #[error("its certificate names nobody of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
     NoIdentity(String),
     /// Of another fleet.
     #[error("its certificate is for {identity} of fleet {}: expected fleet {ours}", identity.fleet)]
     OtherFleet {
-        /// Whose it is.
+        /// Its identity.
         identity: Identity,
-        /// Of which fleet we are.
+        /// Our fleet.
         ours: Name,
     },
-    /// Nothing for this role here.
+    /// Of a role that is not accepted.
     #[error("its certificate is for {identity}: expected {}", roles(expected))]
     WrongRole {
-        /// Whose it is.
+        /// Its identity.
         identity: Identity,
-        /// Who is expected.
+        /// Accepted roles.
         expected: Vec<Role>,
     },
-    /// Of another host than the one that is wanted.
+    /// Of another host than expected.
     #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
     OtherHost {
-        /// Whose it is.
+        /// Its identity.
         identity: Identity,
-        /// Host names and addresses that it names.
+        /// Its hosts and addresses.
         hosts: Vec<String>,
-        /// What would do.
+        /// Expected host.
         expected: String,
     },
-    /// On the deny list.
+    /// Revoked.
     #[error("the certificate of {0} is on the deny list")]
     Revoked(Identity),
 }
@@ -143,12 +143,12 @@ impl NotAccepted {
     }
 }
 
-/// A connection that did not come about.
+/// Failed connection.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// For counters.
+    /// Reason.
     pub reason: Reason,
-    /// For people.
+    /// Text for the operator.
     pub message: String,
 }
 
@@ -161,7 +161,7 @@ impl fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 impl Failure {
-    /// Of TLS, or of what is below.
+    /// Returns the failure of a TLS or I/O error.
     pub fn of(error: &std::io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::of_tls(error),
@@ -212,10 +212,10 @@ fn clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
     format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", date(bound), date(now))
 }
 
-/// What the peer's alert means for whom it is sent to.
+/// Returns the meaning of the peer's alert for its receiver.
 fn refusal(alert: AlertDescription) -> String {
     let why = match alert {
-        // By RFC 8446 also for one that is not valid yet.
+        // RFC 8446: also a certificate that is not valid yet.
         AlertDescription::CertificateExpired => {
             return "the peer refuses our certificate: by the peer's clock it has expired or is not valid yet; compare \
                     the clocks (timedatectl) and its dates (coreward certs show)"
@@ -230,7 +230,7 @@ fn refusal(alert: AlertDescription) -> String {
     format!("the peer refuses our certificate: {why} ({alert:?})")
 }
 
-/// How many connections did not come about, and when that was last said.
+/// Counters of failures, with the times of the last log lines.
 #[derive(Debug, Default)]
 pub struct Failures(Mutex<BTreeMap<Reason, Counted>>);
 
@@ -246,7 +246,7 @@ impl Failures {
         self.0.lock()
     }
 
-    /// Counts it; logs it, unless one like it was logged within the last second.
+    /// Counts a failure, and logs it at most once a second per reason.
     pub fn count(&self, peer: &dyn fmt::Display, failure: &Failure) {
         let mut all = self.lock();
         let counted = all.entry(failure.reason).or_default();
@@ -262,7 +262,7 @@ impl Failures {
         tracing::warn!("{peer} was not let in ({}): {failure}{others}", failure.reason.name());
     }
 
-    /// Since the process began, of every reason.
+    /// Returns the failures since the start, by reason.
     pub fn counts(&self) -> Vec<(Reason, u64)> {
         let all = self.lock();
         Reason::ALL.into_iter().map(|reason| (reason, all.get(&reason).map_or(0, |counted| counted.count))).collect()

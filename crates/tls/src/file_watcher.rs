@@ -1,14 +1,13 @@
-//! Files that are read again when they have changed.
+//! Watcher of changed files.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use parking_lot::{Mutex, MutexGuard};
 
-/// How often it is looked whether a file has changed.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Files, and when they were written as far as whoever reads them knows.
+/// Watched files with their known modification times.
 #[derive(Debug)]
 pub struct FileWatcher {
     paths: Vec<PathBuf>,
@@ -16,20 +15,20 @@ pub struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Of these files, from now on.
+    /// Watches these files.
     pub fn of<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
         let watcher = Self { paths: paths.into_iter().cloned().collect(), known: Mutex::default() };
         watcher.take();
         watcher
     }
 
-    /// Those until now are known: to be called before the files are read, so that none is missed.
+    /// Takes the present files as known. Call it before reading them, so that no change is missed.
     pub fn take(&self) {
         *self.known() = self.now();
     }
 
-    /// Returns when there is one that is not known, also of a file that comes or goes. Never at once: files that belong together are
-    /// written one after the other.
+    /// Waits for a changed, new or removed file, for at least one interval: files that belong together are written one
+    /// after the other.
     pub async fn changed(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -52,7 +51,7 @@ impl FileWatcher {
     }
 }
 
-/// When a file was written last; `None`: it is not there.
+/// Returns the modification time; `None`: no such file.
 fn written(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }

@@ -1,42 +1,40 @@
-//! Who a certificate is for: `coreward://FLEET/ROLE/NAME`, a URI among its subject alternative names.
-//!
-//! Every public-key infrastructure can write such a name (SPIFFE's have the same form), and none needs to know addresses,
-//! which change.
+//! Identity of a certificate: the URI `coreward://FLEET/ROLE/NAME` among its subject alternative names, as in SPIFFE.
+//! Any public-key infrastructure can issue it, and it has no addresses, which change.
 
 use std::fmt;
 use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
-/// What may stand in a URI's segment as it is (RFC 3986, unreserved).
+/// Unreserved characters of RFC 3986 stay as they are.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// The URI's scheme.
 pub const SCHEME: &str = "coreward://";
-/// Bytes of a fleet's or somebody's name.
+/// Limit of a name, bytes.
 const LONGEST: usize = 64;
 
-/// What the owner of a certificate may do.
+/// Role of a certificate's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// Decides: every other part believes it.
+    /// Controller, trusted by all others.
     Controller,
-    /// Reports for the server of its name, and stamps.
+    /// Agent of the server of its name.
     Agent,
-    /// Forwards: is told the cookie keys and the tables.
+    /// Load balancer: gets the cookie keys and tables.
     Lb,
-    /// Reports for the servers of a rack.
+    /// Rack controller: reports for the servers of a rack.
     Rack,
     /// May change the fleet.
     Operator,
-    /// May look.
+    /// May read.
     Viewer,
 }
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: [Self; 6] = [Self::Controller, Self::Agent, Self::Lb, Self::Rack, Self::Operator, Self::Viewer];
 
-    /// As certificates have it.
+    /// Returns the role's name in certificates.
     pub fn name(self) -> &'static str {
         match self {
             Self::Controller => "controller",
@@ -66,12 +64,12 @@ impl FromStr for Role {
     }
 }
 
-/// The name of a fleet, or of somebody in it: 1 to 64 bytes without blanks and control characters.
+/// Name of a fleet or a member: 1 to 64 bytes without blanks and control characters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name(String);
 
 impl Name {
-    /// As it is written.
+    /// Returns the text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -95,26 +93,25 @@ impl FromStr for Name {
     }
 }
 
-/// Who the owner of a certificate is.
+/// Identity in a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity {
-    /// Of which fleet.
+    /// Fleet.
     pub fleet: Name,
-    /// What it may do.
+    /// Role.
     pub role: Role,
-    /// Of a server its name in the fleet's file; of a load balancer the name in its file; else for logs.
+    /// Name of the server in the document, or of the load balancer in its file; otherwise for logs.
     pub name: Name,
 }
 
 impl Identity {
-    /// As certificates have it.
+    /// Returns the URI.
     pub fn uri(&self) -> String {
         let escaped = |name: &Name| utf8_percent_encode(&name.0, ESCAPED).to_string();
         format!("{SCHEME}{}/{}/{}", escaped(&self.fleet), self.role, escaped(&self.name))
     }
 }
 
-/// For logs: `agent s1`.
 impl fmt::Display for Identity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.role, self.name)

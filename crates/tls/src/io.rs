@@ -1,4 +1,4 @@
-//! Bytes of a connection, with or without TLS.
+//! Byte stream of a connection.
 
 use std::io;
 use std::os::fd::AsFd as _;
@@ -12,18 +12,17 @@ use tokio_rustls::TlsStream;
 
 use crate::failure::Failure;
 
-/// Bytes of a connection.
+/// Byte stream of a connection.
 #[derive(Debug)]
 pub enum Io {
-    /// As they are.
+    /// Without TLS.
     Plain(TcpStream),
-    /// Encrypted.
+    /// With TLS.
     Tls(Box<TlsStream<TcpStream>>),
 }
 
 impl Io {
-    /// From now on this runtime waits for its bytes. A socket belongs to the runtime in which it was made, so it becomes another one,
-    /// of the same connection.
+    /// Moves the socket to another runtime, which needs a new descriptor of the same connection.
     pub(crate) fn move_to(&mut self, runtime: &Handle) -> io::Result<()> {
         let stream = match self {
             Self::Plain(stream) => stream,
@@ -36,7 +35,7 @@ impl Io {
     }
 }
 
-/// An error of TLS (an alert that the peer sent) in words.
+/// Replaces the text of a TLS alert.
 fn in_words(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
         true => io::Error::new(error.kind(), Failure::of(&error)),

@@ -1,12 +1,12 @@
-//! Who coreward's parts are to each other, and how they know: mutual TLS 1.3.
+//! Mutual TLS 1.3 between the daemons.
 //!
-//! Every part has a certificate of the fleet's authority that says what it is ([`identity`]). Both sides look at the other's
-//! ([`verify`]) while they shake hands; what somebody may do beyond that is asked of its [`Caller`]. Files are read again
-//! when they change ([`Tls`]); connections go on meanwhile, each until the certificate that opened it expires or is revoked.
+//! Each daemon has a certificate of the fleet's authority with its [`identity`]. Both sides verify the other's
+//! ([`verify`]); further permissions depend on the [`Caller`]. Changed files are read again ([`Tls`]). A connection
+//! lives until its certificate expires or is revoked.
 //!
-//! * [`gate`]: who listens; [`connect`]: who connects
+//! * [`acceptor`], [`connect`]: both sides
 //! * [`table`]: `[tls]` in a daemon's file
-//! * [`authority`], [`command`]: a small authority of one's own, `coreward certs`
+//! * [`authority`], [`command`]: a certificate authority, `coreward certs`
 
 pub mod acceptor;
 pub mod authority;

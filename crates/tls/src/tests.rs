@@ -331,8 +331,8 @@ async fn a_connection_does_not_outlive_its_certificate() {
     assert!(ended.is_err());
 }
 
-/// Every part reads its files again at its own time, and all believe each other at every moment; open connections go on as long as
-/// their authority is believed.
+/// Every part reads its files again at its own time, and all believe each other at every moment; open connections go on
+/// as long as their authority is believed.
 #[tokio::test]
 async fn one_authority_takes_over_from_another() {
     let fleet = Fleet::new("prod");
@@ -411,8 +411,8 @@ fn keys_are_for_their_owner_only_and_an_end_that_comes_near_is_told() {
     );
 }
 
-/// After every change of a file that a command makes: what is issued then is believed, or the error says what to do; no other
-/// step is taken; and the same command goes on.
+/// After every change of a file that a command makes: what is issued then is believed, or the error says what to do; no
+/// other step is taken; and the same command goes on.
 #[tokio::test]
 async fn an_interrupted_step_is_finished_by_the_same_command() {
     const STEPS: [RollOver; 3] = [RollOver::Begin, RollOver::Switch, RollOver::Finish];

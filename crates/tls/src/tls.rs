@@ -1,4 +1,4 @@
-//! A process's certificates: read at the start, and again when the files change.
+//! Credentials of a process, read again when the files change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use crate::credentials::{CredentialError, Credentials, Files};
 use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
 
-/// How often an end that comes near is logged.
+/// Interval of log lines about a certificate that ends soon.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
-/// A process's certificates.
+/// Credentials of a process.
 #[derive(Debug)]
 pub struct Tls {
     files: Files,
@@ -23,8 +23,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// # Errors
-    /// When a file cannot be used.
+    /// Reads the files.
     pub fn load(files: Files) -> Result<Arc<Self>, CredentialError> {
         let watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
         let credentials = Arc::new(Credentials::load(&files)?);
@@ -36,19 +35,19 @@ impl Tls {
         self.credentials.borrow().clone()
     }
 
-    /// Who we are.
+    /// Returns the own identity.
     pub fn identity(&self) -> Identity {
         self.credentials().identity.clone()
     }
 
-    /// Certificates that end some day, and what the metric calls them: our own, and those of the authorities.
+    /// Returns own and authorities' certificates with their label in the metric.
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
         std::iter::once(("own", credentials.own.clone())).chain(authorities).collect()
     }
 
-    /// What an operator should know: certificates that end soon.
+    /// Returns warnings for the operator: certificates that end soon.
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
         let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_old(now));
@@ -63,10 +62,7 @@ impl Tls {
         .collect()
     }
 
-    /// Reads the files again. What was in force stays when one of them is of no use.
-    ///
-    /// # Errors
-    /// When a file cannot be used, or is for somebody else.
+    /// Reads the files again. If one is unusable, or for another identity, the previous ones stay.
     pub fn reload(&self) -> Result<(), CredentialError> {
         self.watcher.take();
         let new = Credentials::load(&self.files)?;
@@ -85,7 +81,7 @@ impl Tls {
         Ok(())
     }
 
-    /// Reads files that have changed, or all by SIGHUP, and says what ends soon; for ever.
+    /// Reloads changed files, all on SIGHUP, and logs certificates that end soon.
     pub async fn maintenance_loop(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
@@ -111,7 +107,7 @@ impl Tls {
     }
 }
 
-/// How long it is still good, in days or less.
+/// Returns the validity left, in days or less.
 fn shown(certificate: &Certificate) -> String {
     let remains = certificate.remains(unix_now());
     let whole = match remains.as_secs() {

@@ -1,6 +1,5 @@
-//! Whether the other side's certificate does: signed by one of the authorities, in force, of our fleet, of a role that is
-//! expected here. Between parts host names and addresses are not compared: they change, and who somebody is does not. Commands
-//! compare them ([`Host`]), as a person has chosen the host.
+//! Verification of the peer's certificate: authority, validity, fleet and role. Daemons do not compare hosts, which
+//! change. Commands do ([`Host`]), since a person has chosen the host.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -22,7 +21,7 @@ use crate::credentials::ClientCertificates;
 use crate::failure::NotAccepted;
 use crate::identity::{Identity, Name, Role};
 
-/// Certificates that are refused though they are right: keys that were lost. Clones share it.
+/// Revoked certificates; clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
 
@@ -32,20 +31,20 @@ impl RevocationList {
         *self.0.write() = fingerprints.into_iter().collect();
     }
 
-    /// Whether it is on the list.
+    /// Returns whether it is on the list.
     pub fn contains(&self, fingerprint: &Fingerprint) -> bool {
         self.0.read().contains(fingerprint)
     }
 }
 
-/// Which host the one that we connect to must be, beside its role.
+/// Expected host of a controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Host {
-    /// Whichever it is.
+    /// Any.
     Any,
-    /// The one that was asked for, where its certificate names hosts at all.
+    /// The given host, if the certificate has hosts.
     AskedFor,
-    /// One of these: as a host in its certificate, or as its own name.
+    /// One of these, as a host or as the name of the identity.
     OneOf(Vec<String>),
 }
 
@@ -76,10 +75,10 @@ impl Host {
     }
 }
 
-/// Who of which fleet may be at the other end.
+/// Accepted fleet and roles.
 #[derive(Debug)]
 struct Expected {
-    /// `None`: whichever it is.
+    /// `None`: any.
     fleet: Option<Name>,
     roles: Vec<Role>,
 }
@@ -102,7 +101,7 @@ fn refuse(not_accepted: NotAccepted) -> Error {
     Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(not_accepted))))
 }
 
-/// Of the one that we connect to.
+/// Verifier of the server.
 #[derive(Debug)]
 pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
@@ -112,7 +111,7 @@ pub struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// One of `roles` of `fleet`; of whichever fleet where it is `None`.
+    /// Accepts `roles` of `fleet`, or of any fleet if `None`.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &CryptoProvider,
@@ -125,7 +124,7 @@ impl ServerVerifier {
     }
 }
 
-/// What both verifiers have to say of signatures: TLS 1.3 has them, by `self.algorithms`.
+/// Signature methods of both verifiers: TLS 1.3, by `self.algorithms`.
 macro_rules! signatures_of_tls13 {
     () => {
         fn verify_tls12_signature(
@@ -172,7 +171,7 @@ impl ServerCertVerifier for ServerVerifier {
     signatures_of_tls13!();
 }
 
-/// Of those that connect to us.
+/// Verifier of clients.
 #[derive(Debug)]
 pub struct ClientVerifier {
     chain: Arc<dyn ClientCertVerifier>,
@@ -182,10 +181,7 @@ pub struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// One of `roles` of `fleet`, and not on the list.
-    ///
-    /// # Errors
-    /// When there is no authority.
+    /// Accepts `roles` of `fleet` that are not revoked. Fails without an authority.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,
