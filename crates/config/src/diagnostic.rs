@@ -1,4 +1,4 @@
-//! What is wrong with a file, and where.
+//! Mistakes in a file, with their places.
 
 use std::fmt;
 use std::path::Path;
@@ -7,36 +7,36 @@ use serde_json::{Value, json};
 
 use crate::{Source, Span};
 
-/// More mistakes than that are counted, not shown.
+/// Limit of mistakes that are shown; others are counted.
 pub(crate) const DISPLAY_LIMIT: usize = 100;
 
-/// Something in a file that is not as expected, or a file that cannot be read.
+/// Mistake in a file, or a file that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostic {
-    /// The file.
+    /// Path of the file.
     pub file: Box<Path>,
-    /// Where in it; `None`: all of it.
+    /// Place; `None`: the whole file.
     pub place: Option<Location>,
     /// Full name of the key, as `service.vip`; empty where there is none (a syntax error).
     pub key: String,
     /// What was found.
     pub problem: String,
-    /// What was expected instead, where one can say.
+    /// What was expected, if known.
     pub expected: Option<Box<str>>,
-    /// The valid name most like the one that was found.
+    /// Valid name nearest to the one found.
     pub nearest: Option<Box<str>>,
 }
 
-/// Where in a file.
+/// Place in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Location {
-    /// Counted from 1.
+    /// Line from 1 on.
     pub line: u32,
-    /// Counted from 1, in characters.
+    /// Column from 1 on, in characters.
     pub column: u32,
 }
 
-/// A name or value that is longer is cut off where it is shown, and none is like it, characters.
+/// Longest name or value that is shown whole and compared with valid names, characters.
 const LONGEST: usize = 1000;
 
 fn shortened(text: String) -> String {
@@ -47,12 +47,12 @@ fn shortened(text: String) -> String {
 }
 
 impl Diagnostic {
-    /// `message`: "what was found: expected what was expected".
+    /// `message`: "found: expected ...".
     pub(crate) fn new(file: &Path, place: Location, key: String, message: &str) -> Self {
         Self { place: Some(place), key: shortened(key), ..Self::of_file(file, message) }
     }
 
-    /// One that concerns a whole file; `message` as in `new`.
+    /// Returns a mistake of a whole file; `message` as in `new`.
     pub fn of_file(file: &Path, message: &str) -> Self {
         let (problem, expected) = match message.split_once(": expected ") {
             Some((problem, expected)) => (problem, Some(expected.into())),
@@ -68,7 +68,7 @@ impl Diagnostic {
         }
     }
 
-    /// For programs.
+    /// Returns the JSON object.
     pub fn json(&self) -> Value {
         json!({
             "file": self.file,
@@ -105,12 +105,12 @@ impl fmt::Display for Diagnostic {
 
 impl std::error::Error for Diagnostic {}
 
-/// Everything that is wrong with a file, in the order of its lines. As text: a line each.
+/// Mistakes of a file in the order of lines, displayed one per line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
-    /// At least one; the first ones where there are very many.
+    /// At least one; of very many the first ones.
     pub list: Vec<Diagnostic>,
-    /// How many more there are, at least.
+    /// Number of further ones, at least.
     pub more: usize,
 }
 
@@ -130,7 +130,7 @@ impl fmt::Display for Diagnostics {
 impl std::error::Error for Diagnostics {}
 
 impl Diagnostics {
-    /// At these places of a file that has been read without any: the words as for [`Source::error`].
+    /// Returns mistakes at places of a file without other ones; messages as for [`Source::error`].
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let more = wrong.len().saturating_sub(DISPLAY_LIMIT);
         wrong.truncate(DISPLAY_LIMIT);
@@ -144,10 +144,10 @@ impl From<Diagnostic> for Diagnostics {
     }
 }
 
-/// How alike (0 to 1, Jaro and Winkler's measure) a name must be to be named.
+/// Least similarity (0 to 1, Jaro and Winkler's measure) of a suggested name.
 const ALIKE: f64 = 0.75;
 
-/// That of `known` which `given` is most like.
+/// Returns the name of `known` nearest to `given`.
 pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if given.len() > LONGEST {
         return None;

@@ -1,4 +1,4 @@
-//! Values of a file: how each is written, what is expected, and its JSON schema.
+//! Types of values: parsing, expectation, JSON schema.
 
 use std::fmt::Display;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -11,38 +11,37 @@ use toml::de::{DeInteger, DeValue};
 
 use crate::{Reader, Span};
 
-/// Something that can stand in a file.
+/// Type of a value in a file.
 pub trait FromToml: Sized {
-    /// Whether a key with it must be there.
+    /// Whether a key of this type is required.
     const REQUIRED: bool = true;
 
-    /// Reads it; `None` when it is wrong, which the reader then has on its list.
+    /// Reads a value; `None` after a mistake, which the reader stores.
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 
-    /// What is to be written, after "expected".
+    /// Returns the expectation, shown after "expected".
     fn expected() -> String;
 
-    /// Its JSON schema: accepts whatever `read` does.
+    /// Returns the JSON schema, which accepts what `read` does.
     fn schema() -> Value;
 
-    /// What it is where its key is missing.
+    /// Returns the value of a missing key.
     fn absent() -> Option<Self> {
         None
     }
 
-    /// What it is where it was written but wrong.
+    /// Returns the value after a mistake.
     fn wrong() -> Option<Self> {
         None
     }
 }
 
-/// A value that must be there, and where it is. When it is wrong or missing, which is on the list of mistakes then, the
-/// table around it can be checked all the same.
+/// Required value with its place. If it is wrong or missing, the table around it can still be checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Field<T> {
-    /// `None`: a mistake.
+    /// `None` after a mistake.
     pub value: Option<T>,
-    /// Its bytes.
+    /// Place.
     pub span: Span,
 }
 
@@ -102,7 +101,7 @@ impl<T: FromToml> FromToml for Spanned<T> {
     }
 }
 
-/// Those that are right; the others are on the list of mistakes.
+/// The valid elements; mistakes are stored.
 impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
@@ -176,9 +175,9 @@ impl FromToml for PathBuf {
     }
 }
 
-/// What other types are made of.
+/// Primitive TOML type.
 pub(crate) trait FromTomlScalar: Sized {
-    /// The number, or a mistake that says what `T` expects.
+    /// Returns the number, or a mistake with the expectation of `T`.
     fn written<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
@@ -210,7 +209,7 @@ impl FromToml for f64 {
     }
 }
 
-/// TOML's integers have 64 bits and a sign.
+/// TOML's integers are signed, with 64 bits.
 fn signed(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
@@ -256,7 +255,7 @@ impl FromToml for usize {
     }
 }
 
-/// A whole number from `MIN` to `MAX`.
+/// Integer from `MIN` to `MAX`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Number<const MIN: u64, const MAX: u64>(pub u64);
 
@@ -282,11 +281,11 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
     }
 }
 
-/// A name: not empty, no blanks or control characters, so that logs and tables stay readable.
+/// Name without blanks and control characters, so that logs and tables stay readable.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Name(pub String);
 
-/// Bytes.
+/// Limit of a name, bytes.
 const LONGEST_NAME: usize = 64;
 
 impl FromToml for Name {
@@ -341,7 +340,7 @@ fn from_text<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut R
     parsed(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
-/// A value that is written as a text.
+/// Reads a value written as text.
 pub fn parsed<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
@@ -353,7 +352,7 @@ pub fn parsed<T: FromToml, E: Display>(
     }
 }
 
-/// One of several names; `what`: what kind of thing they name.
+/// Reads one of several names; `what`: kind of the named things.
 pub fn choice<T: FromToml>(
     what: &str,
     all: Vec<(String, T)>,
@@ -370,7 +369,7 @@ pub fn choice<T: FromToml>(
     known
 }
 
-/// The schema of one of several names.
+/// Returns the JSON schema of one of several names.
 pub fn choice_schema(names: impl IntoIterator<Item = String>) -> Value {
     json!({ "type": "string", "enum": names.into_iter().collect::<Vec<_>>() })
 }

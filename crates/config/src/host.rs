@@ -1,4 +1,4 @@
-//! What there is on a machine: its network devices, and paths that mean the same wherever a daemon is started.
+//! Types of a machine's names: network devices and absolute paths.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader, parsed};
 
-/// The name of a network device, as Linux takes it (dev_valid_name() of net/core/dev.c).
+/// Name of a network device that Linux accepts (dev_valid_name() of net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface(pub String);
 
@@ -36,7 +36,7 @@ impl FromToml for Interface {
     }
 }
 
-/// A path from the root on.
+/// Absolute path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbsolutePath(pub PathBuf);
 

@@ -1,15 +1,12 @@
-//! Reads TOML files. Every mistake names file, line, column, key, what was found and what was expected.
+//! Reading of TOML files. Every mistake has file, line, column, key, what was found and what was expected.
 //!
-//! A kind of file is described once, by [`config_struct!`]: keys, types, defaults and the new names of old
-//! keys. Types of values are [`FromToml`]s. From that description comes
+//! [`config_struct!`] describes a kind of file once: keys, types ([`FromToml`]) and defaults. It yields
 //!
-//! * the parser, which goes on after a mistake and collects them all ([`Source::read_as`]),
+//! * the parser, which continues after mistakes ([`Source::read_as`]),
 //! * the JSON schema for editors ([`schema`]).
 //!
-//! What concerns several values (two services with one VIP) is checked after reading, by the same [`Reader`], so that
-//! these mistakes stand in the same list.
-//!
-//! (Files whose readers stop at the first mistake can be plain serde structs: [`Source::parse`].)
+//! Combinations of values are checked after reading by the same [`Reader`]. Files whose readers stop at the first
+//! mistake can be serde structs ([`Source::parse`]).
 
 mod diagnostic;
 mod from_toml;
@@ -36,10 +33,10 @@ pub use {serde_json, toml};
 
 use serde_json::{Value, json};
 
-/// Bytes of a file.
+/// Range of bytes in a file.
 pub type Span = std::ops::Range<usize>;
 
-/// The JSON schema (draft 7, which TOML editors know) of a kind of file.
+/// Returns the JSON schema (draft 7, as TOML editors use it) of a kind of file.
 pub fn schema<T: FromToml>(title: &str) -> Value {
     let mut schema = T::schema();
     schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");

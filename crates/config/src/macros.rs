@@ -1,20 +1,19 @@
 //! Descriptions of tables and names.
 
-/// Describes a table of a file: a struct with its keys. The doc comment of a field is what the JSON schema says of the
-/// key.
+/// Describes a table of a file: a struct with its keys. The JSON schema has the fields' doc comments as descriptions.
 ///
 /// ```
 /// coreward_config::config_struct! {
 ///     /// A daemon's file.
 ///     #[derive(Debug)]
 ///     pub struct Daemon {
-///         /// What it is called.
+///         /// Name of the daemon.
 ///         pub name: coreward_config::Name,
-///         /// How often it looks.
+///         /// Interval of polls.
 ///         pub interval: Option<coreward_config::Period<{ coreward_config::SECOND }, { coreward_config::MINUTE }>>,
-///         /// What it serves.
+///         /// Names of services.
 ///         pub services as "service": Vec<String>,
-///         /// Whether it tells.
+///         /// Enables debug logs.
 ///         pub verbose: bool = false,
 ///     }
 ///     elsewhere {
@@ -29,8 +28,8 @@
 /// );
 /// ```
 ///
-/// `as "service"`: the key, where it is not the field's name. `= false`: what it is when its key is not there (or wrong:
-/// the mistake is on the list then). Without that, its type says: an `Option` or a `Vec` may be missing, other types not.
+/// `as "service"`: the key, if it differs from the field's name. `= false`: the default, also after a mistake. Without
+/// one an `Option` or a `Vec` is optional, other types are required.
 #[macro_export]
 macro_rules! config_struct {
     (
@@ -56,7 +55,7 @@ macro_rules! config_struct {
                 let known = &[$($crate::config_struct!(@key $field $($key)?)),*];
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
                 let table = reader.table::<Self>(value, known, elsewhere)?;
-                // All of them before the first that is missing ends it.
+                // Reads all keys, so that each mistake is found, before the first missing one ends it.
                 $(let $field: Option<$type> =
                     table.key(
                         $crate::config_struct!(@key $field $($key)?),
@@ -160,7 +159,7 @@ macro_rules! config_enum {
             ) -> Option<Self> {
                 struct Tag(&'static str);
                 $crate::string_enum!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
-                // Which keys there may be is known once the tag is.
+                // The valid keys are known once the tag is.
                 let all = &[$tag $($(, stringify!($field))*)*];
                 let named = value.get_ref().as_table().and_then(|table| table.get($tag)?.get_ref().as_str());
                 let known: &[&str] = match named {

@@ -1,4 +1,4 @@
-//! How values of the model are written.
+//! Values of the model's types.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
@@ -16,7 +16,7 @@ use toml::de::DeValue;
 use crate::from_toml::FromTomlScalar as _;
 use crate::{FromToml, Reader, SecretText, parsed, string_enum};
 
-/// A value that is written as a number.
+/// Type written as a number.
 macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl FromToml for $type {
@@ -54,7 +54,7 @@ number!(Jitter as f64, |part| Jitter::new(part).ok_or_else(|| format!("{part}: e
 string_enum!(ProbeAddress, "place", ProbeAddress::ALL.map(|place| (place.name().to_owned(), place)));
 string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
-/// "200" or "200-399".
+/// Written as "200" or "200-399".
 impl FromToml for StatusRange {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {

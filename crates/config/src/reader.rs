@@ -1,4 +1,4 @@
-//! Goes through a file's values and collects what is wrong.
+//! Reading of a file's values, with all mistakes.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -11,32 +11,32 @@ use crate::diagnostic::{DISPLAY_LIMIT, nearest};
 use crate::source::{Parsed, key_at, one_line};
 use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
-/// Reads one file. A value that is wrong is noted, and the reading goes on.
+/// Reader of one file; stores mistakes and continues.
 pub struct Reader<'a> {
     source: &'a Source,
-    /// Of the value that is being read.
+    /// Keys around the present value.
     keys: Vec<String>,
     found: Vec<Found>,
     more: usize,
     syntax: Syntax,
 }
 
-/// A mistake before its line is known.
+/// Mistake without its line.
 struct Found {
     span: Span,
-    /// `None`: that at the place.
+    /// `None`: the key at the place.
     key: Option<String>,
     message: String,
     nearest: Option<String>,
 }
 
-/// What the errors of syntax leave to be said of the rest.
+/// Effect of syntax errors on later checks.
 #[derive(Default)]
 struct Syntax {
     is_wrong: bool,
-    /// Lines that are no good.
+    /// Lines with errors.
     lines: BTreeSet<usize>,
-    /// From here on tables may not be what was meant.
+    /// From this line on tables may be wrong.
     doubtful_from: Option<usize>,
 }
 
@@ -52,7 +52,7 @@ impl<'a> Reader<'a> {
         }
         let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
         let read = T::read(&root, &mut reader);
-        // Half a file says nothing of how its values go together.
+        // In half a file combinations of values cannot be checked.
         let checked = if reader.syntax.is_wrong { None } else { read.and_then(|read| check(read, &mut reader)) };
         match checked {
             Some(checked) if reader.found.is_empty() => Ok(checked),
@@ -68,7 +68,7 @@ impl<'a> Reader<'a> {
         if self.source.line_text(line).trim_start().starts_with('[') {
             self.syntax.doubtful_from = Some(self.syntax.doubtful_from.map_or(line, |first| first.min(line)));
         }
-        // Where the parser points at nothing (what is missing stands there) no key is to be guessed.
+        // An empty span of the parser is a missing value, without a key to guess.
         let key = span.is_empty().then(String::new);
         let message = one_line(error.message());
         self.found.push(Found { span, key, message, nearest: None });
@@ -86,19 +86,19 @@ impl<'a> Reader<'a> {
         Diagnostics { list, more: self.more }
     }
 
-    /// Notes a mistake at a place of the file. `message`: "what was found: expected what was expected".
+    /// Stores a mistake at a place. `message`: "found: expected ...".
     pub fn mistake(&mut self, span: Span, message: impl Display) {
         self.note(span, message, || None);
     }
 
-    /// The same of a value within the one that is being read: its key is found by its place.
+    /// Stores a mistake within the present value; the key follows from the place.
     pub fn mistake_within(&mut self, span: Span, message: impl Display) {
         let keys = std::mem::take(&mut self.keys);
         self.mistake(span, message);
         self.keys = keys;
     }
 
-    /// The same of a name that is none of `known`.
+    /// Stores a mistake of a name that is not in `known`.
     pub fn unknown_name<'n>(
         &mut self,
         span: Span,
@@ -116,22 +116,22 @@ impl<'a> Reader<'a> {
                 return;
             }
         }
-        // There may be a million of them: the words are made for those that are shown.
+        // There may be a million: texts are made for those that are shown.
         if self.found.len() >= DISPLAY_LIMIT {
             self.more += 1;
             return;
         }
-        // While a value is read, its key is known without a search.
+        // The key of the present value needs no search.
         let key = (!self.keys.is_empty()).then(|| self.keys.join("."));
         self.found.push(Found { span, key, message: message.to_string(), nearest: nearest() });
     }
 
-    /// The value, or a mistake at its place.
+    /// Returns the value, or stores the error at its place.
     pub fn taken<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
         outcome.map_err(|message| self.mistake(span, message)).ok()
     }
 
-    /// Notes that a value is of another type than `T`'s.
+    /// Stores a mistake of a value of another type than `T`'s.
     pub fn wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
         let (kind, written) = (value.get_ref().type_str(), self.written(&value.span()));
         let found = match value.get_ref() {
@@ -142,33 +142,33 @@ impl<'a> Reader<'a> {
         None
     }
 
-    /// Whether anything is wrong so far.
+    /// Returns whether there is a mistake so far.
     pub fn has_found_any(&self) -> bool {
         !self.found.is_empty()
     }
 
-    /// The file's text at `span`.
+    /// Returns the file's text at `span`.
     pub fn written(&self, span: &Span) -> &str {
         self.source.text().get(span.clone()).unwrap_or_default()
     }
 
-    /// The line in which `span` begins, counted from 1.
+    /// Returns the line of `span`, from 1 on.
     pub fn line(&self, span: &Span) -> usize {
         self.source.line(span)
     }
 
-    /// The file that is read.
+    /// Returns the file.
     pub fn source(&self) -> &Source {
         self.source
     }
 
-    /// A path that is relative to the file's own folder.
+    /// Returns a path relative to the file's directory.
     pub fn beside(&self, path: &Path) -> PathBuf {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// Returns the value as a table of which only the `known` keys may be there; `None`, and a mistake, when it is none.
-    /// `elsewhere`: keys that belong into another place, with that place in words, after "expected".
+    /// Returns the value as a table with only `known` keys; `None`, and a mistake, if it is no table. `elsewhere`: keys
+    /// of other places, with the text after "expected".
     pub fn table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
@@ -199,15 +199,15 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A table whose keys are read one by one.
+/// Table that is read key by key.
 pub struct TableReader<'v, 'i> {
     table: &'v DeTable<'i>,
     span: Span,
 }
 
 impl TableReader<'_, '_> {
-    /// The value of a key; what it is when it is not there: `default`, or what its type says. `None`, and a mistake, when
-    /// it is wrong or missing and there is nothing else.
+    /// Returns the value of a key; without it `default`, or the type's. `None`, and a mistake, if it is wrong, or
+    /// missing without a default.
     pub fn key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.keys.push(key.to_owned());
         let value = match self.table.get(key) {

@@ -1,4 +1,4 @@
-//! Secrets stand in files of their own, which only their owner can read, and are never printed.
+//! Secrets in files that only their owner can read; never printed.
 
 use std::fmt;
 use std::io::Read as _;
@@ -13,23 +13,23 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// What a key ending in `_file` names: the secret in that file.
+/// Secret in the file of a key that ends in `_file`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret<T>(T);
 
-/// A secret that is written as text. (What its own error would say is not shown: it may quote the secret.)
+/// Secret written as text. Its parser's error is not shown, as it may quote the secret.
 pub trait SecretText: FromStr {
-    /// What the file must hold.
+    /// Expected content.
     const EXPECTED: &'static str;
 }
 
 impl<T> Secret<T> {
-    /// From elsewhere than a file.
+    /// Wraps a secret that is not from a file.
     pub fn new(secret: T) -> Self {
         Self(secret)
     }
 
-    /// The secret itself: not for logs or answers.
+    /// Returns the secret: not for logs or answers.
     pub fn expose(&self) -> &T {
         &self.0
     }
@@ -41,32 +41,29 @@ impl<T> fmt::Debug for Secret<T> {
     }
 }
 
-/// What a secret file may hold at most, bytes.
+/// Limit of a secret file, bytes.
 const LARGEST: u64 = 65_536;
 
-/// Whether secrets of other users are refused.
+/// Whether secrets of other users are rejected.
 static STRICT: AtomicBool = AtomicBool::new(false);
 
-/// From now on secret files must be this user's or root's: whoever owns one knows it, and can change it. For daemons; commands of root
-/// look at files of daemons that run as somebody else.
+/// Rejects secret files of users other than this one and root, who could read and change them. For daemons; commands of
+/// root read files of daemons that run as other users.
 pub fn refuse_others_secrets() {
     STRICT.store(true, Ordering::Relaxed);
 }
 
-/// The text of a secret file, without blanks around it.
-///
-/// # Errors
-/// When it cannot be read, others than its owner can read it, or it is somebody else's ([`refuse_others_secrets`]), in words.
+/// Returns the trimmed text of a secret file. Fails if others can read it; see [`refuse_others_secrets`].
 pub fn read_secret(path: &Path) -> Result<String, String> {
     read_secret_of(path, STRICT.load(Ordering::Relaxed))
 }
 
-/// The same; `strict`: whether secrets of other users are refused.
+/// `strict`: whether secrets of other users are rejected.
 pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String> {
     let shown = path.display();
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
     let file = std::fs::File::open(path).map_err(unreadable)?;
-    // Of the open file: whoever renames another one into its place meanwhile changes nothing.
+    // Of the open file, so a rename meanwhile has no effect.
     let metadata = file.metadata().map_err(unreadable)?;
     if metadata.is_dir() {
         return Err(format!("{shown} is a directory: expected a readable file with the secret"));

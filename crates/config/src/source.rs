@@ -1,4 +1,4 @@
-//! A file's name and text, and where in it a byte is.
+//! Text of a file, with the places of its mistakes.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -14,39 +14,39 @@ use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 use crate::diagnostic::{DISPLAY_LIMIT, Location};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
-/// What a file may hold at most, bytes: as much as the API takes of a fleet's document.
+/// Limit of a file, bytes: as the API's for a fleet's document.
 const LARGEST: u64 = 8 << 20;
-/// How deep values may nest, as `toml` itself has it.
+/// Limit of nesting, as `toml`'s.
 const DEEPEST: u32 = 80;
 
-/// A file's name and text, to make mistakes that point into it.
+/// Name and text of a file.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
     text: Arc<str>,
-    /// Where its lines begin: mistakes are placed without a search through the text.
+    /// Starts of lines, so that mistakes need no search.
     line_starts: Arc<[usize]>,
 }
 
-/// A text as TOML, as far as it is.
+/// Parsed part of a text.
 pub(crate) struct Parsed<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
-    /// Errors of syntax; the first ones where there are very many.
+    /// First syntax errors.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// How many more there are, at least.
+    /// Number of further ones, at least.
     pub(crate) more: usize,
 }
 
-/// How much of a text is made values of at first, bytes; half as much again each time.
+/// Part of a text that is parsed first, bytes; grows by half.
 const FIRST_PART: usize = 64 << 10;
 
-/// The values of a text, or of a part of it that has more errors than are shown: also an error of a value (a key that is there twice)
-/// costs a hundred times its size.
+/// Returns the values of a text, or of a part with more errors than are shown. Also an error of a value, such as a
+/// duplicate key, costs a hundred times its size.
 fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut size = FIRST_PART;
     loop {
         let part = text.get(..size).and_then(|part| Some(&part[..=part.rfind('\n')?]));
-        // What ends within a character or in its first line: the next size may do.
+        // The part may end within a character or its first line: try the next size.
         if size >= text.len() {
             return DeTable::parse_recoverable(text);
         }
@@ -61,8 +61,7 @@ fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
 }
 
 impl Source {
-    /// # Errors
-    /// When the file cannot be read, is larger than 8 MiB, or is no text.
+    /// Reads a file. Fails if it is larger than 8 MiB or no UTF-8.
     pub fn read(path: &Path) -> Result<Self, Diagnostic> {
         let unreadable =
             |reason: &dyn Display| Diagnostic::of_file(path, &format!("{reason}: expected a readable TOML file"));
@@ -87,25 +86,22 @@ impl Source {
         Self { path, text, line_starts }
     }
 
-    /// A text that stands in no file; `name` is what mistakes show.
+    /// Wraps a text without a file; `name` is shown in mistakes.
     pub fn from_text(name: &str, text: &str) -> Self {
         Self::new(name.into(), text.into())
     }
 
-    /// The file's name.
+    /// Returns the name.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Everything in it.
+    /// Returns the text.
     pub fn text(&self) -> &Arc<str> {
         &self.text
     }
 
-    /// Reads a kind of file; `check` looks at what concerns several values, and makes of it what the program needs.
-    ///
-    /// # Errors
-    /// Every mistake: of syntax, of single values, and those that `check` has found.
+    /// Reads a kind of file. `check` checks combinations of values and returns the result. Fails with all mistakes.
     pub fn read_as<T: FromToml, U>(
         &self,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
@@ -113,17 +109,14 @@ impl Source {
         Reader::read(self, check)
     }
 
-    /// Reads a serde struct; ends at the first mistake.
-    ///
-    /// # Errors
-    /// When the text is no TOML or not a `T`.
+    /// Reads a serde struct; fails at the first mistake.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
         toml::from_str(&self.text)
             .map_err(|error| self.error(error.span().unwrap_or_default(), &one_line(error.message())))
     }
 
-    /// The text as TOML. An error of syntax per byte is possible, and each costs a hundred times its size: only the part of the text
-    /// with the first ones is made values of.
+    /// Parses the text. Each byte may be a syntax error, and costs a hundred times its size: only the part with the
+    /// first errors is parsed.
     pub(crate) fn toml(&self) -> Parsed<'_> {
         let (mut count, mut first_too_many) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
@@ -143,12 +136,12 @@ impl Source {
         Parsed { table, more: found - errors.len(), errors }
     }
 
-    /// The keys of the whole file, also where some of it is wrong.
+    /// Returns the keys of the whole file, also after mistakes.
     pub fn keys(&self) -> Vec<String> {
         self.toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
 
-    /// What the TOML parser finds wrong with the text, the first errors of very many; empty when it is TOML.
+    /// Returns the first syntax errors.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let mistake = |error: toml::de::Error| {
             let place = self.place(&error.span().unwrap_or_default());
@@ -157,12 +150,12 @@ impl Source {
         self.toml().errors.into_iter().map(mistake).collect()
     }
 
-    /// A mistake at a place of the file (bytes, as [`Spanned::span`] gives them).
+    /// Returns a mistake at a place (bytes, as of [`Spanned::span`]).
     pub fn error(&self, span: Span, message: &str) -> Diagnostic {
         self.errors_at(&[(span, message.to_owned())]).remove(0)
     }
 
-    /// The same of several.
+    /// Returns mistakes at several places.
     pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.toml().table;
         let mistake = |(span, message): &(Span, String)| {
@@ -171,45 +164,44 @@ impl Source {
         wrong.iter().map(mistake).collect()
     }
 
-    /// Line and column in which `span` begins.
+    /// Returns line and column of `span`.
     pub(crate) fn place(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
         let before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
         Location { line: index as u32 + 1, column: before.chars().count() as u32 + 1 }
     }
 
-    /// Of the line with this byte, counted from 0.
     fn line_index(&self, at: usize) -> usize {
         self.line_starts.partition_point(|start| *start <= at) - 1
     }
 
-    /// A line, counted from 1; empty where there is none.
+    /// Returns a line, from 1 on; empty if there is none.
     pub(crate) fn line_text(&self, line: usize) -> &str {
         let start = self.line_starts.get(line - 1).copied().unwrap_or(self.text.len());
         let end = self.line_starts.get(line).copied().unwrap_or(self.text.len());
         &self.text[start..end]
     }
 
-    /// The line in which `span` begins, counted from 1.
+    /// Returns the line of `span`, from 1 on.
     pub fn line(&self, span: &Span) -> usize {
         self.line_index(span.start) + 1
     }
 }
 
-/// Messages of the TOML parser span lines; logs want one.
+/// The TOML parser's messages have several lines.
 pub(crate) fn one_line(message: &str) -> String {
     message.trim_end().replace('\n', ", ")
 }
 
-/// The key whose name or value stands at `span`; empty where there is none.
+/// Returns the key at `span`; empty if there is none.
 pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
     let mut keys = Vec::new();
     key_in_table(table, span, &mut keys);
     keys.join(".")
 }
 
-/// Fills `keys` with the innermost key at `span`; false when there is none. (The span of a `[table]` is its header's, so
-/// tables are searched wherever they stand.)
+/// Appends the innermost key at `span` to `keys`; false if there is none. The span of a `[table]` is its header's, so
+/// all tables are searched.
 fn key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     table.iter().any(|(key, value)| {
         keys.push(key.get_ref());
@@ -231,6 +223,6 @@ fn key_in_value<'t>(value: &'t Spanned<DeValue<'_>>, span: &Span, keys: &mut Vec
 }
 
 fn contains(outer: &Span, inner: &Span) -> bool {
-    // The parser gives an empty span where it knows none.
+    // The parser gives an empty span if it knows none.
     !inner.is_empty() && outer.contains(&inner.start) && inner.end <= outer.end
 }

@@ -1,4 +1,4 @@
-//! Times, in one form everywhere: a number and its unit, as "100ms", "1.5s", "24h" or "1h 30m".
+//! Times with a unit, as "100ms", "1.5s", "24h" or "1h 30m".
 
 use std::time::Duration;
 
@@ -19,14 +19,14 @@ pub const MINUTE: u64 = 60 * SECOND;
 /// In nanoseconds.
 pub const HOUR: u64 = 60 * MINUTE;
 
-/// A time of at least `MIN` and at most `MAX` nanoseconds.
+/// Time from `MIN` to `MAX` nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Period<const MIN: u64, const MAX: u64>(pub Duration);
 
 const LARGEST_FIRST: [(&str, u64); 6] =
     [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
 
-/// As it can be written in a file: in the largest unit of which it is a whole number.
+/// Formats a time in the largest unit of which it is a whole number.
 pub fn shown_time(time: Duration) -> String {
     let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     match LARGEST_FIRST.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {
