@@ -346,16 +346,16 @@ struct broadcast_buckets {
 #define SERVER_KNOWN 1u
 /* The service's new connections may go to it; without it (draining, unhealthy) only established ones do. */
 #define SERVER_ELIGIBLE 2u
-/* Down by this load balancer's own health checks (not ELIGIBLE then), whatever the controller has found. */
-#define SERVER_DOWN 4u
-/* The service's placement table has it. An eligible server without it is down: the controller leaves it out. */
-#define SERVER_IN_TABLE 8u
+/* Down by this load balancer's own health checks; not ELIGIBLE then. */
+#define SERVER_MASKED 4u
+/* Down by the controller's decision, which comes with the service's placement table. */
+#define SERVER_DOWN 8u
 /* Its MAC address is known: the same for all services. */
 #define SERVER_RESOLVED 16u
 
 /* The flags that are a service's own, SERVER_MEMBERS_PER_WORD servers in a word of 64 bits, by id. */
 #define SERVER_MEMBER_BITS 4
-#define SERVER_MEMBER_MASK (SERVER_KNOWN | SERVER_ELIGIBLE | SERVER_DOWN | SERVER_IN_TABLE)
+#define SERVER_MEMBER_MASK (SERVER_KNOWN | SERVER_ELIGIBLE | SERVER_MASKED | SERVER_DOWN)
 #define SERVER_MEMBERS_PER_WORD 16
 #define MEMBERSHIP_WORDS 1024
 

@@ -23,9 +23,6 @@
 /* In the place of a decision's `echo`: TSecr is left as it is. */
 #define KEEP_ECHO 0xffffffffu
 
-/* Of a server that something else than the placement table names: the table must have it, too, or it is down. */
-#define TAKES_NEW_CONNECTIONS (TAKES_FIRST_PACKETS | SERVER_IN_TABLE)
-
 struct decision {
 	enum lb_counter outcome;
 	/* An index, or LB_COUNTERS_NO_SERVICE. */
@@ -79,6 +76,18 @@ static __always_inline void decide_server(__u32 id, enum lb_counter outcome, str
 	decision->server_id = id;
 }
 
+/* Whether a server that something else than the placement rule names takes new connections. */
+static __always_inline bool takes_new_connections(server_word server)
+{
+	return server_has(server, TAKES_FIRST_PACKETS) && !server_is_down(server);
+}
+
+/* Whether the packet may go to that server of its connection: a SYN only where new connections may go. */
+static __always_inline bool may_go_to(server_word server, bool syn)
+{
+	return syn ? takes_new_connections(server) : server_has(server, SERVER_KNOWN);
+}
+
 static __always_inline bool server_is_known(__u32 service, __u32 id)
 {
 	return server_has(server_at(service, id), SERVER_KNOWN);
@@ -129,10 +138,10 @@ static __always_inline void decide_by_flow(struct flow_table_entry entry, struct
 static __always_inline struct flow_table_entry decide_by_bucket(struct service_state *state,
 								const struct packet *packet, struct decision *decision)
 {
-	__u32 wanted = packet->flags & TCP_SYN ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN;
 	struct flow_table_entry choice = place_consistently(state, packet);
 
-	if (choice.server_id == NO_SERVER || !server_has(server_at(decision->service, choice.server_id), wanted)) {
+	if (choice.server_id == NO_SERVER ||
+	    !may_go_to(server_at(decision->service, choice.server_id), packet->flags & TCP_SYN)) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
 	} else {
 		decide_server(choice.server_id, LB_COUNTER_CONSISTENT, decision);

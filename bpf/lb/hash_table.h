@@ -17,14 +17,6 @@
 #include "placement.h"
 #include "service_mode.h"
 
-/* The server is down by our own checks; or the placement table was made without it, and it is not draining. */
-static __always_inline bool is_down(server_word server)
-{
-	if (server_has(server, SERVER_KNOWN | SERVER_DOWN))
-		return true;
-	return server_has(server, SERVER_KNOWN | SERVER_ELIGIBLE) && !server_has(server, SERVER_IN_TABLE);
-}
-
 /*
  * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known, and if the
  * flow's server is down; a SYN, if no entry has a server that takes new connections: anybody can forge a SYN, which
@@ -47,8 +39,8 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 	if (find_flow(decision->service, packet, &entry)) {
 		server_word server = server_at(decision->service, entry.server_id);
 
-		known = server_has(server, syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN);
-		if (known && !(udp && is_down(server))) {
+		known = may_go_to(server, syn);
+		if (known && !(udp && server_is_down(server))) {
 			if (syn)
 				decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
 			else

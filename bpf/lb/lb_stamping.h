@@ -25,7 +25,7 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
 	struct flow_table_entry entry = {};
 
 	if (!find_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
-	    !server_has(server_at(decision->service, entry.server_id), TAKES_NEW_CONNECTIONS))
+	    !takes_new_connections(server_at(decision->service, entry.server_id)))
 		return false;
 	decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
 	return true;
@@ -43,7 +43,7 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 	__u32 id;
 
 	if (find_flow(decision->service, packet, &entry) &&
-	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
+	    may_go_to(server_at(decision->service, entry.server_id), syn)) {
 		decide_by_flow(entry, decision);
 		if (entry.before == HALF_OPEN_FLOW && !syn)
 			open_flow(decision->service, packet, entry);

@@ -67,6 +67,11 @@ static __always_inline bool server_has(server_word server, __u32 flags)
 	return (server >> SERVER_FLAGS_SHIFT & flags) == flags;
 }
 
+static __always_inline bool server_is_down(server_word server)
+{
+	return server >> SERVER_FLAGS_SHIFT & (SERVER_MASKED | SERVER_DOWN);
+}
+
 #define TAKES_FIRST_PACKETS (SERVER_KNOWN | SERVER_RESOLVED | SERVER_ELIGIBLE)
 
 /* A service's table and the memory that its offsets count in. */

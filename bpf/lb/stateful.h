@@ -136,7 +136,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	int taken;
 
 	connection = find_recent_connection(hash, decision->service, &place, &id);
-	if (connection && owner < MAX_OWNERS && server_has(server_at(decision->service, id), TAKES_NEW_CONNECTIONS)) {
+	if (connection && owner < MAX_OWNERS && takes_new_connections(server_at(decision->service, id))) {
 		decide_server(id, LB_COUNTER_FIRST, decision);
 		decision->opens = reopen_connection(connection);
 		decision->echo = syn_echo(owner, place);

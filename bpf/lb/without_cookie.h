@@ -66,8 +66,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	if (!(modes_in_use & (MODES_WITH_COOKIES | 1u << CONSISTENCY_BEAMER)))
 		return;
 	found = (!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
-	if (found &&
-	    server_has(server_at(decision->service, entry.server_id), syn ? TAKES_NEW_CONNECTIONS : SERVER_KNOWN)) {
+	if (found && may_go_to(server_at(decision->service, entry.server_id), syn)) {
 		decide_by_flow(entry, decision);
 		decision->before = entry.before;
 		return;

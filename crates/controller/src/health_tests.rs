@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use coreward_api::types::ServerState;
 use coreward_config::Source;
 use coreward_model::ServerId;
 use coreward_model::health::Verdict;
@@ -78,10 +79,16 @@ impl World {
         }
     }
 
-    /// Who is in the next table.
+    /// Who is in the next table. A server is a member, draining or down.
     fn members(&mut self, now: Now) -> Vec<u16> {
         let table = self.controller.tick(now).remove(0).table;
-        table.members.iter().map(|member| member.server.get()).collect()
+        let members: Vec<u16> = table.members.iter().map(|member| member.server.get()).collect();
+        for (server, number) in self.controller.status(now).services[0].members.iter().zip(0u16..) {
+            let is_down = table.down.iter().any(|down| down.get() == number);
+            let is_member = members.contains(&number);
+            assert_eq!(is_down, !is_member && server.state == ServerState::Down, "{}: {table:?}", server.server);
+        }
+        members
     }
 
     fn states(&self, now: Now) -> Vec<(String, String)> {

@@ -320,11 +320,21 @@ impl Service {
         if !table.members.is_empty() {
             table.consistent_before = self.history.consistent_before();
         }
+        table.down = self.down().collect();
         self.new_interval = false;
         table.core_slot_ages = self.slot_ages(&table);
         let table = Arc::new(table);
         self.newest = Some((table.clone(), now.monotonic));
         NewTable { service: self.fleet.index, table }
+    }
+
+    /// Returns the servers that are down and take no new connections, by id.
+    fn down(&self) -> impl Iterator<Item = ServerId> {
+        let down = |(id, status): (&ServerId, &ServerStatus)| {
+            let is_down = status.eligibility.state() == ServerState::Down;
+            (is_down && self.takes_connections(*id) == Some(false)).then_some(*id)
+        };
+        self.statuses.iter().filter_map(down)
     }
 
     /// [`PlacementTable::core_slot_ages`] of a table just made.

@@ -218,7 +218,7 @@ impl Forwarder {
             if fails_open { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
             let target = (index, server.id);
-            self.balancer.set_down(*place, server.id, masked.contains(&target));
+            self.balancer.set_masked(*place, server.id, masked.contains(&target));
             match (self.masked.contains(&target), masked.contains(&target)) {
                 (false, true) => tracing::warn!(
                     "server {} of service {} gets no new connections from here: it is down by this load balancer's checks",

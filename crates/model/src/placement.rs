@@ -142,6 +142,8 @@ pub struct PlacementTable {
     /// By bucket, whose it was before it last changed hands; empty: all have been theirs since ever. That server may still
     /// have connections of the bucket (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
     pub consistent_before: Vec<Option<ServerId>>,
+    /// The servers that are down, by id: what may leave a server without harm leaves these.
+    pub down: Vec<ServerId>,
     /// How many tables ago the load of each of [`PlacementTable::core_slots`] was new: as long as it is not newer, what was
     /// assigned since is not in it. Empty: all are new.
     pub core_slot_ages: Vec<u32>,
@@ -223,6 +225,7 @@ impl PlacementTable {
             members: Vec::new(),
             consistent: Vec::new(),
             consistent_before: Vec::new(),
+            down: Vec::new(),
             core_slot_ages: Vec::new(),
         }
     }
@@ -370,6 +373,7 @@ mod tests {
             members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
             consistent: rendezvous(&servers, bucket_count),
             consistent_before: Vec::new(),
+            down: Vec::new(),
             core_slot_ages: Vec::new(),
         }
     }

@@ -52,6 +52,7 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
             .map(|core| u32::from(core.server.get()) << 16 | u32::from(core.core))
             .collect(),
         core_slot_age: table.core_slot_ages.clone(),
+        down_server_id: table.down.iter().map(|server| server.get().into()).collect(),
     }
 }
 
@@ -70,6 +71,7 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         members: parse_members(message)?,
         consistent: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
         consistent_before: parse_before(&message.consistent_before_id)?,
+        down: parse_server_ids("down_server_id", &message.down_server_id)?,
         core_slot_ages: message.core_slot_age.clone(),
     };
     check_lengths(&table)?;
@@ -211,7 +213,8 @@ mod tests {
         fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::names() {
                 let buckets = BucketCount::new(1 << bits).unwrap();
-                let table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);
+                let mut table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);
+                table.down = (0..servers % 3).map(|n| (n * 31).try_into().unwrap()).collect();
                 let service = ServiceIndex::new(index).unwrap();
                 prop_assert_eq!(decode(encode(service, &table)), Ok((service, table)));
             }

@@ -245,6 +245,8 @@ impl Plan {
             table.consistent.clear();
             table.consistent_before.clear();
         }
+        let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
+        table.down = servers.into_iter().filter(|id| !is_member(id) && dice.chance(2, 3)).collect();
         Some(Change::Table(planned.place, table))
     }
 
@@ -318,7 +320,7 @@ impl Plan {
             }
             4 if !planned.servers.is_empty() => Change::Server(planned.place, dice.pick(&planned.servers), None),
             5 if !planned.servers.is_empty() => {
-                Change::Down(planned.place, dice.pick(&planned.servers), dice.chance(2, 3))
+                Change::Masked(planned.place, dice.pick(&planned.servers), dice.chance(2, 3))
             }
             6..10 if !planned.servers.is_empty() => {
                 let id = dice.pick(&planned.servers);

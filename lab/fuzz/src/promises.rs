@@ -21,10 +21,10 @@ struct Service {
     other_balancer: Option<ServerId>,
     /// Whether each takes new connections as configured: false while it drains.
     servers: HashMap<ServerId, bool>,
-    /// Who stands in the placement table: servers that are down do not.
+    /// The servers of the placement table.
     members: HashSet<ServerId>,
-    /// That drain no more and are not in the table yet: up, though the placement rule does not know them.
-    undrained: HashSet<ServerId>,
+    /// Down by the placement table.
+    down: HashSet<ServerId>,
     /// UDP flows that were forwarded before.
     seen: HashSet<(Ipv4Addr, u16)>,
 }
@@ -70,15 +70,11 @@ impl Service {
     }
 
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.servers.get(&id) == Some(&true) && self.counts_as_member(id)
-    }
-
-    fn counts_as_member(&self, id: ServerId) -> bool {
-        self.members.contains(&id) || self.undrained.contains(&id)
+        self.servers.get(&id) == Some(&true) && !self.is_down(id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {
-        self.servers.get(&id) == Some(&true) && !self.counts_as_member(id)
+        self.down.contains(&id)
     }
 }
 
@@ -95,7 +91,7 @@ impl Promises {
                         other_balancer: None,
                         servers: HashMap::new(),
                         members: HashSet::new(),
-                        undrained: HashSet::new(),
+                        down: HashSet::new(),
                         seen: HashSet::new(),
                     });
                     service.other_balancer = mode.transfer.map(|transfer| transfer.other_balancer());
@@ -106,19 +102,19 @@ impl Promises {
                 let Some(service) = self.services.get_mut(place) else { return };
                 match server {
                     Some(server) => {
-                        // What was draining is up until a table says otherwise.
-                        if service.servers.insert(*id, server.eligible) == Some(false) && server.eligible {
-                            service.undrained.insert(*id);
-                        }
+                        service.servers.insert(*id, server.eligible);
                         self.macs.insert(*id, server.mac);
                     }
-                    None => drop(service.servers.remove(id)),
+                    None => {
+                        service.servers.remove(id);
+                        service.down.remove(id);
+                    }
                 }
             }
             Change::Table(place, table) => {
                 let Some(service) = self.services.get_mut(place) else { return };
                 service.members = table.members.iter().map(|member| member.server).collect();
-                service.undrained.clear();
+                service.down = table.down.iter().copied().collect();
             }
             Change::Owner(number, Owner::At(mac)) => drop(self.owners.insert(number.get(), *mac)),
             Change::Owner(number, _) => drop(self.owners.remove(&number.get())),

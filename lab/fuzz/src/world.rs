@@ -74,7 +74,7 @@ pub enum Change {
     /// A server is made known, changed, or forgotten.
     Server(usize, ServerId, Option<Server>),
     /// The load balancer's own checks find a server down, or up again.
-    Down(usize, ServerId, bool),
+    Masked(usize, ServerId, bool),
     /// Another table.
     Table(usize, PlacementTable),
     /// Whether there are tokens for deliveries to all servers.
@@ -149,7 +149,7 @@ impl Instance {
                 self.lb.set_server(self.service(*place), *id, server);
             }
             Change::Server(place, id, None) => self.lb.remove_server(self.service(*place), *id),
-            Change::Down(place, id, is_down) => self.lb.set_down(self.service(*place), *id, *is_down),
+            Change::Masked(place, id, is_masked) => self.lb.set_masked(self.service(*place), *id, *is_masked),
             Change::Table(place, table) => self.lb.install_table(self.service(*place), table)?,
             Change::Tokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.lb.set_owner(*owner),
@@ -275,7 +275,7 @@ impl World {
                 }
             }
             Change::Server(place, id, server) => self.twin.set_server(*place, *id, *server),
-            Change::Down(place, id, is_down) => self.twin.set_down(*place, *id, *is_down),
+            Change::Masked(place, id, is_masked) => self.twin.set_masked(*place, *id, *is_masked),
             Change::Table(place, table) => self.twin.install_table(*place, table.clone()),
             Change::Tokens(buckets, there) => self.twin.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.twin.set_owner(*owner),
@@ -294,7 +294,7 @@ impl World {
     /// Whether what `change` is about exists.
     pub fn makes_sense(&self, change: &Change) -> bool {
         match change {
-            Change::Server(place, ..) | Change::Down(place, ..) | Change::Table(place, _) => {
+            Change::Server(place, ..) | Change::Masked(place, ..) | Change::Table(place, _) => {
                 self.twin.has_service(*place)
             }
             _ => true,

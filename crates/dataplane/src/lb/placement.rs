@@ -4,7 +4,6 @@ use std::mem::offset_of;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::ServerId;
 use coreward_model::placement::PlacementTable;
 
 use super::services::in_use;
@@ -25,7 +24,9 @@ impl LoadBalancer {
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        self.install(service, Hashing::Keys(self.address(service)), table)
+        self.install(service, Hashing::Keys(self.address(service)), table)?;
+        self.set_down(service, &table.down);
+        Ok(())
     }
 
     /// Returns how many connections were assigned to each of the first `count` core slots of the service's table;
@@ -64,12 +65,7 @@ impl LoadBalancer {
         let with_rule = InUse { rules: rule.unwrap_or(0), ..self.variant.in_use };
         self.change_variant(Variant { in_use: self.variant.in_use.and(with_rule), ..self.variant })?;
         let written = self.write_table(service, hashing, table)?;
-        let mut members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
-        members.sort_unstable();
-        members.dedup();
-        let left = self.enter_members(service, &members);
         self.maps.state.store(table_at(service), written.at().into());
-        self.set_in_table(service, &left, false);
         let was_in_use = self.service(service).rule();
         if let Some(before) = self.service_mut(service).table.replace(written) {
             self.maps.tables.retire(before, &self.grace_periods);
@@ -80,16 +76,6 @@ impl LoadBalancer {
         // What no table uses any more need not be compiled in. The new variant may find the old table for a moment:
         // a first packet on another CPU that read where the old one is; it runs in the old program.
         self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })
-    }
-
-    /// Notes that the service's next table has these servers (in order, no two the same). Those that only the table before has.
-    fn enter_members(&mut self, service: ServiceIndex, members: &[ServerId]) -> Vec<ServerId> {
-        if self.service(service).members == members {
-            return Vec::new();
-        }
-        self.set_in_table(service, members, true);
-        let before = std::mem::replace(&mut self.service_mut(service).members, members.to_vec());
-        before.into_iter().filter(|id| members.binary_search(id).is_err()).collect()
     }
 
     /// The table in the memory, which is made larger if there is no room.

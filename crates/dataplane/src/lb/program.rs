@@ -19,7 +19,6 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_s
 
 use super::connections::{self, Table};
 use super::placement::table_at;
-use super::servers;
 use super::services::Service;
 use super::tables::Tables;
 use super::variant::Variant;
@@ -306,9 +305,6 @@ impl Maps {
         let tables = self.tables.adopt(self.sizes.placement_memory, &in_use);
         for ((_, service), table) in with_table.iter_mut().zip(tables) {
             service.table = Some(table);
-        }
-        for service in services.values_mut() {
-            service.members = servers::with_flag(self, service.index, intf::SERVER_IN_TABLE);
         }
     }
 

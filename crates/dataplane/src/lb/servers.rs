@@ -65,10 +65,14 @@ impl LoadBalancer {
         }
     }
 
-    /// Notes which servers the service's placement table has: the others that are not draining are down.
-    pub(super) fn set_in_table(&mut self, service: ServiceIndex, ids: &[ServerId], in_table: bool) {
-        let flags = if in_table { intf::SERVER_IN_TABLE } else { 0 };
-        ids.iter().for_each(|id| self.set_member(service, *id, intf::SERVER_IN_TABLE, flags));
+    /// Marks the servers that the service's placement table calls down, and no others.
+    pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
+        for id in with_flag(&self.maps, service, intf::SERVER_DOWN) {
+            if !down.contains(&id) {
+                self.set_member(service, id, intf::SERVER_DOWN, 0);
+            }
+        }
+        down.iter().for_each(|id| self.set_member(service, *id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
     /// Makes a server known, or changes what is known of it. Its MAC address is the same for all services.
@@ -79,25 +83,13 @@ impl LoadBalancer {
             tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
         }
         self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
-        if server.eligible && self.server(service, id).is_some_and(|before| !before.eligible) {
-            self.keep_in_table(service, id);
-        }
         self.set_member(service, id, CONFIGURED, flags);
-    }
-
-    /// A server that was draining is up: until the next table comes it counts as one of the table's, or its flows of UDP would leave it.
-    fn keep_in_table(&mut self, service: ServiceIndex, id: ServerId) {
-        let members = &mut self.service_mut(service).members;
-        if let Err(position) = members.binary_search(&id) {
-            members.insert(position, id);
-            self.set_in_table(service, &[id], true);
-        }
     }
 
     /// Marks a server as down by this load balancer's own checks, or takes that back. Flows of UDP then leave it; new connections
     /// do if it is not eligible either.
-    pub fn set_down(&mut self, service: ServiceIndex, id: ServerId, is_down: bool) {
-        self.set_member(service, id, intf::SERVER_DOWN, if is_down { intf::SERVER_DOWN } else { 0 });
+    pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
+        self.set_member(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
 
     /// Forgets a server: its connections' packets then go to all servers, rate-limited.
@@ -105,7 +97,7 @@ impl LoadBalancer {
         if let Err(error) = self.forget_corrected_server(service, id) {
             tracing::warn!("server id {id}: {error:#}");
         }
-        self.set_member(service, id, CONFIGURED | intf::SERVER_DOWN, 0);
+        self.set_member(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
     /// The servers known of a service, by id: after a take-over those of the process before.

@@ -25,13 +25,11 @@ pub(super) struct Service {
     pub mode: ServiceMode,
     /// Its table.
     pub table: Option<Written>,
-    /// The servers in its table, in order: those with `SERVER_IN_TABLE`.
-    pub members: Vec<ServerId>,
 }
 
 impl Service {
     fn new(index: ServiceIndex, mode: ServiceMode) -> Self {
-        Self { index, mode, table: None, members: Vec::new() }
+        Self { index, mode, table: None }
     }
 
     /// Bit of its table's rule; `None`: no members.

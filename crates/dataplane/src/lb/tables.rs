@@ -263,6 +263,7 @@ impl Tables {
             members: members.into_iter().filter_map(member).collect(),
             consistent: ids(header.consistent_at).into_iter().filter_map(id).collect(),
             consistent_before: ids(header.consistent_before_at).into_iter().map(id).collect(),
+            down: Vec::new(),
             ..PlacementTable::empty(buckets)
         })
     }

@@ -10,7 +10,7 @@ use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionHash;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
-use coreward_model::placement::Rule;
+use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -77,7 +77,8 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         drain(&mut balancer, ids[0]);
         let mut refusing = vec![balancer.macs[&(0, ids[0])]];
         if new_table {
-            balancer.install(0, &random_table(Rule::Table, 2, 1, &ids[2..], &mut rng));
+            let table = random_table(Rule::Table, 2, 1, &ids[2..], &mut rng);
+            balancer.install(0, &PlacementTable { down: vec![ids[1]], ..table });
             refusing.push(balancer.macs[&(0, ids[1])]);
         }
         assert!(refusing.iter().all(|mac| before.contains(mac)));
@@ -185,7 +186,8 @@ fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
     let before: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
     let (draining, down) = (balancer.macs[&(0, ids[0])], balancer.macs[&(0, ids[1])]);
     drain(&mut balancer, ids[0]);
-    balancer.install(0, &random_table(Rule::RoundRobin, 2, 1, &ids[2..], &mut rng));
+    let table = random_table(Rule::RoundRobin, 2, 1, &ids[2..], &mut rng);
+    balancer.install(0, &PlacementTable { down: vec![ids[1]], ..table });
     let after: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
     for (before, after) in before.iter().zip(&after) {
         if *before == down {
@@ -207,6 +209,7 @@ fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
     nobody.members.clear();
     nobody.consistent.clear();
     nobody.consistent_before.clear();
+    nobody.down = ids[1..].to_vec();
     balancer.install(0, &nobody);
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
 }

@@ -152,7 +152,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
         };
         let mac = Some(balancer.macs[&(0, left)]);
         balancer.lb.set_server(place, left, Server { mac, eligible: false });
-        balancer.lb.set_down(place, left, is_down);
+        balancer.lb.set_masked(place, left, is_down);
         // A connection that is open stays: its packets go by the bucket.
         let (open, clients) = clients.split_last().unwrap();
         assert_eq!(sent(&balancer, *open, ACK).0, left, "{name}");
@@ -166,7 +166,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
         assert_eq!(sent(&balancer, *open, RST).0, left, "{name}");
         // The server takes new connections again: those that went elsewhere meanwhile stay there.
         balancer.lb.set_server(place, left, Server { mac, eligible: true });
-        balancer.lb.set_down(place, left, false);
+        balancer.lb.set_masked(place, left, false);
         for (client, opened) in clients.iter().zip(&opened) {
             assert_eq!(sent(&balancer, *client, ACK), *opened, "{name}, and returned");
         }

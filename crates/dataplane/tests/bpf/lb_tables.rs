@@ -50,6 +50,7 @@ fn table(
         members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
         consistent: rendezvous(servers, bucket_count),
         consistent_before: Vec::new(),
+        down: Vec::new(),
         core_slot_ages: Vec::new(),
     }
 }

@@ -110,7 +110,7 @@ fn flow_leaves_a_server_that_own_checks_find_down() {
     let mac = Some(balancer.macs[&(0, chosen)]);
     balancer.lb.set_server(balancer.services[0], chosen, Server { mac, eligible: false });
     balancer.expect_sent_to(0, &frame, chosen, "flow");
-    balancer.lb.set_down(balancer.services[0], chosen, true);
+    balancer.lb.set_masked(balancer.services[0], chosen, true);
     let to_another = |id: &&ServerId| balancer.macs[&(0, **id)] != balancer.macs[&(0, chosen)];
     let (verdict, sent) = balancer.counted(&frame, Some(0), "first");
     assert_eq!(verdict, XDP_TX);

@@ -111,9 +111,9 @@ struct Service {
     address: ServiceAddress,
     mode: ServiceMode,
     servers: Vec<Option<Server>>,
-    /// The members of its placement table.
-    members: HashSet<ServerId>,
     /// Down by the load balancer's own checks.
+    masked: HashSet<ServerId>,
+    /// Down by its placement table.
     down: HashSet<ServerId>,
     placement: Option<Placement>,
     /// The counter of rule `RoundRobin`: it goes on from table to table.
@@ -128,7 +128,7 @@ impl Service {
             address,
             mode,
             servers: vec![None; ServerId::COUNT],
-            members: HashSet::new(),
+            masked: HashSet::new(),
             down: HashSet::new(),
             placement: None,
             round_robin: 0,
@@ -160,18 +160,13 @@ impl Service {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
     }
 
-    /// The same of a server that something else names: the table must have it, too, or it is down.
+    /// Whether a server that something else than the placement rule names takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.takes_first_packets(id) && self.members.contains(&id)
+        self.takes_first_packets(id) && !self.is_down(id)
     }
 
-    /// Whether a server is down: by the load balancer's own checks, or the placement table was made without it, though it is not
-    /// draining.
     fn is_down(&self, id: ServerId) -> bool {
-        if self.server(id).is_some() && self.down.contains(&id) {
-            return true;
-        }
-        self.server(id).is_some_and(|server| server.eligible) && !self.members.contains(&id)
+        self.masked.contains(&id) || self.down.contains(&id)
     }
 }
 
@@ -293,12 +288,12 @@ impl LoadBalancer {
     }
 
     /// Marks a server as down by the load balancer's own checks, or takes that back.
-    pub fn set_down(&mut self, service: usize, id: ServerId, is_down: bool) {
-        let down = &mut self.service_mut(service).down;
-        if is_down {
-            down.insert(id)
+    pub fn set_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
+        let masked = &mut self.service_mut(service).masked;
+        if is_masked {
+            masked.insert(id)
         } else {
-            down.remove(&id)
+            masked.remove(&id)
         };
     }
 
@@ -306,15 +301,12 @@ impl LoadBalancer {
     /// all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
         self.move_corrected(service, id, server);
-        let before = std::mem::replace(&mut self.service_mut(service).servers[usize::from(id.get())], server);
-        // It was draining, so it is up: nothing else is known until the next table comes.
-        if before.is_some_and(|before| !before.eligible) && server.is_some_and(|server| server.eligible) {
-            self.service_mut(service).members.insert(id);
-        }
-        if server.is_none() {
+        self.service_mut(service).servers[usize::from(id.get())] = server;
+        let Some(Server { mac, .. }) = server else {
+            self.service_mut(service).masked.remove(&id);
             self.service_mut(service).down.remove(&id);
-        }
-        let Some(Server { mac, .. }) = server else { return };
+            return;
+        };
         for service in self.services.iter_mut().flatten() {
             if let Some(server) = &mut service.servers[usize::from(id.get())] {
                 server.mac = mac;
@@ -325,7 +317,7 @@ impl LoadBalancer {
     /// Switches to another table.
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
         let service = self.service_mut(service);
-        service.members = table.members.iter().map(|member| member.server).collect();
+        service.down = table.down.iter().copied().collect();
         service.placement = Some(Placement::new(table));
     }
 

@@ -46,6 +46,7 @@ impl PlacementTable {
             members,
             consistent,
             consistent_before,
+            down: Vec::new(),
             core_slot_ages: Vec::new(),
         }
     }

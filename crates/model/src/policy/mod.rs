@@ -202,6 +202,7 @@ fn table_with(
         members,
         consistent,
         consistent_before: Vec::new(),
+        down: Vec::new(),
         core_slot_ages: Vec::new(),
     }
 }

@@ -305,6 +305,7 @@ fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256Pl
         members,
         consistent: rendezvous(servers, buckets),
         consistent_before: Vec::new(),
+        down: Vec::new(),
         core_slot_ages: Vec::new(),
     }
 }

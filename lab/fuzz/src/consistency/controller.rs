@@ -156,6 +156,7 @@ impl Simulation {
             core_slots,
             consistent,
             consistent_before,
+            down: Vec::new(),
             core_slot_ages: Vec::new(),
         };
         self.report.tables += 1;
