@@ -69,7 +69,7 @@ static __always_inline __u32 find_service_of(const struct packet *packet)
 /* To that server, counted as `outcome`. Dropped without its MAC address: no other server has the connection. */
 static __always_inline void decide_server(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
-	server_word server = server_at(decision->service, id);
+	server_entry_t server = server_at(decision->service, id);
 
 	decision->outcome = server_has(server, SERVER_RESOLVED) ? outcome : LB_COUNTER_DROP_SERVER_UNRESOLVED;
 	decision->destination = server;
@@ -77,13 +77,13 @@ static __always_inline void decide_server(__u32 id, enum lb_counter outcome, str
 }
 
 /* Whether a server that something else than the placement rule names takes new connections. */
-static __always_inline bool takes_new_connections(server_word server)
+static __always_inline bool takes_new_connections(server_entry_t server)
 {
 	return server_has(server, TAKES_FIRST_PACKETS) && !server_is_down(server);
 }
 
 /* Whether the packet may go to that server of its connection: a SYN only where new connections may go. */
-static __always_inline bool may_go_to(server_word server, bool syn)
+static __always_inline bool may_go_to(server_entry_t server, bool syn)
 {
 	return syn ? takes_new_connections(server) : server_has(server, SERVER_KNOWN);
 }

@@ -37,7 +37,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 	if (syn)
 		touch_flow_set(decision->service, packet);
 	if (find_flow(decision->service, packet, &entry)) {
-		server_word server = server_at(decision->service, entry.server_id);
+		server_entry_t server = server_at(decision->service, entry.server_id);
 
 		known = may_go_to(server, syn);
 		if (known && !(udp && server_is_down(server))) {

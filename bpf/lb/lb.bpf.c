@@ -199,7 +199,7 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 	struct connection *connection;
-	server_word server;
+	server_entry_t server;
 	__u32 id;
 
 	if (cookie_owner(cookie) != lb_state.owner || data + ETH_HLEN > data_end)

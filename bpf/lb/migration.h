@@ -18,7 +18,7 @@
 /* To the load balancer that has some of the service's connections. No server hands such a packet on again. */
 static __always_inline void decide_other_balancer(const struct service *service, struct decision *decision)
 {
-	server_word balancer = server_at(decision->service, other_balancer_id(service));
+	server_entry_t balancer = server_at(decision->service, other_balancer_id(service));
 
 	/* An address that other services know counts only where it is a member. */
 	decision->outcome = server_has(balancer, SERVER_KNOWN | SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER

@@ -43,14 +43,14 @@ __u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
 __u64 recent_first_packets[RECENT_FIRST_PACKETS] SEC(".bss.recent");
 
 /* A server as a service sees it, in one word: 48 bits of MAC address, 16 of flags. */
-typedef __u64 __attribute__((may_alias)) server_word;
+typedef __u64 __attribute__((may_alias)) server_entry_t;
 #define SERVER_FLAGS_SHIFT 48
 #define SERVER_MAC_MASK 0xffffffffffffull
 
 /* Members tried when the chosen server cannot take a connection; then the packet is dropped. */
 #define FALLBACK_MEMBERS 16
 
-static __always_inline server_word server_at(__u32 service, __u32 id)
+static __always_inline server_entry_t server_at(__u32 service, __u32 id)
 {
 	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
 	__u64 flags;
@@ -59,15 +59,15 @@ static __always_inline server_word server_at(__u32 service, __u32 id)
 	barrier_var(word);
 	word += (id & COOKIE_ID_MASK) / SERVER_MEMBERS_PER_WORD;
 	flags = membership[word] >> id % SERVER_MEMBERS_PER_WORD * SERVER_MEMBER_BITS & SERVER_MEMBER_MASK;
-	return *(const server_word *)&servers[id & COOKIE_ID_MASK] | flags << SERVER_FLAGS_SHIFT;
+	return *(const server_entry_t *)&servers[id & COOKIE_ID_MASK] | flags << SERVER_FLAGS_SHIFT;
 }
 
-static __always_inline bool server_has(server_word server, __u32 flags)
+static __always_inline bool server_has(server_entry_t server, __u32 flags)
 {
 	return (server >> SERVER_FLAGS_SHIFT & flags) == flags;
 }
 
-static __always_inline bool server_is_down(server_word server)
+static __always_inline bool server_is_down(server_entry_t server)
 {
 	return server >> SERVER_FLAGS_SHIFT & (SERVER_MASKED | SERVER_DOWN);
 }

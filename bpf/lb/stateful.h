@@ -33,7 +33,7 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
 		return false;
 	source = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
 	for (__u32 i = 0; i < MAX_OWNERS; i++) {
-		server_word owner = *(const server_word *)&lb_state.owners[i];
+		server_entry_t owner = *(const server_entry_t *)&lb_state.owners[i];
 
 		if (server_has(owner, SERVER_RESOLVED) && (owner & SERVER_MAC_MASK) == source)
 			return true;
@@ -48,7 +48,7 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
 static __always_inline void decide_owner(struct xdp_md *ctx, const struct service *service, __u32 source, __u32 owner,
 					 struct decision *decision)
 {
-	server_word balancer = *(const server_word *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
+	server_entry_t balancer = *(const server_entry_t *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
 	if (!server_has(balancer, SERVER_KNOWN)) {
 		decide_unknown(service, source, decision);

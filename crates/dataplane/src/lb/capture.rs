@@ -19,7 +19,7 @@ use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
 use super::program::{Maps, Watched};
-use super::servers::{mac_in, members, server_word};
+use super::servers::{mac_in, members, server_entry};
 use super::services::{names_of, services_of};
 use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
@@ -193,7 +193,7 @@ impl Capture {
     fn read_servers(&mut self) {
         self.servers.clear();
         for server in members(&self.maps, self.service) {
-            if let Some(mac) = mac_in(server_word(&self.maps, self.service, server)) {
+            if let Some(mac) = mac_in(server_entry(&self.maps, self.service, server)) {
                 self.servers.entry(mac).or_default().push(server);
             }
         }

@@ -19,7 +19,7 @@ use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
 use super::program::{self, Maps};
-use super::servers::server_word;
+use super::servers::server_entry;
 use super::services::{names_of, services_of};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
 use crate::grace::wait_for_programs;
@@ -177,7 +177,7 @@ fn owner_at(owner: OwnerNumber) -> usize {
 }
 
 fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
-    (server_word(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
+    (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
 /// How many entries are in use: those of the last count, and what was taken and freed since.

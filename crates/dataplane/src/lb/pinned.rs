@@ -7,7 +7,7 @@ use coreward_model::{ServerId, ServiceAddress};
 
 use super::link::XdpLink;
 use super::program::{self, Maps};
-use super::servers::{mac_in, server_word};
+use super::servers::{mac_in, server_entry};
 use super::services::services_of;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
@@ -49,7 +49,7 @@ impl PinnedServers {
 
     /// A server as packets see it now; `None`: the service does not know it.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
-        let word = server_word(&self.maps, service, id);
+        let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
         let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
         (flags & intf::SERVER_KNOWN != 0).then_some(server)

@@ -29,7 +29,7 @@ fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
 }
 
 /// A server as programs see it for a service: server_at() of `bpf/lb/placement.h`.
-pub(super) fn server_word(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
+pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_at(service, id.get());
     let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
     maps.servers.load(entry_at::<intf::server_entry>(id.get())) | flags << SERVER_FLAGS_SHIFT
@@ -112,7 +112,7 @@ impl LoadBalancer {
 
     /// A server of a service; `None`: the service does not know it.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
-        let word = server_word(&self.maps, service, id);
+        let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
         let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
