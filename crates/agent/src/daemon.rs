@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_daemon::Connection;
 use coreward_dataplane::pins::PinLock;
 use coreward_metrics::endpoint::Scrapes;
-use coreward_metrics::page::Page;
+use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::Role;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
@@ -74,7 +74,7 @@ struct Chores {
 enum Chore {
     Maintain,
     Reload(PathBuf),
-    Scrape(oneshot::Sender<Page>),
+    Scrape(oneshot::Sender<Snapshot>),
 }
 
 impl Chores {

@@ -1,7 +1,7 @@
 //! Who has the newest configuration in force, and what of it, or of tables, cannot be used (NACKs).
 
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
-use coreward_metrics::page::Page;
+use coreward_metrics::snapshot::Snapshot;
 use coreward_wire::v1;
 
 use super::agent::Agent;
@@ -62,7 +62,7 @@ impl Controller {
         parts
     }
 
-    pub(super) fn add_acknowledgements(&self, page: &mut Page, now: Now) {
+    pub(super) fn add_acknowledgements(&self, page: &mut Snapshot, now: Now) {
         for (part, name, confirmed, refused) in self.parts(now) {
             let lag = self.fleet.generation.saturating_sub(confirmed);
             page.add("coreward_generation_lag", &[part, name], lag as f64);

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use coreward_api::types::{DrainedBy, Reports, Server, ServerState, Status};
-use coreward_metrics::page::Page;
-use coreward_metrics::parts;
+use coreward_metrics::component;
+use coreward_metrics::snapshot::Snapshot;
 
 use super::{Controller, Now};
 
@@ -13,7 +13,7 @@ fn seconds(milliseconds: u32) -> f64 {
 }
 
 /// What `status` shows, at this time of the wall clock.
-pub fn add_status(page: &mut Page, status: &Status, wall: Duration) {
+pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
     page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
     page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
     for (reason, count) in &status.refused_reports {
@@ -45,7 +45,7 @@ pub fn add_status(page: &mut Page, status: &Status, wall: Duration) {
 
 impl Controller {
     /// What parts of the fleet say in messages that have it only for this.
-    pub fn add_metrics(&self, page: &mut Page, now: Now) {
+    pub fn add_metrics(&self, page: &mut Snapshot, now: Now) {
         self.add_acknowledgements(page, now);
         page.add("coreward_store_behind", &[], self.store_is_behind().into());
         page.add("coreward_store_has_document", &[], self.fleet.has_document().into());
@@ -53,18 +53,18 @@ impl Controller {
         page.add("coreward_reports_ahead_total", &[], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest.as_ref()) {
-                parts::dispatch(page, &server.name, &newest.details.dispatch);
+                component::dispatch(page, &server.name, &newest.details.dispatch);
             }
         }
         for (name, balancer) in self.load_balancers.iter() {
             if let Some((state, _)) = &balancer.state {
-                parts::load_balancer(page, name, state);
+                component::load_balancer(page, name, state);
             }
         }
     }
 }
 
-fn add_server(page: &mut Page, server: &Server) {
+fn add_server(page: &mut Snapshot, server: &Server) {
     let name = server.name.as_str();
     if server.reports != Reports::None && server.state != ServerState::Gone {
         page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
@@ -78,6 +78,6 @@ fn add_server(page: &mut Page, server: &Server) {
     }
     let is_drained = server.drained.as_ref().is_some_and(|drained| drained.by == DrainedBy::Command);
     page.add("coreward_server_drained", &[name], f64::from(u8::from(is_drained)));
-    parts::server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
+    component::server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
     page.add("coreward_server_warnings", &[name], server.warnings.len() as f64);
 }

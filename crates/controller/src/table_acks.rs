@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use coreward_metrics::latency::Latencies;
+use coreward_metrics::latency::LatencyHistogram;
 use coreward_wire::ServiceIndex;
 
 use super::Now;
@@ -19,9 +19,9 @@ pub struct TableAcks {
     /// By load balancer's session and service: the newest generation that was said to be in force.
     confirmed: HashMap<(u64, ServiceIndex), u64>,
     /// From the receipt of a report to the word that the table which it made due is in force, at each load balancer.
-    pub since_receipt: Latencies,
+    pub since_receipt: LatencyHistogram,
     /// The same from when the agent sent it, by its wall clock.
-    pub since_sent: Latencies,
+    pub since_sent: LatencyHistogram,
 }
 
 impl TableAcks {

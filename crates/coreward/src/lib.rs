@@ -17,7 +17,7 @@ use coreward_agent::rss_command::RssArgs;
 use coreward_api::types::{Explain, PacketKind};
 use coreward_cli::shell::ShellCommand;
 use coreward_cli::{exit_status, print};
-use coreward_daemon::confine::Daemon;
+use coreward_daemon::drop_capabilities::Daemon;
 use coreward_dataplane::rights;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_doctor::command::{self as doctor, DoctorArgs};

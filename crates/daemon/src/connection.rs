@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
-use coreward_metrics::page::Page;
+use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Role, Tls, table};
 use coreward_wire::{LEADER, TERM};
@@ -64,7 +64,7 @@ impl Connection {
     }
 
     /// Adds the ends of certificates.
-    pub fn add_metrics(&self, page: &mut Page) {
+    pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
     }
 
@@ -149,7 +149,7 @@ fn reason(error: &anyhow::Error) -> String {
 }
 
 /// Adds the ends of a process's certificates.
-pub fn add_expiry(tls: &Tls, page: &mut Page) {
+pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut ends = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
         let end = certificate.not_after.as_secs_f64();

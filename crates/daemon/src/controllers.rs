@@ -8,7 +8,7 @@ use coreward_config::{FromToml, Reader, Spanned, serde_json};
 use serde_json::{Value, json};
 
 /// Limit of controllers in one fleet.
-const MOST: usize = 16;
+const MAX_CONTROLLERS: usize = 16;
 
 /// Addresses of a fleet's controllers: at least one, without duplicates.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,8 +54,8 @@ impl FromToml for Controllers {
                         None => right = false,
                     }
                 }
-                if right && (addresses.is_empty() || addresses.len() > MOST) {
-                    let message = format!("{} controllers: expected 1 to {MOST}", addresses.len());
+                if right && (addresses.is_empty() || addresses.len() > MAX_CONTROLLERS) {
+                    let message = format!("{} controllers: expected 1 to {MAX_CONTROLLERS}", addresses.len());
                     reader.mistake(value.span(), message);
                     right = false;
                 }
@@ -71,7 +71,13 @@ impl FromToml for Controllers {
 
     fn schema() -> Value {
         let address = SocketAddr::schema();
-        let list = json!({ "type": "array", "items": address, "minItems": 1, "maxItems": MOST, "uniqueItems": true });
+        let list = json!({
+            "type": "array",
+            "items": address,
+            "minItems": 1,
+            "maxItems": MAX_CONTROLLERS,
+            "uniqueItems": true
+        });
         json!({ "anyOf": [address, list] })
     }
 }

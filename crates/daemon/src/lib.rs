@@ -1,9 +1,9 @@
 //! Life of a daemon: readiness and watchdog of the service manager (sd_notify(3)), signals, and its [`Connection`] to
 //! the controllers.
 
-pub mod confine;
 mod connection;
 mod controllers;
+pub mod drop_capabilities;
 pub mod log_level;
 pub mod priority;
 

@@ -1,13 +1,13 @@
 //! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
 
 pub mod check;
-pub mod checked_paths;
 pub mod clock;
 pub mod cpu_load;
 pub mod device;
 pub mod dispatch;
 pub mod ethtool;
 mod grace;
+pub mod health_check_nat;
 pub mod lb;
 pub mod listeners;
 mod lru;

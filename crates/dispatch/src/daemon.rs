@@ -5,9 +5,9 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_metrics::page::Page;
-use coreward_metrics::table::Part;
-use coreward_metrics::{endpoint, parts};
+use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Component;
+use coreward_metrics::{component, endpoint};
 use coreward_wire::v1;
 
 use crate::config::Config;
@@ -36,12 +36,12 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
 }
 
 /// What the programs count now. The services' pins are read: nobody waits for somebody else.
-fn page(pins: &[PathBuf]) -> Page {
-    let mut page = parts::begin(Part::Dispatch);
+fn page(pins: &[PathBuf]) -> Snapshot {
+    let mut page = component::begin(Component::Dispatch);
     match status::pinned(pins) {
         Ok(services) => {
             let services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
-            parts::dispatch(&mut page, "", &services);
+            component::dispatch(&mut page, "", &services);
         }
         Err(error) => tracing::warn!("metrics: {error:#}"),
     }

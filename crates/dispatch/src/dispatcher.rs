@@ -20,7 +20,7 @@ use crate::status::ServiceStatus;
 pub struct Dispatcher {
     /// `None` while it ends.
     requests: Option<Sender<Request>>,
-    seen: Arc<Mutex<Seen>>,
+    seen: Arc<Mutex<DispatchState>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -29,7 +29,7 @@ type Request = (Config, Sender<anyhow::Result<()>>);
 
 /// What the last look saw.
 #[derive(Debug, Clone, Default)]
-pub struct Seen {
+pub struct DispatchState {
     /// Every service that is looked after.
     pub services: Vec<ServiceStatus>,
     /// What is wrong, in words.
@@ -44,7 +44,7 @@ impl Dispatcher {
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut services = Services::start(config)?;
         let (sender, receiver) = channel();
-        let seen = Arc::new(Mutex::new(Seen::default()));
+        let seen = Arc::new(Mutex::new(DispatchState::default()));
         let told = Arc::clone(&seen);
         // It inherits the network namespace.
         let thread = std::thread::Builder::new()
@@ -67,7 +67,7 @@ impl Dispatcher {
     }
 
     /// What the last look saw.
-    pub fn seen(&self) -> Seen {
+    pub fn seen(&self) -> DispatchState {
         self.seen.lock().clone()
     }
 
@@ -110,7 +110,7 @@ impl Services {
         Ok(all)
     }
 
-    fn maintenance_loop(&mut self, requests: &Receiver<Request>, seen: &Mutex<Seen>) {
+    fn maintenance_loop(&mut self, requests: &Receiver<Request>, seen: &Mutex<DispatchState>) {
         let mut next = Instant::now();
         loop {
             self.services.iter_mut().for_each(Service::poll);
@@ -129,8 +129,8 @@ impl Services {
         }
     }
 
-    fn seen(&self) -> Seen {
-        Seen {
+    fn seen(&self) -> DispatchState {
+        DispatchState {
             services: self.services.iter().map(Service::status).collect(),
             warnings: self.services.iter().filter_map(Service::warning).collect(),
         }

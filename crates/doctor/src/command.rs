@@ -10,7 +10,7 @@ use coreward_model::tuple::Protocol;
 
 use crate::facts::Role;
 use crate::finding::Severity;
-use crate::gather::{Told, gather};
+use crate::gather::{CliOptions, gather};
 use crate::{checks, fix, report};
 
 /// Options.
@@ -68,7 +68,7 @@ impl FromStr for NamedService {
 /// # Errors
 /// When the file or the options are wrong.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
-    let told = Told {
+    let told = CliOptions {
         config: args.config.clone(),
         interface: args.interface.clone(),
         role: args.role,

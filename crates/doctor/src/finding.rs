@@ -38,12 +38,12 @@ pub struct Finding {
     /// Why it matters; empty where all is well.
     pub why: String,
     /// What mends it, in this order.
-    pub mend: Vec<Mend>,
+    pub remedy: Vec<Remediation>,
 }
 
 /// A step that mends something.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mend {
+pub struct Remediation {
     /// For a shell.
     pub command: String,
     /// The same, where `--fix` may do it.
@@ -75,7 +75,7 @@ pub enum Fix {
 
 impl Finding {
     fn new(severity: Severity, found: impl Into<String>, why: &str) -> Self {
-        Self { severity, found: found.into(), why: why.to_owned(), mend: Vec::new() }
+        Self { severity, found: found.into(), why: why.to_owned(), remedy: Vec::new() }
     }
 
     /// All is well.
@@ -104,21 +104,21 @@ impl Finding {
     }
 
     /// A step that a person must take.
-    pub fn mend(mut self, command: impl Into<String>) -> Self {
-        self.mend.push(Mend { command: command.into(), fix: None });
+    pub fn remedy(mut self, command: impl Into<String>) -> Self {
+        self.remedy.push(Remediation { command: command.into(), fix: None });
         self
     }
 
     /// A step that `--fix` takes.
     pub fn fix(mut self, fix: Fix) -> Self {
-        self.mend.push(Mend { command: fix.command(), fix: Some(fix) });
+        self.remedy.push(Remediation { command: fix.command(), fix: Some(fix) });
         self
     }
 
     /// A sysctl to set; `--fix` does it if that is `safe`.
     pub fn sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
-        if safe { self.fix(fix) } else { self.mend(fix.command()) }
+        if safe { self.fix(fix) } else { self.remedy(fix.command()) }
     }
 }
 

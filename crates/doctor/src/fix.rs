@@ -18,7 +18,7 @@ pub const DROP_IN: &str = "/etc/sysctl.d/90-coreward.conf";
 pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut done = Vec::new();
     for (check, finding) in findings {
-        for fix in finding.mend.iter().filter_map(|mend| mend.fix.as_ref()) {
+        for fix in finding.remedy.iter().filter_map(|remedy| remedy.fix.as_ref()) {
             done.push(match apply_one(fix, check.name) {
                 Ok(words) => words,
                 Err(error) => format!("NOT done: {}: {error:#}", fix.command()),

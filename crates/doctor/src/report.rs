@@ -23,9 +23,9 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
         let _ = writeln!(text, "{:<8} {:<16} {}", finding.severity.name(), check.name, finding.found);
         if finding.severity >= Severity::Warning {
             let _ = writeln!(text, "{:<25} why: {}", "", finding.why);
-            for mend in &finding.mend {
-                let by_fix = if mend.fix.is_some() { "  (--fix does this)" } else { "" };
-                let _ = writeln!(text, "{:<25} mend: {}{by_fix}", "", mend.command);
+            for remedy in &finding.remedy {
+                let by_fix = if remedy.fix.is_some() { "  (--fix does this)" } else { "" };
+                let _ = writeln!(text, "{:<25} remedy: {}{by_fix}", "", remedy.command);
             }
         }
     }
@@ -44,9 +44,10 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
 
 /// For programs.
 pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
-    let mend = |finding: &Finding| -> Vec<Value> {
-        let step = |mend: &crate::finding::Mend| json!({ "command": mend.command, "fix": mend.fix.is_some() });
-        finding.mend.iter().map(step).collect()
+    let remedy = |finding: &Finding| -> Vec<Value> {
+        let step =
+            |remedy: &crate::finding::Remediation| json!({ "command": remedy.command, "fix": remedy.fix.is_some() });
+        finding.remedy.iter().map(step).collect()
     };
     let findings: Vec<Value> = findings
         .iter()
@@ -56,7 +57,7 @@ pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
                 "severity": finding.severity,
                 "found": finding.found,
                 "why": finding.why,
-                "mend": mend(finding),
+                "mend": remedy(finding),
             })
         })
         .collect();

@@ -8,16 +8,16 @@ use nix::time::{ClockId, clock_gettime};
 /// Point in time by CLOCK_BOOTTIME, which also counts while the machine sleeps. CLOCK_MONOTONIC does not: a machine
 /// that wakes up would take its lease for valid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Moment(Duration);
+pub struct Deadline(Duration);
 
-impl Moment {
+impl Deadline {
     /// Returns the present time.
     pub fn now() -> Self {
         Self(clock_gettime(ClockId::CLOCK_BOOTTIME).expect("the kernel has CLOCK_BOOTTIME").into())
     }
 
     /// Returns the time left; zero if it has passed.
-    pub fn left(self) -> Duration {
+    pub fn remaining(self) -> Duration {
         self.0.saturating_sub(Self::now().0)
     }
 
@@ -30,7 +30,7 @@ impl Moment {
     }
 }
 
-impl Add<Duration> for Moment {
+impl Add<Duration> for Deadline {
     type Output = Self;
 
     fn add(self, time: Duration) -> Self {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_metrics::latency::Latencies;
+use coreward_metrics::latency::LatencyHistogram;
 use coreward_tls::failure::{Failure, Reason};
 use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
 use parking_lot::{Mutex, MutexGuard, RwLock};
@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use tonic::Code;
 
 use crate::EtcdError;
-use crate::clock::Moment;
+use crate::clock::Deadline;
 
 /// Limit for one member's answer to one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ pub struct Cluster {
     clients: RwLock<Vec<Client>>,
     /// Index of the member that answered last.
     preferred: AtomicUsize,
-    latencies: Mutex<Latencies>,
+    latencies: Mutex<LatencyHistogram>,
     /// Leases granted to this process; `None` after [`Cluster::leave`].
     leases: Mutex<Option<BTreeSet<i64>>>,
     /// Own thread, so that a busy controller keeps its lease alive; `None` while dropping.
@@ -72,7 +72,7 @@ impl Cluster {
     }
 
     /// Returns the durations of answered requests.
-    pub fn latencies(&self) -> Latencies {
+    pub fn latencies(&self) -> LatencyHistogram {
         *self.latencies.lock()
     }
 
@@ -85,7 +85,7 @@ impl Cluster {
         self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
 
-    pub(crate) async fn revoke(&self, lease: i64, until: Moment) -> Result<(), EtcdError> {
+    pub(crate) async fn revoke(&self, lease: i64, until: Deadline) -> Result<(), EtcdError> {
         // If etcd does not answer, the lease expires.
         if let Some(held) = self.leases().as_mut() {
             held.remove(&lease);
@@ -96,7 +96,7 @@ impl Cluster {
     /// Revokes this process's leases and blocks new ones. Returns whether there were any; on an error they expire.
     pub async fn leave(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
-        let until = Moment::now() + PATIENCE;
+        let until = Deadline::now() + PATIENCE;
         for lease in &held {
             self.revoke(*lease, until).await?;
         }
@@ -120,14 +120,14 @@ impl Cluster {
     /// Repeats a request until it is answered, at most until `until`. The request must be idempotent.
     pub async fn call<T, F: Future<Output = Result<T, Error>>>(
         &self,
-        until: Moment,
+        until: Deadline,
         request: impl Fn(Client) -> F,
     ) -> Result<T, EtcdError> {
         let mut problem = "nobody was asked: the time was over".to_owned();
         let mut is_of_tls = false;
         let first = self.preferred.load(Ordering::Relaxed);
         for attempt in 0.. {
-            let left = until.left();
+            let left = until.remaining();
             if left.is_zero() {
                 break;
             }
@@ -152,7 +152,7 @@ impl Cluster {
                 Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
             }
             if position + 1 == self.endpoints.len() {
-                tokio::time::sleep(ROUND_PAUSE.min(until.left())).await;
+                tokio::time::sleep(ROUND_PAUSE.min(until.remaining())).await;
             }
         }
         Err(EtcdError::Unreachable { endpoints: self.endpoints(), problem })

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio::task::AbortHandle;
 
 use crate::EtcdError;
-use crate::clock::Moment;
+use crate::clock::Deadline;
 use crate::cluster::{Cluster, PATIENCE};
 
 /// Unused part of a lease: 1 / MARGIN.
@@ -40,7 +40,7 @@ pub struct Candidate {
 
 /// Result of reading the leader's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Seen {
+pub enum LeaderState {
     /// There is no leader.
     Nobody,
     /// Content of the leader's key.
@@ -66,13 +66,13 @@ impl Candidate {
     }
 
     /// Waits for the leader's key and takes it. Calls `seen` with each change meanwhile.
-    pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(Seen)) -> Leadership {
+    pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
         let mut told = None;
         loop {
             let now = match self.attempt(&cluster).await {
                 Ok(Attempt::Won(leadership)) => return leadership,
                 Ok(Attempt::Lost { leader, revision }) => {
-                    let now = Seen::Leader(leader);
+                    let now = LeaderState::Leader(leader);
                     if told.as_ref() != Some(&now) {
                         seen(now.clone());
                     }
@@ -80,10 +80,10 @@ impl Candidate {
                     self.until_changed(&cluster, revision).await;
                     continue;
                 }
-                Ok(Attempt::Nobody) => Seen::Nobody,
-                Err(error) => Seen::Unknown(error.to_string()),
+                Ok(Attempt::Nobody) => LeaderState::Nobody,
+                Err(error) => LeaderState::Unknown(error.to_string()),
             };
-            let unknown = matches!(now, Seen::Unknown(_));
+            let unknown = matches!(now, LeaderState::Unknown(_));
             if told.as_ref() != Some(&now) {
                 seen(now.clone());
             }
@@ -104,10 +104,10 @@ impl Candidate {
     }
 
     /// Reads the leader's key.
-    pub async fn read_leader(&self, cluster: &Cluster) -> Result<Seen, EtcdError> {
+    pub async fn read_leader(&self, cluster: &Cluster) -> Result<LeaderState, EtcdError> {
         let found = self.leader_of(cluster).await?;
         let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
-        Ok(value.map_or(Seen::Nobody, Seen::Leader))
+        Ok(value.map_or(LeaderState::Nobody, LeaderState::Leader))
     }
 
     async fn leader_of(&self, cluster: &Cluster) -> Result<GetResponse, EtcdError> {
@@ -115,7 +115,7 @@ impl Candidate {
             let key = self.key();
             async move { client.get(key, None).await }
         };
-        cluster.call(Moment::now() + PATIENCE, ask).await
+        cluster.call(Deadline::now() + PATIENCE, ask).await
     }
 
     async fn attempt(&self, cluster: &Arc<Cluster>) -> Result<Attempt, EtcdError> {
@@ -123,7 +123,7 @@ impl Candidate {
         if let Some(leader) = found.kvs().first() {
             return Ok(Attempt::lost(leader));
         }
-        let began = Moment::now();
+        let began = Deadline::now();
         let seconds = self.lease.as_secs() as i64;
         let granted =
             cluster.call(began + PATIENCE, |mut client| async move { client.lease_grant(seconds, None).await });
@@ -137,7 +137,7 @@ impl Candidate {
         if !matches!(attempt, Ok(Attempt::Won(_))) {
             // The unused lease would expire; revoking it is faster.
             let held = cluster.clone();
-            drop(cluster.spawn(async move { held.revoke(lease, Moment::now() + PATIENCE).await }));
+            drop(cluster.spawn(async move { held.revoke(lease, Deadline::now() + PATIENCE).await }));
         }
         attempt
     }
@@ -147,7 +147,7 @@ impl Candidate {
         &self,
         cluster: &Arc<Cluster>,
         lease: i64,
-        began: Moment,
+        began: Deadline,
         time: Duration,
     ) -> Result<Attempt, EtcdError> {
         let key = self.key();
@@ -177,7 +177,7 @@ impl Candidate {
         Ok(Attempt::Nobody)
     }
 
-    fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, until: Moment) -> Leadership {
+    fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, until: Deadline) -> Leadership {
         let (ending, ended) = watch::channel(None);
         let until = Arc::new(AtomicU64::new(until.since_boot().as_nanos() as u64));
         let renewing = cluster.spawn(renew(cluster.clone(), lease, time, until.clone(), ending)).abort_handle();
@@ -192,7 +192,7 @@ impl Candidate {
             async move { client.watch(key, Some(from)).await }
         };
         let changed = async {
-            let mut changes = cluster.call(Moment::now() + POLL_INTERVAL, watch).await.ok()?;
+            let mut changes = cluster.call(Deadline::now() + POLL_INTERVAL, watch).await.ok()?;
             while changes.message().await.ok()??.events().is_empty() {}
             Some(())
         };
@@ -223,14 +223,14 @@ async fn renew(
     until: Arc<AtomicU64>,
     ending: watch::Sender<Option<String>>,
 ) {
-    let end = || Moment::at(Duration::from_nanos(until.load(Ordering::Relaxed)));
+    let end = || Deadline::at(Duration::from_nanos(until.load(Ordering::Relaxed)));
     loop {
-        tokio::time::sleep((time / RENEWALS).min(end().left())).await;
-        if end().left().is_zero() {
+        tokio::time::sleep((time / RENEWALS).min(end().remaining())).await;
+        if end().remaining().is_zero() {
             let _ = ending.send(Some("its lease has ended: etcd has not renewed it in time".to_owned()));
             return;
         }
-        let began = Moment::now();
+        let began = Deadline::now();
         let renewed =
             cluster.call(end(), |mut client: Client| async move { client.lease_keep_alive(lease).await }).await;
         match renewed {
@@ -257,12 +257,12 @@ impl Leadership {
 
     /// Returns whether the lease is valid by this machine's clock.
     pub fn holds(&self) -> bool {
-        !self.until().left().is_zero()
+        !self.until().remaining().is_zero()
     }
 
     /// Returns the end of the lease without a renewal.
-    pub fn until(&self) -> Moment {
-        Moment::at(Duration::from_nanos(self.until.load(Ordering::Relaxed)))
+    pub fn until(&self) -> Deadline {
+        Deadline::at(Duration::from_nanos(self.until.load(Ordering::Relaxed)))
     }
 
     /// Waits for the end of the lease and returns the reason.
@@ -283,7 +283,7 @@ impl Leadership {
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
         self.until.store(0, Ordering::Relaxed);
-        self.cluster.revoke(self.lease, Moment::now() + PATIENCE).await
+        self.cluster.revoke(self.lease, Deadline::now() + PATIENCE).await
     }
 
     /// Executes operations in one transaction while leading. `also`: a key and its expected modification revision.

@@ -2,7 +2,7 @@
 //!
 //! * [`cluster`]: the members, tried in turn
 //! * [`leadership`]: leader election by a lease
-//! * [`parts`]: the state, replaced atomically, written by the leader only
+//! * [`chunked_store`]: the state, replaced atomically, written by the leader only
 //! * [`local`]: etcd processes for tests
 //!
 //! Keys below the operator's prefix:
@@ -13,11 +13,11 @@
 //! PREFIX/parts/NAME/NUMBER    a part as written by change NUMBER
 //! ```
 
+pub mod chunked_store;
 pub mod clock;
 pub mod cluster;
 pub mod leadership;
 pub mod local;
-pub mod parts;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 

@@ -18,8 +18,8 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpSocket;
 use tokio_rustls::TlsConnector;
 
+use crate::ca;
 use crate::connection::{OpenPath, ServerConnection};
-use crate::trust;
 
 /// Connection to a server's own address that is sent to the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,7 +45,7 @@ pub trait NatTable: Send + Sync {
 
 /// Failure of a check.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Unwell {
+pub enum ProbeError {
     /// No listening socket.
     #[error("connection refused")]
     ConnectionRefused,
@@ -69,7 +69,7 @@ pub enum Unwell {
     Local(String),
 }
 
-impl Unwell {
+impl ProbeError {
     /// Returns whether the fault is local.
     pub fn is_local(&self) -> bool {
         matches!(self, Self::Local(_))
@@ -113,7 +113,7 @@ impl Prober {
     /// `paths` is required for checks at the VIP.
     pub fn new(check: Arc<Check>, vip: SocketAddrV4, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
-            Probe::Https(_, verification) => Some(trust::client(verification).map(TlsConnector::from)),
+            Probe::Https(_, verification) => Some(ca::client(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
         };
         Self { check, vip, tls, paths }
@@ -125,12 +125,12 @@ impl Prober {
     }
 
     /// Checks one server.
-    pub async fn ask(&self, server: Ipv4Addr) -> Result<(), Unwell> {
+    pub async fn ask(&self, server: Ipv4Addr) -> Result<(), ProbeError> {
         let limit = self.check.timeout;
-        tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(Unwell::Silent(limit)))
+        tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(ProbeError::Silent(limit)))
     }
 
-    async fn ask_without_limit(&self, server: Ipv4Addr) -> Result<(), Unwell> {
+    async fn ask_without_limit(&self, server: Ipv4Addr) -> Result<(), ProbeError> {
         let connection = self.connect(server).await?;
         match (&self.check.probe, &self.tls) {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),
@@ -138,10 +138,10 @@ impl Prober {
             (Probe::Https(http, _), Some(Ok(tls))) => {
                 let name = self.name(http, server)?;
                 let connection =
-                    tls.connect(name, connection).await.map_err(|error| Unwell::of(&error, Unwell::Tls))?;
+                    tls.connect(name, connection).await.map_err(|error| ProbeError::of(&error, ProbeError::Tls))?;
                 self.request(connection, http, server).await
             }
-            (Probe::Https(..), Some(Err(problem))) => Err(Unwell::Tls(problem.clone())),
+            (Probe::Https(..), Some(Err(problem))) => Err(ProbeError::Tls(problem.clone())),
             (Probe::Https(..), None) => unreachable!("made with the prober"),
         }
     }
@@ -157,20 +157,20 @@ impl Prober {
         }
     }
 
-    fn name(&self, http: &HttpProbe, server: Ipv4Addr) -> Result<ServerName<'static>, Unwell> {
+    fn name(&self, http: &HttpProbe, server: Ipv4Addr) -> Result<ServerName<'static>, ProbeError> {
         let Some(host) = &http.host else {
             return Ok(ServerName::from(IpAddr::from(*self.address(server).ip())));
         };
         // "www.example.org:8443"
         let name = host.rsplit_once(':').map_or(host.as_str(), |(name, _)| name);
-        ServerName::try_from(name.to_owned()).map_err(|error| Unwell::Tls(format!("{name:?}: {error}")))
+        ServerName::try_from(name.to_owned()).map_err(|error| ProbeError::Tls(format!("{name:?}: {error}")))
     }
 
     /// Opens a connection that ends with a reset, so neither end keeps state.
-    async fn connect(&self, server: Ipv4Addr) -> Result<ServerConnection, Unwell> {
+    async fn connect(&self, server: Ipv4Addr) -> Result<ServerConnection, ProbeError> {
         let network = |error: std::io::Error| match error.kind() {
-            ErrorKind::ConnectionRefused => Unwell::ConnectionRefused,
-            _ => Unwell::of(&error, Unwell::Network),
+            ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
+            _ => ProbeError::of(&error, ProbeError::Network),
         };
         let socket = TcpSocket::new_v4().map_err(network)?;
         socket.set_zero_linger().map_err(network)?;
@@ -179,7 +179,7 @@ impl Prober {
                 socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(network)?;
                 let own_port = socket.local_addr().map_err(network)?.port();
                 let path = Path { server, vip: *self.vip.ip(), port: self.port(), own_port };
-                Some(OpenPath::add(path, paths).map_err(|error| Unwell::Local(format!("{error:#}")))?)
+                Some(OpenPath::add(path, paths).map_err(|error| ProbeError::Local(format!("{error:#}")))?)
             }
             _ => None,
         };
@@ -191,8 +191,8 @@ impl Prober {
         connection: C,
         http: &HttpProbe,
         server: Ipv4Addr,
-    ) -> Result<(), Unwell> {
-        let unwell = |error: hyper::Error| Unwell::of(&error, Unwell::Http);
+    ) -> Result<(), ProbeError> {
+        let unwell = |error: hyper::Error| ProbeError::of(&error, ProbeError::Http);
         let address = self.address(server);
         let host = http.host.clone().unwrap_or_else(|| match address.port() {
             80 => address.ip().to_string(),
@@ -203,7 +203,7 @@ impl Prober {
             .header(USER_AGENT, concat!("coreward/", env!("CARGO_PKG_VERSION")))
             .header(CONNECTION, "close")
             .body(Empty::<Bytes>::new())
-            .map_err(|error| Unwell::Http(error.to_string()))?;
+            .map_err(|error| ProbeError::Http(error.to_string()))?;
         let (mut sender, driver) = http1::handshake(TokioIo::new(connection)).await.map_err(unwell)?;
         let exchange = sender.send_request(request);
         tokio::pin!(exchange, driver);
@@ -216,7 +216,7 @@ impl Prober {
         let status = response.map_err(unwell)?.status();
         match http.expect.contains(status.as_u16()) {
             true => Ok(()),
-            false => Err(Unwell::Status(status, http.expect.clone())),
+            false => Err(ProbeError::Status(status, http.expect.clone())),
         }
     }
 }

@@ -12,7 +12,7 @@ use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_dataplane::pins::{self, PinLock};
 use coreward_metrics::endpoint::Scrapes;
-use coreward_metrics::page::Page;
+use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::Role;
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1::control_client::ControlClient;
@@ -199,7 +199,7 @@ impl BackgroundTasks {
         state
     }
 
-    fn metrics(&self, forwarder: &Forwarder, connection: &Connection) -> Page {
+    fn metrics(&self, forwarder: &Forwarder, connection: &Connection) -> Snapshot {
         let mut page = forwarder.metrics(&self.state(forwarder, connection));
         connection.add_metrics(&mut page);
         page

@@ -15,7 +15,7 @@ use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
-use coreward_metrics::latency::Latencies;
+use coreward_metrics::latency::LatencyHistogram;
 use coreward_model::connection_table::{Connection, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::FleetKeys;
@@ -81,7 +81,7 @@ pub struct Forwarder {
     /// What is wrong with this machine or with servers that it stamps for, as it was last logged.
     problems: BTreeSet<String>,
     /// From a table that has come to the table in force.
-    table_to_kernel: Latencies,
+    table_to_kernel: LatencyHistogram,
     /// VIPs that are announced; `None`: not by this daemon.
     announced: Option<usize>,
     /// Why VIPs are not announced.
@@ -133,7 +133,7 @@ impl Forwarder {
             lacks_configuration: false,
             interface,
             problems: BTreeSet::new(),
-            table_to_kernel: Latencies::default(),
+            table_to_kernel: LatencyHistogram::default(),
             announced: None,
             blocked: Vec::new(),
             health,

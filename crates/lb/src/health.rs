@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_dataplane::checked_paths::{self, CheckedPath, CheckedPaths};
+use coreward_dataplane::health_check_nat::{self, CheckedPaths, NatEntry};
 use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
 use coreward_health::probe::{NatTable, Path};
 use coreward_model::ServerId;
@@ -17,7 +17,7 @@ use tokio::time::Instant;
 /// What has not changed is said again so often.
 const SAY_AGAIN: Duration = Duration::from_secs(2);
 
-const _: () = assert!(CHECKS_AT_ONCE <= checked_paths::PATHS);
+const _: () = assert!(CHECKS_AT_ONCE <= health_check_nat::PATHS);
 
 /// A server of a service.
 pub type Target = (ServiceIndex, ServerId);
@@ -38,11 +38,11 @@ pub struct Health {
 }
 
 /// The data plane's.
-struct DataPlane(Arc<checked_paths::Paths>);
+struct DataPlane(Arc<health_check_nat::NatTable>);
 
-fn checked(path: &Path) -> CheckedPath {
+fn checked(path: &Path) -> NatEntry {
     let Path { server, vip, port, own_port } = *path;
-    CheckedPath { server, vip, port, own_port }
+    NatEntry { server, vip, port, own_port }
 }
 
 impl NatTable for DataPlane {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use coreward_api::serve::{Acceptor, Certified, Peer};
 use coreward_daemon::add_expiry;
-use coreward_metrics::page::Page;
+use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};
 use coreward_tls::verify::RevocationList;
@@ -97,7 +97,7 @@ impl Security {
     }
 
     /// What Prometheus is told.
-    pub fn add_metrics(&self, page: &mut Page) {
+    pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
         for (reason, count) in self.failures.counts() {
             page.add("coreward_handshakes_refused_total", &[reason.name()], count as f64);

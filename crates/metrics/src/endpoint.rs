@@ -15,7 +15,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-use crate::page::Page;
+use crate::snapshot::Snapshot;
 
 /// OpenMetrics 1.0, as prometheus-client writes it.
 const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -27,7 +27,7 @@ const HEADERS_LIMIT: usize = 16 << 10;
 
 /// Scrapes that somebody must answer: each is sent a page.
 #[derive(Debug, Default)]
-pub struct Scrapes(Option<mpsc::Receiver<oneshot::Sender<Page>>>);
+pub struct Scrapes(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
 impl Scrapes {
     /// Listens where `address` says; without one no scrape ever comes.
@@ -51,7 +51,7 @@ impl Scrapes {
     }
 
     /// The next scrape. Nothing is lost when the future is dropped.
-    pub async fn next(&mut self) -> oneshot::Sender<Page> {
+    pub async fn next(&mut self) -> oneshot::Sender<Snapshot> {
         match &mut self.0 {
             Some(scrapes) => match scrapes.recv().await {
                 Some(scrape) => scrape,
@@ -70,7 +70,7 @@ impl Scrapes {
 pub fn serve(
     address: Option<SocketAddr>,
     begin: impl FnOnce() + Send + 'static,
-    collect: impl Fn() -> Page + Clone + Send + 'static,
+    collect: impl Fn() -> Snapshot + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let Some(address) = address else { return Ok(()) };
     start(bind(address)?, begin, move || std::future::ready(Some(collect())))
@@ -84,7 +84,7 @@ fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
     Ok(listener)
 }
 
-fn start<F: Future<Output = Option<Page>> + 'static>(
+fn start<F: Future<Output = Option<Snapshot>> + 'static>(
     listener: TcpListener,
     begin: impl FnOnce() + Send + 'static,
     collect: impl Fn() -> F + Clone + Send + 'static,
@@ -104,7 +104,7 @@ fn start<F: Future<Output = Option<Page>> + 'static>(
     Ok(())
 }
 
-async fn accept<F: Future<Output = Option<Page>> + 'static>(
+async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
     listener: tokio::net::TcpListener,
     collect: impl Fn() -> F + Clone + 'static,
 ) {
@@ -136,7 +136,7 @@ async fn accept<F: Future<Output = Option<Page>> + 'static>(
     }
 }
 
-async fn answer<F: Future<Output = Option<Page>>>(
+async fn answer<F: Future<Output = Option<Snapshot>>>(
     request: Request<Incoming>,
     collect: impl Fn() -> F,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -178,7 +178,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         assert!(bind(address).unwrap_err().to_string().contains("expected a free port"));
         let page = || {
-            let mut page = Page::default();
+            let mut page = Snapshot::default();
             page.add("coreward_reports_accepted_total", &[], 7.0);
             std::future::ready(Some(page))
         };

@@ -1,18 +1,18 @@
-//! How long something took, in classes.
+//! How long something took, in buckets.
 
 use std::time::Duration;
 
-/// Upper bounds of the classes (s): from a tenth of a millisecond to a second, what is longer behind them.
+/// Upper bounds of the buckets (s): from a tenth of a millisecond to a second, what is longer behind them.
 pub const BOUNDS: [f64; 13] = [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
 /// Counts of a process, since it began.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Latencies {
+pub struct LatencyHistogram {
     counts: [u64; BOUNDS.len() + 1],
     sum: f64,
 }
 
-impl Latencies {
+impl LatencyHistogram {
     /// One more.
     pub fn observe(&mut self, took: Duration) {
         let seconds = took.as_secs_f64();
@@ -32,7 +32,7 @@ impl Latencies {
     }
 
     /// Each class by its upper bound, by itself.
-    pub fn classes(&self) -> [(f64, u64); BOUNDS.len() + 1] {
+    pub fn buckets(&self) -> [(f64, u64); BOUNDS.len() + 1] {
         std::array::from_fn(|class| (BOUNDS.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
     }
 }
@@ -43,12 +43,12 @@ mod tests {
 
     #[test]
     fn each_is_in_its_class() {
-        let mut latencies = Latencies::default();
+        let mut latencies = LatencyHistogram::default();
         [100, 101, 1_000_000, 7_000_000]
             .map(Duration::from_micros)
             .into_iter()
             .for_each(|took| latencies.observe(took));
-        let counts = latencies.classes().map(|(_, count)| count);
+        let counts = latencies.buckets().map(|(_, count)| count);
         assert_eq!(counts, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]);
         assert_eq!(latencies.count(), 4);
         assert!((latencies.sum() - 8.000_201).abs() < 1e-9);

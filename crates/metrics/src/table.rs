@@ -2,7 +2,7 @@
 
 /// Who serves a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Part {
+pub enum Component {
     /// `coreward controller`
     Controller,
     /// `coreward lb`
@@ -15,15 +15,15 @@ pub enum Part {
     Rack,
 }
 
-impl Part {
+impl Component {
     /// As the command has it.
     pub fn name(self) -> &'static str {
         match self {
-            Part::Controller => "controller",
-            Part::Lb => "lb",
-            Part::Agent => "agent",
-            Part::Dispatch => "dispatch",
-            Part::Rack => "rack",
+            Component::Controller => "controller",
+            Component::Lb => "lb",
+            Component::Agent => "agent",
+            Component::Dispatch => "dispatch",
+            Component::Rack => "rack",
         }
     }
 }
@@ -35,10 +35,10 @@ pub enum Kind {
     Counter,
     /// A number of things; the others' sum.
     Gauge,
-    /// How long something took: counts of classes.
+    /// How long something took: counts of buckets.
     Histogram,
     /// An age, a fraction, a generation; the others' largest.
-    Extreme,
+    MaxGauge,
 }
 
 impl Kind {
@@ -47,7 +47,7 @@ impl Kind {
         match self {
             Kind::Counter => "counter",
             Kind::Histogram => "histogram",
-            Kind::Gauge | Kind::Extreme => "gauge",
+            Kind::Gauge | Kind::MaxGauge => "gauge",
         }
     }
 }
@@ -62,33 +62,33 @@ pub struct Metric {
     /// Names of its labels.
     pub labels: &'static [&'static str],
     /// Who serves it.
-    pub parts: &'static [Part],
+    pub parts: &'static [Component],
     /// In a sentence.
     pub help: &'static str,
 }
 
-use Kind::{Counter, Extreme, Gauge, Histogram};
-use Part::{Agent, Controller, Dispatch, Lb, Rack};
+use Component::{Agent, Controller, Dispatch, Lb, Rack};
+use Kind::{Counter, Gauge, Histogram, MaxGauge};
 
 const fn metric(
     name: &'static str,
     kind: Kind,
     labels: &'static [&'static str],
-    parts: &'static [Part],
+    parts: &'static [Component],
     help: &'static str,
 ) -> Metric {
     Metric { name, kind, labels, parts, help }
 }
 
-const ALL: &[Part] = &[Controller, Lb, Agent, Dispatch, Rack];
-const DISPATCHING: &[Part] = &[Controller, Agent, Dispatch];
+const ALL: &[Component] = &[Controller, Lb, Agent, Dispatch, Rack];
+const DISPATCHING: &[Component] = &[Controller, Agent, Dispatch];
 
 /// All of them.
 pub const METRICS: &[Metric] = &[
     metric("coreward_build_info", Gauge, &["part", "version"], ALL, "1"),
     metric(
         "coreward_configuration_generation",
-        Extreme,
+        MaxGauge,
         &[],
         &[Controller, Lb, Agent],
         "Generation of the configuration in force; 0: none yet",
@@ -117,19 +117,19 @@ pub const METRICS: &[Metric] = &[
     ),
     metric(
         "coreward_certificate_expiry_seconds",
-        Extreme,
+        MaxGauge,
         &["certificate"],
         &[Controller, Lb, Agent, Rack],
         "When the part's own certificate (own), and the first of its authorities' (ca), ends: since 1970",
     ),
     metric(
         "coreward_table_generation",
-        Extreme,
+        MaxGauge,
         &["service"],
         &[Controller, Lb],
         "Generation of the newest placement table; at a load balancer of the one in force",
     ),
-    metric("coreward_table_age_seconds", Extreme, &["service"], &[Controller], "Age of the newest placement table"),
+    metric("coreward_table_age_seconds", MaxGauge, &["service"], &[Controller], "Age of the newest placement table"),
     metric(
         "coreward_report_to_table_seconds",
         Histogram,
@@ -175,7 +175,7 @@ pub const METRICS: &[Metric] = &[
     metric("coreward_store_behind", Gauge, &[], &[Controller], "1: a load balancer had a newer configuration"),
     metric(
         "coreward_generation_lag",
-        Extreme,
+        MaxGauge,
         &["part", "name"],
         &[Controller],
         "Generations of the configuration that a load balancer (lb) or server (agent) is behind",
@@ -254,14 +254,14 @@ pub const METRICS: &[Metric] = &[
     ),
     metric(
         "coreward_server_report_age_seconds",
-        Extreme,
+        MaxGauge,
         &["server"],
         &[Controller],
         "Age of the newest report; not of servers that never reported",
     ),
     metric(
         "coreward_server_core_load_ratio",
-        Extreme,
+        MaxGauge,
         &["server", "core"],
         &[Controller],
         "Smoothed load of a core, of its capacity",
@@ -303,7 +303,7 @@ pub const METRICS: &[Metric] = &[
         "What the agent finds wrong; `coreward status` has the words",
     ),
     metric("coreward_load_balancers", Gauge, &["state"], &[Controller], "Load balancers, alive or lost"),
-    metric("coreward_cookie_key_age_seconds", Extreme, &[], &[Controller], "How long the cookie key has stamped"),
+    metric("coreward_cookie_key_age_seconds", MaxGauge, &[], &[Controller], "How long the cookie key has stamped"),
     metric(
         "coreward_lb_packets_total",
         Counter,
@@ -425,7 +425,7 @@ pub const METRICS: &[Metric] = &[
     ),
     metric(
         "coreward_health_latency_seconds",
-        Extreme,
+        MaxGauge,
         &["service"],
         &[Lb],
         "How long the slowest server's newest answer to a health check took",

@@ -9,9 +9,9 @@ use anyhow::Context as _;
 use coreward_daemon::Connection;
 use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::Security;
+use coreward_metrics::component;
 use coreward_metrics::endpoint;
-use coreward_metrics::parts;
-use coreward_metrics::table::Part;
+use coreward_metrics::table::Component;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
 use coreward_wire::v1::control_client::ControlClient;
@@ -109,7 +109,7 @@ impl Rack {
             || (),
             move || {
                 let counts = asked.counts();
-                let mut page = parts::begin(Part::Rack);
+                let mut page = component::begin(Component::Rack);
                 page.add("coreward_rack_controller_connected", &[], f64::from(u8::from(counts.connected)));
                 page.add("coreward_rack_agents", &[], counts.agents as f64);
                 protected.add_metrics(&mut page);

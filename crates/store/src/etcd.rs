@@ -10,9 +10,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use coreward_api::types::AuditEntry;
 use coreward_etcd::EtcdError;
+use coreward_etcd::chunked_store::{ChunkedStore, Chunks};
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
-use coreward_etcd::parts::{PartStore, Parts};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -43,13 +43,13 @@ const VALUE_LIMIT: usize = 512 << 10;
 /// State of the leading controller. Calls block: not for asynchronous code.
 pub struct EtcdStore {
     cluster: Arc<Cluster>,
-    parts: PartStore,
+    parts: ChunkedStore,
 }
 
 impl EtcdStore {
     /// Reads the state.
     pub fn open(cluster: Arc<Cluster>, leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
-        let parts = cluster.block_on(PartStore::open(leadership, prefix))?;
+        let parts = cluster.block_on(ChunkedStore::open(leadership, prefix))?;
         Ok(Self { cluster, parts })
     }
 
@@ -74,8 +74,8 @@ impl EtcdStore {
     }
 }
 
-fn encode(rows: &Rows) -> anyhow::Result<Parts> {
-    let mut parts = Parts::new();
+fn encode(rows: &Rows) -> anyhow::Result<Chunks> {
+    let mut parts = Chunks::new();
     add(&mut parts, FLEET.to_owned(), &rows.fleet)?;
     add(&mut parts, LOAD_BALANCERS.to_owned(), &rows.load_balancers)?;
     add(&mut parts, DOCUMENT_GENERATION.to_owned(), &rows.document.generation)?;
@@ -98,7 +98,7 @@ fn encode(rows: &Rows) -> anyhow::Result<Parts> {
     Ok(parts)
 }
 
-fn add(parts: &mut Parts, name: String, row: &impl Serialize) -> anyhow::Result<()> {
+fn add(parts: &mut Chunks, name: String, row: &impl Serialize) -> anyhow::Result<()> {
     for (number, piece) in serde_json::to_vec(row)?.chunks(VALUE_LIMIT).enumerate() {
         let name = if number == 0 { name.clone() } else { format!("{name} {number:06}") };
         parts.insert(name, piece.to_vec());
@@ -107,7 +107,7 @@ fn add(parts: &mut Parts, name: String, row: &impl Serialize) -> anyhow::Result<
 }
 
 /// Returns the rows, joined from their pieces, by name.
-fn join(parts: &Parts) -> BTreeMap<&str, Cow<'_, [u8]>> {
+fn join(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, piece) in parts {
         match name.split_once(' ') {
@@ -119,7 +119,7 @@ fn join(parts: &Parts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     rows
 }
 
-fn decode(parts: &Parts) -> anyhow::Result<Rows> {
+fn decode(parts: &Chunks) -> anyhow::Result<Rows> {
     let parts = join(parts);
     let mut rows = Rows {
         fleet: part(&parts, FLEET)?,
@@ -187,7 +187,7 @@ mod tests {
     /// etcd's limit of a request.
     const REQUEST_LIMIT: usize = 3 << 19;
 
-    fn largest(parts: &Parts) -> usize {
+    fn largest(parts: &Chunks) -> usize {
         parts.values().map(Vec::len).max().unwrap_or_default()
     }
 

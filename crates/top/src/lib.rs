@@ -5,7 +5,7 @@
 //! * [`page`]: the page; a function of the two
 //! * [`terminal`]: keys in, pages out
 
+pub mod model;
 pub mod page;
-pub mod seen;
 pub mod terminal;
 pub mod view;

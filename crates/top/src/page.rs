@@ -8,7 +8,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Cell, Paragraph, Row, Table};
 
-use crate::seen::Seen;
+use crate::model::Model;
 use crate::view::{Order, View};
 
 /// Services, load balancers and warnings get at most so many lines each where servers need the room.
@@ -17,7 +17,7 @@ const LINES: usize = 4;
 const BEFORE_CORES: u16 = 64;
 
 /// Draws the page; notes in `view` for how many servers there was room.
-pub fn draw(frame: &mut Frame<'_>, seen: &Seen, view: &mut View) {
+pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     let area = frame.area();
     let Some(status) = &seen.status else {
         let words = seen.problem.clone().unwrap_or_else(|| "asking the controller ...".to_owned());
@@ -70,7 +70,7 @@ fn heights(wanted: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     })
 }
 
-fn head_lines<'a>(seen: &Seen, status: &Status, order: Order) -> Vec<Line<'a>> {
+fn head_lines<'a>(seen: &Model, status: &Status, order: Order) -> Vec<Line<'a>> {
     let fresh = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
     let loads: Vec<f64> = seen.servers().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest = loads.iter().copied().fold(0.0, f64::max);
@@ -147,7 +147,7 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
     ]))
 }
 
-fn balancers_table<'a>(seen: &Seen, status: &'a Status, area: Rect) -> Table<'a> {
+fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a> {
     let row = |balancer: &'a LoadBalancer| {
         let rates = seen.packets(&balancer.name);
         let sum = |wanted: &dyn Fn(&str) -> bool| {
@@ -180,7 +180,7 @@ fn balancers_table<'a>(seen: &Seen, status: &'a Status, area: Rect) -> Table<'a>
     ]))
 }
 
-fn servers_table<'a>(seen: &Seen, status: &'a Status, view: View, area: Rect) -> Table<'a> {
+fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
     let (loads, rates) = (seen.servers(), seen.new_connections());
     let rate = |server: &Server| rates.get(server.name.as_str()).copied();
     let load = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.cores));

@@ -12,8 +12,8 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::model::{ClientEvent, Model};
 use crate::page::{draw, full_height};
-use crate::seen::{Heard, Seen};
 use crate::view::View;
 
 /// Time between two looks at the loads.
@@ -30,17 +30,17 @@ const MOST_LINES: u16 = 400;
 /// When the controller does not answer to begin with, or the terminal cannot be used.
 pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let mut seen = Seen::default();
+    let mut seen = Model::default();
     runtime.block_on(async {
-        seen.take(Heard::Status(Box::new(client.status(false).await?)));
-        seen.take(Heard::Loads(client.loads().await?));
+        seen.take(ClientEvent::Status(Box::new(client.status(false).await?)));
+        seen.take(ClientEvent::Loads(client.loads().await?));
         anyhow::Ok(())
     })?;
     if once || !std::io::stdout().is_terminal() {
         // Rates are between two counts.
         runtime.block_on(async {
             tokio::time::sleep(INTERVAL).await;
-            seen.take(Heard::Loads(client.loads().await?));
+            seen.take(ClientEvent::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
         return Ok(Some(text(&seen)?));
@@ -75,12 +75,12 @@ async fn signalled() -> std::io::Result<()> {
 }
 
 /// Asks the controller again and again, until nobody listens.
-async fn ask(client: &Client, sender: &Sender<Heard>) {
+async fn ask(client: &Client, sender: &Sender<ClientEvent>) {
     loop {
         let begun = Instant::now();
         let heard = match (client.loads().await, client.status(false).await) {
-            (Ok(loads), Ok(status)) => vec![Heard::Status(Box::new(status)), Heard::Loads(loads)],
-            (Err(error), _) | (_, Err(error)) => vec![Heard::Problem(format!("{error:#}"))],
+            (Ok(loads), Ok(status)) => vec![ClientEvent::Status(Box::new(status)), ClientEvent::Loads(loads)],
+            (Err(error), _) | (_, Err(error)) => vec![ClientEvent::Problem(format!("{error:#}"))],
         };
         for heard in heard {
             if sender.send(heard).is_err() {
@@ -94,8 +94,8 @@ async fn ask(client: &Client, sender: &Sender<Heard>) {
 
 fn event_loop(
     terminal: &mut ratatui::DefaultTerminal,
-    mut seen: Seen,
-    heard: &Receiver<Heard>,
+    mut seen: Model,
+    heard: &Receiver<ClientEvent>,
     ended: &AtomicBool,
 ) -> anyhow::Result<()> {
     let mut view = View::default();
@@ -117,7 +117,7 @@ fn event_loop(
 }
 
 /// One page as text, as high as it need be.
-fn text(seen: &Seen) -> anyhow::Result<String> {
+fn text(seen: &Model) -> anyhow::Result<String> {
     let lines = seen.status.as_ref().map_or(1, full_height).min(MOST_LINES);
     let mut terminal = Terminal::new(TestBackend::new(COLUMNS, lines))?;
     terminal.draw(|frame| draw(frame, seen, &mut View::default()))?;

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use coreward_metrics::page::Page;
-use coreward_metrics::parts;
-use coreward_metrics::table::Part;
+use coreward_metrics::component;
+use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Component;
 
 use super::{Agent, named};
 use crate::dispatch;
@@ -12,8 +12,8 @@ use crate::dispatch;
 impl Agent {
     /// Returns all metrics as of now; the cores' busy time as of the newest report. `more_warnings`: those of the
     /// connection to the controller.
-    pub fn metrics(&self, more_warnings: &[String]) -> Page {
-        let mut page = parts::begin(Part::Agent);
+    pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
+        let mut page = component::begin(Component::Agent);
         let server = self.config.server.as_str();
         page.add("coreward_configuration_generation", &[], self.confirmed() as f64);
         page.add("coreward_agent_reports_total", &[], self.sequence as f64);
@@ -24,9 +24,9 @@ impl Agent {
             page.add("coreward_agent_core_busy_seconds_total", &[&core.to_string()], *busy_ns as f64 / 1e9);
         }
         let counters: BTreeMap<String, u64> = named(&self.programs.counters(), &self.steering).into_iter().collect();
-        parts::server_counters(&mut page, server, self.rss_counters(), counters.iter());
+        component::server_counters(&mut page, server, self.rss_counters(), counters.iter());
         let dispatched = self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default();
-        parts::dispatch(&mut page, server, &dispatched);
+        component::dispatch(&mut page, server, &dispatched);
         page
     }
 }

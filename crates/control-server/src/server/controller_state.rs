@@ -8,10 +8,10 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_api::types::{LoadBalancer, Loads, Overview, Service, Status, Table};
 use coreward_etcd::leadership::Leadership;
-use coreward_metrics::latency::Latencies;
-use coreward_metrics::page::Page;
-use coreward_metrics::parts;
-use coreward_metrics::table::Part;
+use coreward_metrics::component;
+use coreward_metrics::latency::LatencyHistogram;
+use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Component;
 use coreward_model::policy::Pool;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{ServiceIndex, table};
@@ -56,7 +56,7 @@ pub struct ControllerState {
     /// What the newest configurations were made of, beside the fleet.
     last_published: Mutex<LastPublished>,
     /// From servers' newest reports to the tables that have them.
-    report_to_table: Mutex<Latencies>,
+    report_to_table: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,
     counts: Arc<Counts>,
@@ -308,9 +308,9 @@ impl ControllerState {
     }
 
     /// What Prometheus is told.
-    pub fn metrics(&self) -> Page {
+    pub fn metrics(&self) -> Snapshot {
         let now = self.now();
-        let mut page = parts::begin(Part::Controller);
+        let mut page = component::begin(Component::Controller);
         metrics::add_status(&mut page, &self.status(false), now.wall);
         self.controller().add_metrics(&mut page, now);
         self.counts.add_metrics(&mut page);

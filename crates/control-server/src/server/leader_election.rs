@@ -9,11 +9,11 @@ use anyhow::Context as _;
 use coreward_api::endpoints::RequestCounts;
 use coreward_config::read_secret;
 use coreward_etcd::cluster::Cluster;
-use coreward_etcd::leadership::{Candidate, Leadership, Seen};
+use coreward_etcd::leadership::{Candidate, LeaderState, Leadership};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
-use coreward_metrics::page::Page;
-use coreward_metrics::parts;
-use coreward_metrics::table::Part;
+use coreward_metrics::component;
+use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Component;
 use coreward_tls::FileWatcher;
 use coreward_wire::LEADER;
 use parking_lot::Mutex;
@@ -113,11 +113,11 @@ impl LeaderElection {
     }
 
     /// What Prometheus is told.
-    pub fn metrics(&self) -> Page {
+    pub fn metrics(&self) -> Snapshot {
         let leads = self.shared().ok();
         let mut page = match &leads {
             Some(shared) => shared.metrics(),
-            None => parts::begin(Part::Controller),
+            None => component::begin(Component::Controller),
         };
         self.security.add_metrics(&mut page);
         for (status, count) in self.api_requests.all() {
@@ -126,7 +126,7 @@ impl LeaderElection {
         page.add("coreward_controller_leads", &[], f64::from(u8::from(leads.is_some())));
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
             page.add("coreward_leader_term", &[], leadership.term() as f64);
-            page.add("coreward_leader_lease_seconds", &[], leadership.until().left().as_secs_f64());
+            page.add("coreward_leader_lease_seconds", &[], leadership.until().remaining().as_secs_f64());
         }
         if let Some(cluster) = &self.cluster {
             page.add_latencies("coreward_etcd_request_seconds", cluster.latencies());
@@ -176,16 +176,16 @@ pub async fn campaign(
     let candidate = candidate(config)?;
     let (election, cluster_of) = (election.clone(), cluster.clone());
     let seen = move |seen| match seen {
-        Seen::Nobody => {
+        LeaderState::Nobody => {
             tracing::info!("no controller leads");
             election.become_follower(None);
         }
-        Seen::Leader(value) => {
+        LeaderState::Leader(value) => {
             let leader = serde_json::from_str::<Leader>(&value).ok();
             tracing::info!("this controller follows: {} leads", leader.as_ref().map_or(value, Leader::to_string));
             election.become_follower(leader);
         }
-        Seen::Unknown(problem) => {
+        LeaderState::Unknown(problem) => {
             tracing::warn!("who leads is not known: {problem}");
             election.become_follower(None);
         }
@@ -207,11 +207,11 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
 pub fn who_leads(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
-        Seen::Leader(value) => match serde_json::from_str::<Leader>(&value) {
+        LeaderState::Leader(value) => match serde_json::from_str::<Leader>(&value) {
             Ok(leader) => format!("controller {leader} leads"),
             Err(_) => format!("{value} leads"),
         },
-        Seen::Nobody | Seen::Unknown(_) => "no controller leads".to_owned(),
+        LeaderState::Nobody | LeaderState::Unknown(_) => "no controller leads".to_owned(),
     })
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_config::{Diagnostics, Source};
-use coreward_metrics::page::Page;
+use coreward_metrics::snapshot::Snapshot;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_tls::verify::RevocationList;
 use rand::rand_core::UnwrapErr;
@@ -84,7 +84,7 @@ impl Counts {
     }
 
     /// What Prometheus is told.
-    pub fn add_metrics(&self, page: &mut Page) {
+    pub fn add_metrics(&self, page: &mut Snapshot) {
         let number = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
         let flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
         page.add("coreward_store_writable", &[], flag(&self.is_writable));

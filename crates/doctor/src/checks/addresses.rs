@@ -31,13 +31,13 @@ fn at_server(facts: &Facts, vip: Ipv4Addr) -> Finding {
     if let Some(other) = held.iter().find(|device| **device != LOOPBACK) {
         let why = "the server answers ARP for the VIP: clients' packets pass the load balancers by";
         return Finding::fault(format!("VIP {vip} is on {other}: expected lo"), why)
-            .mend(format!("ip address add {vip}/32 dev lo; ip address delete {vip} dev {other}"));
+            .remedy(format!("ip address add {vip}/32 dev lo; ip address delete {vip} dev {other}"));
     }
     if held.is_empty() {
         let why = "the server's kernel does not take packets to the VIP: no connection comes about";
         // Not by --fix: where ARP is answered for it, it would take the load balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), why)
-            .mend(format!("ip address add {vip}/32 dev lo  # after arp-ignore and arp-announce are right"));
+            .remedy(format!("ip address add {vip}/32 dev lo  # after arp-ignore and arp-announce are right"));
     }
     Finding::ok(format!("VIP {vip} is on lo"))
 }
@@ -55,7 +55,7 @@ fn at_load_balancer(facts: &Facts, vip: Ipv4Addr) -> Finding {
         "what XDP passes to the kernel (another port, an echo request) is answered by this machine; fine where a BGP daemon announces the VIP from lo"
     };
     Finding::fault_if(stamps || on_network, format!("VIP {vip} is on {device}: expected no device"), why)
-        .mend(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
+        .remedy(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
 }
 
 /// Servers that can be reached by MAC address.
@@ -80,7 +80,7 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
     let why = "packets are handed on by MAC address: ARP finds no server outside the device's networks";
     vec![
         Finding::fault(format!("not in a network of {}: {}", facts.interface(), beyond.join(", ")), why)
-            .mend(format!("ip address add ADDRESS/PREFIX dev {}  # in the servers' network", facts.interface())),
+            .remedy(format!("ip address add ADDRESS/PREFIX dev {}  # in the servers' network", facts.interface())),
     ]
 }
 

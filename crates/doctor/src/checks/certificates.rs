@@ -21,15 +21,15 @@ fn of(certificate: &CertificateFacts) -> Finding {
     if let Some(wrong) = wrong_owner {
         let why = "whoever it connects to goes by the certificate, and refuses what it says in another name";
         return Finding::fault(format!("the certificate is for {wrong}"), why)
-            .mend("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
+            .remedy("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
     }
     if remains.is_zero() {
         let why = "no connection comes about, and those that there were have ended; packets go on by the last table";
-        return Finding::fault(format!("{subject} has ended"), why).mend(renew);
+        return Finding::fault(format!("{subject} has ended"), why).remedy(renew);
     }
     let days = remains.as_secs() / DAY.as_secs();
     match is_old {
-        true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it").mend(renew),
+        true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it").remedy(renew),
         false => Finding::ok(format!("{subject}: {days} days yet")),
     }
 }

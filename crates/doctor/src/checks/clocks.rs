@@ -42,8 +42,8 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(source)];
     }
     let why = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times are taken for every packet";
-    let mend = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc is not trusted";
-    vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).mend(mend)]
+    let remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc is not trusted";
+    vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).remedy(remedy)]
 }
 
 /// The wall clock.
@@ -53,7 +53,7 @@ pub fn synchronised(facts: &Facts) -> Vec<Finding> {
         let why = "reports of more than a second ahead of the controller's clock: one of the clocks is wrong, and logs do not fit together";
         return vec![
             Finding::warning(format!("{future} reports were sent ahead of the controller's clock"), why)
-                .mend("chronyc tracking  # at the servers and at the controller"),
+                .remedy("chronyc tracking  # at the servers and at the controller"),
         ];
     }
     match facts.clock.synchronised {
@@ -61,7 +61,7 @@ pub fn synchronised(facts: &Facts) -> Vec<Finding> {
         Some(true) => vec![Finding::ok("kept right")],
         Some(false) => {
             let why = "logs of several machines do not fit together, and certificates begin and end at other moments";
-            vec![Finding::warning("nobody keeps the wall clock right (no NTP)", why).mend("apt install chrony")]
+            vec![Finding::warning("nobody keeps the wall clock right (no NTP)", why).remedy("apt install chrony")]
         }
     }
 }

@@ -9,7 +9,9 @@ pub fn answers(facts: &Facts) -> Vec<Finding> {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {
             let why = "the daemon starts, and waits for its configuration: services are not set up until then";
-            vec![Finding::fault(reason.clone(), why).mend("start it, or correct `controller`; is a firewall between?")]
+            vec![
+                Finding::fault(reason.clone(), why).remedy("start it, or correct `controller`; is a firewall between?"),
+            ]
         }
         None => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
     }
@@ -22,11 +24,11 @@ pub fn listen(facts: &Facts) -> Vec<Finding> {
         _ if place.running => vec![Finding::ok(format!("a controller answers at {}", place.listen))],
         None => vec![Finding::ok(format!("{} can be bound", place.listen))],
         Some(problem) => {
-            let mend = format!(
+            let remedy = format!(
                 "ip address; ss -lntp 'sport = {}'  # an address of this machine, a free port",
                 place.listen.port()
             );
-            vec![Finding::fault(format!("{}: {problem}", place.listen), "the controller does not start").mend(mend)]
+            vec![Finding::fault(format!("{}: {problem}", place.listen), "the controller does not start").remedy(remedy)]
         }
     }
 }
@@ -45,8 +47,8 @@ pub fn store(facts: &Facts) -> Vec<Finding> {
         let finding = Finding::fault(format!("{store}: {problem}"), why);
         return vec![
             finding
-                .mend(format!("install -d -m 700 {directory}"))
-                .mend(format!("df {directory}  # room for the store to be written again")),
+                .remedy(format!("install -d -m 700 {directory}"))
+                .remedy(format!("df {directory}  # room for the store to be written again")),
         ];
     }
     match mode {
@@ -66,7 +68,7 @@ fn etcd(endpoints: &[String], leader: &Result<String, String>) -> Finding {
         Err(problem) => {
             let why =
                 "without etcd no controller can lead: load balancers keep the tables they have, and nothing can change";
-            Finding::fault(problem.clone(), why).mend(format!("etcdctl --endpoints {endpoints} endpoint health"))
+            Finding::fault(problem.clone(), why).remedy(format!("etcdctl --endpoints {endpoints} endpoint health"))
         }
     }
 }

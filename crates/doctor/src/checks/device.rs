@@ -21,16 +21,16 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else {
         return vec![
             Finding::fault(format!("{name} does not exist here"), why)
-                .mend("ip -br link  # name one of these as `interface`"),
+                .remedy("ip -br link  # name one of these as `interface`"),
         ];
     };
     if !device.ethernet {
         let why = "the programs read Ethernet headers";
-        return vec![Finding::fault(format!("{name} is no Ethernet device"), why).mend("name another `interface`")];
+        return vec![Finding::fault(format!("{name} is no Ethernet device"), why).remedy("name another `interface`")];
     }
     if !device.running {
         return vec![
-            Finding::fault(format!("{name} is down, or has no carrier"), why).mend(format!("ip link set {name} up")),
+            Finding::fault(format!("{name} is down, or has no carrier"), why).remedy(format!("ip link set {name} up")),
         ];
     }
     vec![Finding::ok(format!(
@@ -50,8 +50,8 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             let why = "one XDP program has the device: coreward's is refused";
             found.push(
                 Finding::fault(format!("{name} has another XDP program (id {id})"), why)
-                    .mend(format!("bpftool prog show id {id}  # whose is it?"))
-                    .mend(format!("ip link set dev {name} xdp off")),
+                    .remedy(format!("bpftool prog show id {id}  # whose is it?"))
+                    .remedy(format!("ip link set dev {name} xdp off")),
             );
         }
         if let Some(refused) = refuses_by_queues(device) {
@@ -59,7 +59,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             let queues = device.channels.map_or(1, |channels| channels.receive_max / 2).max(1);
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
             found.push(
-                Finding::fault_if(only_native, refused, why).mend(format!("ethtool -L {name} combined {queues}")),
+                Finding::fault_if(only_native, refused, why).remedy(format!("ethtool -L {name} combined {queues}")),
             );
         }
         if device.xdp.native_possible == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
@@ -67,7 +67,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             let why = "the program runs after the driver (generic XDP), several times slower; `xdp_mode = \"native\"` refuses to start";
             found.push(
                 Finding::fault_if(only_native, format!("the driver {} has no XDP", device.driver), why)
-                    .mend("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to say that this is wanted"),
+                    .remedy("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to say that this is wanted"),
             );
         }
         if found.is_empty() {
@@ -106,7 +106,7 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
         let finding = Finding::fault(found, why);
         vec![match device.driver.as_str() {
             "veth" => mend_veth(finding),
-            _ => finding.mend(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
+            _ => finding.remedy(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
         }]
     })
 }
@@ -114,8 +114,8 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
 /// veth_xdp_flush() in drivers/net/veth.c wakes the other end's poll only if an XDP program is there.
 fn mend_veth(finding: Finding) -> Finding {
     finding
-        .mend("ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS")
-        .mend("or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again")
+        .remedy("ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS")
+        .remedy("or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again")
 }
 
 /// ena_xdp_legal_queue_count() in drivers/net/ethernet/amazon/ena/ena_netdev.h: half of the queues at most.
@@ -146,7 +146,7 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
         let found = format!("{} bytes: expected at most {LARGEST_MTU}", device.mtu);
         vec![
             Finding::fault_if(only_native, found, why)
-                .mend(format!("ip link set {name} mtu 1500  # servers and switches as well")),
+                .remedy(format!("ip link set {name} mtu 1500  # servers and switches as well")),
         ]
     })
 }
@@ -161,7 +161,7 @@ pub fn lro(facts: &Facts) -> Vec<Finding> {
         let why = "what the NIC has merged cannot be sent on as it came; drivers refuse XDP with it";
         vec![
             Finding::fault(format!("LRO is on at {name}"), why)
-                .mend(format!("ethtool -K {name} lro off  # the link may go down for a moment")),
+                .remedy(format!("ethtool -K {name} lro off  # the link may go down for a moment")),
         ]
     })
 }
@@ -180,7 +180,7 @@ pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
                     "XDP sees a frame without its tag: packets of a VLAN are taken for untagged ones, and leave so";
                 vec![
                     Finding::fault(format!("{name} takes tags off, and carries VLANs ({})", vlans.join(", ")), why)
-                        .mend(format!("ethtool -K {name} rxvlan off")),
+                        .remedy(format!("ethtool -K {name} rxvlan off")),
                 ]
             }
         }
@@ -200,15 +200,15 @@ pub fn queues(facts: &Facts) -> Vec<Finding> {
         match facts.role {
             Role::Server if queues > cpus => {
                 let why = "several queues share a CPU, and each of them is reported as if it had one of its own";
-                vec![Finding::warning(found, why).mend(set)]
+                vec![Finding::warning(found, why).remedy(set)]
             }
             _ if queues < could => {
                 let why = "packets use fewer CPUs than there are";
-                vec![Finding::warning(found, why).mend(set)]
+                vec![Finding::warning(found, why).remedy(set)]
             }
             Role::Server if queues == 1 && cpus > 1 => {
                 let why = "RSS has one core to choose: core-aware policies place by server only";
-                vec![Finding::warning(found, why).mend("a NIC (for a virtual machine: a device) with several queues")]
+                vec![Finding::warning(found, why).remedy("a NIC (for a virtual machine: a device) with several queues")]
             }
             _ => vec![Finding::ok(found)],
         }
@@ -250,6 +250,6 @@ pub fn interrupts(facts: &Facts) -> Vec<Finding> {
         let commands = device.interrupts.iter().map(|(queue, interrupt)| {
             format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % facts.cpus, interrupt.number)
         });
-        vec![commands.fold(Finding::warning(words.join("; "), why), Finding::mend)]
+        vec![commands.fold(Finding::warning(words.join("; "), why), Finding::remedy)]
     })
 }

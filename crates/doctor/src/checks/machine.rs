@@ -18,13 +18,14 @@ pub fn kernel(facts: &Facts) -> Vec<Finding> {
     if version(release) < OLDEST {
         let why = "the BPF programs use what older kernels do not have; they are refused, and nothing starts";
         return vec![
-            Finding::fault(format!("Linux {release}"), why).mend("apt install linux-image-amd64  # Debian 12 or newer"),
+            Finding::fault(format!("Linux {release}"), why)
+                .remedy("apt install linux-image-amd64  # Debian 12 or newer"),
         ];
     }
     if !facts.kernel.type_information {
         let why = "the BPF programs that read the kernel's own structures (cpu_load) need its types";
-        let mend = "a kernel with CONFIG_DEBUG_INFO_BTF=y";
-        return vec![Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).mend(mend)];
+        let remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y";
+        return vec![Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).remedy(remedy)];
     }
     vec![Finding::ok(format!("Linux {release} with BTF"))]
 }
@@ -39,7 +40,7 @@ pub fn rights(facts: &Facts) -> Vec<Finding> {
     let ambient = facts.missing_rights.join(" ");
     vec![
         Finding::fault(format!("missing: {names}"), why)
-            .mend(format!("run as root, or in the systemd unit: AmbientCapabilities={ambient}")),
+            .remedy(format!("run as root, or in the systemd unit: AmbientCapabilities={ambient}")),
     ]
 }
 
@@ -57,7 +58,7 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
     let of = |(name, answer): (&&str, &Result<(), String>)| {
         let reason = answer.as_ref().err().map_or("", String::as_str);
         Finding::fault(format!("the kernel refuses {name}: {reason}"), why)
-            .mend("coreward check-kernel  # the whole answer; a kernel with CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, CONFIG_XDP_SOCKETS as Debian's has them")
+            .remedy("coreward check-kernel  # the whole answer; a kernel with CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, CONFIG_XDP_SOCKETS as Debian's has them")
     };
     refused.into_iter().map(of).collect()
 }
@@ -86,7 +87,7 @@ pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let why = "what packets need is pinned there, so that it outlives the daemon; the daemon refuses to start without";
     let finding = Finding::fault(format!("{directory} is not on a BPF file system"), why);
     let below = facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
-    vec![if below { finding.fix(Fix::MountBpf) } else { finding.mend("name a `pin_directory` below /sys/fs/bpf") }]
+    vec![if below { finding.fix(Fix::MountBpf) } else { finding.remedy("name a `pin_directory` below /sys/fs/bpf") }]
 }
 
 /// State of another version.
@@ -96,10 +97,10 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
         Role::Lb => ("the daemon refuses to start: what is pinned forwards packets now", "lb"),
         _ => ("the agent does not take it over: connections that were stamped with it break", "agent"),
     };
-    let mend = format!(
+    let remedy = format!(
         "start the version that made it, or drain, then `coreward {command} --config FILE --detach` by that version"
     );
-    vec![Finding::fault(problem.clone(), why).mend(mend)]
+    vec![Finding::fault(problem.clone(), why).remedy(remedy)]
 }
 
 /// A daemon's own: pins, maps, sockets, links, /proc; and one per peer at the controller.
@@ -117,6 +118,6 @@ pub fn open_files(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(found)];
     }
     let why = format!("the daemon holds {peers}: it fails when it may open no more");
-    let mend = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
-    vec![Finding::fault(format!("{found}: expected {needed}"), &why).mend(mend)]
+    let remedy = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
+    vec![Finding::fault(format!("{found}: expected {needed}"), &why).remedy(remedy)]
 }

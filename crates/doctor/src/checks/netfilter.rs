@@ -33,7 +33,7 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
             _ => "every connection takes a place in its table, and new ones are dropped when it is full",
         };
         let found = format!("connections are tracked, for {}", tracking.join(", "));
-        vec![Finding::fault_if(stamps, found, why).mend(
+        vec![Finding::fault_if(stamps, found, why).remedy(
             "nft 'add table ip coreward; add chain ip coreward raw { type filter hook prerouting priority raw; }; add rule ip coreward raw ip daddr VIP notrack'  # and ip saddr VIP in a chain of hook output",
         )]
     })
@@ -67,7 +67,7 @@ pub fn firewall(facts: &Facts) -> Vec<Finding> {
                 "no rule of it accepts anything"
             };
             let found = format!("chain {} (hook {}) drops; {accepted}", chain.name, chain.hook);
-            Finding::fault_if(!chain.accepts, found, why).mend(format!("nft add rule {} {ports} accept", chain.name))
+            Finding::fault_if(!chain.accepts, found, why).remedy(format!("nft add rule {} {ports} accept", chain.name))
         };
         dropping.iter().map(of).collect()
     })

@@ -82,7 +82,7 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
         Ok(rules) if !rules.is_empty() => {
             let why = "the table holds blackhole routes to VIPs: the kernel drops what it routes by them";
             let finding = Finding::fault(format!("a rule looks at table {table}: {}", rules.join("; ")), why);
-            findings.push(finding.mend(format!("ip rule delete table {table}  # or another `table` in [announce]")));
+            findings.push(finding.remedy(format!("ip rule delete table {table}  # or another `table` in [announce]")));
         }
         Ok(_) => {}
     }
@@ -91,8 +91,8 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
         None => {
             let why = "nobody tells the routers which VIPs this load balancer takes";
             let found = "neither bird nor zebra (FRR) runs".to_owned();
-            let mend = "systemctl enable --now bird  # docs/deployment.md has its file";
-            findings.push(Finding::fault(found, why).mend(mend.to_owned()));
+            let remedy = "systemctl enable --now bird  # docs/deployment.md has its file";
+            findings.push(Finding::fault(found, why).remedy(remedy.to_owned()));
         }
     }
     findings

@@ -20,7 +20,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
                 "{name}: the driver mlx5_core hashes symmetrically unless told otherwise, and reports it from Linux 6.15 on only; \
                  the agent finds out by where SYNs arrive (`coreward status`: input_transform)"
             );
-            vec![Finding::unknown(found).mend(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none"))]
+            vec![Finding::unknown(found).remedy(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none"))]
         }
         Ok((entries, input)) => {
             let symmetric = match input {
@@ -36,13 +36,13 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
         Err(RssProblem::None(words)) => {
             vec![
                 Finding::warning(words.clone(), UNKNOWN)
-                    .mend("a NIC (for a virtual machine: a device) with several queues and RSS"),
+                    .remedy("a NIC (for a virtual machine: a device) with several queues and RSS"),
             ]
         }
         Err(RssProblem::Other(words)) => {
             let name = facts.interface();
-            let mend = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
-            vec![Finding::warning(words.clone(), UNKNOWN).mend(mend)]
+            let remedy = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
+            vec![Finding::warning(words.clone(), UNKNOWN).remedy(remedy)]
         }
     }
 }
@@ -60,12 +60,12 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
         None => vec![Finding::ok("the driver has none that works by itself")],
         Some(false) => vec![Finding::ok(format!("{driver} moves no connections by itself"))],
         Some(true) => {
-            let mend = match driver.as_str() {
+            let remedy = match driver.as_str() {
                 "i40e" => format!("ethtool --set-priv-flags {name} flow-director-atr off"),
                 _ => format!("ethtool -K {name} ntuple on  # the link may go down for a moment"),
             };
             let found = format!("{driver} moves open connections to the queue of the CPU that sent last (ATR)");
-            vec![Finding::warning(found, WHY).mend(mend)]
+            vec![Finding::warning(found, WHY).remedy(remedy)]
         }
     }
 }
@@ -81,8 +81,9 @@ pub fn udp(facts: &Facts) -> Vec<Finding> {
             let name = facts.interface();
             let why = "all datagrams of a client come to one core, and to another one than predicted";
             vec![
-                Finding::warning(format!("{name} hashes UDP by addresses alone"), why)
-                    .mend(format!("ethtool -N {name} rx-flow-hash udp4 sdfn  # fragments then come by another queue")),
+                Finding::warning(format!("{name} hashes UDP by addresses alone"), why).remedy(format!(
+                    "ethtool -N {name} rx-flow-hash udp4 sdfn  # fragments then come by another queue"
+                )),
             ]
         }
     }
@@ -92,7 +93,7 @@ pub fn udp(facts: &Facts) -> Vec<Finding> {
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.irqbalance) {
         let why = "it moves receive queues from CPU to CPU, under workers that are pinned";
-        return vec![Finding::warning("irqbalance is running", why).mend("systemctl disable --now irqbalance")];
+        return vec![Finding::warning("irqbalance is running", why).remedy("systemctl disable --now irqbalance")];
     }
     vec![Finding::ok("does not run")]
 }
@@ -146,7 +147,7 @@ pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     }
     vec![
         Finding::warning(format!("{name} has {rules} flow rules"), WHY)
-            .mend(format!("ethtool -n {name}  # which they are"))
-            .mend(format!("ethtool -N {name} delete NUMBER")),
+            .remedy(format!("ethtool -n {name}  # which they are"))
+            .remedy(format!("ethtool -N {name} delete NUMBER")),
     ]
 }

@@ -149,8 +149,8 @@ fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Seve
     let findings = run(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
     findings
         .map(|(check, finding)| {
-            assert!(!finding.why.is_empty() && !finding.mend.is_empty(), "{}: {finding:?}", check.name);
-            assert!(check.fixes || finding.mend.iter().all(|mend| mend.fix.is_none()), "{}", check.name);
+            assert!(!finding.why.is_empty() && !finding.remedy.is_empty(), "{}: {finding:?}", check.name);
+            assert!(check.fixes || finding.remedy.iter().all(|remedy| remedy.fix.is_none()), "{}", check.name);
             (check.name, finding.severity)
         })
         .collect()
@@ -204,7 +204,7 @@ fn what_overrides_rss() {
     let finding = rss::rfs(&facts).remove(0);
     assert_eq!(finding.severity, WARNING);
     assert!(finding.found.starts_with("accelerated RFS is on for eth7"), "{}", finding.found);
-    let commands: Vec<&str> = finding.mend.iter().map(|mend| mend.command.as_str()).collect();
+    let commands: Vec<&str> = finding.remedy.iter().map(|remedy| remedy.command.as_str()).collect();
     let of = |queue: &str| format!("echo 0 > /sys/class/net/eth7/queues/{queue}/rps_flow_cnt");
     assert_eq!(commands, [of("rx-0"), of("rx-1")]);
 }
@@ -236,7 +236,7 @@ fn symmetric_inputs_and_drivers_that_hide_them() {
     device(&mut facts).rss = Ok((128, InputTransform::None));
     let finding = rss::rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Unknown);
-    assert!(finding.found.contains("mlx5_core") && finding.mend[0].command.contains("xfrm none"), "{finding:?}");
+    assert!(finding.found.contains("mlx5_core") && finding.remedy[0].command.contains("xfrm none"), "{finding:?}");
     facts.kernel.release = "6.15.1".to_owned();
     assert_eq!(rss::rss(&facts).remove(0).severity, Severity::Ok);
 }
@@ -252,7 +252,7 @@ fn flow_directors_are_named_with_their_switch() {
     for (driver, command) in [("ixgbe", "ethtool -K eth7 ntuple on"), ("i40e", "flow-director-atr off")] {
         let finding = of(driver, Some(true));
         assert_eq!(finding.severity, WARNING);
-        assert!(finding.mend[0].command.contains(command), "{finding:?}");
+        assert!(finding.remedy[0].command.contains(command), "{finding:?}");
         assert_eq!(of(driver, Some(false)).severity, Severity::Ok);
     }
     assert_eq!(of("ice", None).severity, Severity::Ok);
@@ -287,7 +287,7 @@ fn queues_and_interrupts() {
     shared(&mut facts);
     let finding = super::device::interrupts(&facts).remove(0);
     assert_eq!(finding.found, "CPU 0 serves queues 0, 3");
-    assert_eq!(finding.mend[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
+    assert_eq!(finding.remedy[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn frames_that_the_driver_drops() {
     device(&mut facts).driver = "veth".to_owned();
     let finding = super::device::xdp_send(&facts).remove(0);
     assert_eq!(finding.found, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
-    assert!(finding.mend[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.mend);
+    assert!(finding.remedy[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.remedy);
 }
 
 #[test]
@@ -369,15 +369,15 @@ fn arp_is_not_mended_where_others_may_ask() {
         |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()));
     let mut facts = fit(Role::Server);
     asks(&mut facts);
-    assert!(addresses::arp_ignore(&facts)[0].mend[0].fix.is_some());
+    assert!(addresses::arp_ignore(&facts)[0].remedy[0].fix.is_some());
     let other = Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
     facts.addresses.push(other);
-    assert!(addresses::arp_ignore(&facts)[0].mend[0].fix.is_none());
+    assert!(addresses::arp_ignore(&facts)[0].remedy[0].fix.is_none());
     // 8 answers nothing at all: it is another's decision.
     facts.addresses.pop();
     facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "8".to_owned());
     assert!(
-        addresses::arp_ignore(&facts)[0].severity == FAULT && addresses::arp_ignore(&facts)[0].mend[0].fix.is_none()
+        addresses::arp_ignore(&facts)[0].severity == FAULT && addresses::arp_ignore(&facts)[0].remedy[0].fix.is_none()
     );
 }
 

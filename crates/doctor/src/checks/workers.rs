@@ -34,7 +34,7 @@ fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usiz
         let kind = if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
         let why = format!("new connections that come here are {kind}");
         return Finding::fault(format!("{name}: nobody listens"), &why)
-            .mend("start the server, or drain this one: `state = \"draining\"` in the controller's file");
+            .remedy("start the server, or drain this one: `state = \"draining\"` in the controller's file");
     }
     let why = "the kernel chooses the worker: a connection that was placed on one core is served on another";
     let nginx = format!(
@@ -42,10 +42,10 @@ fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usiz
         service.address.socket
     );
     if steers && sockets.reuseport == Some(false) {
-        return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).mend(nginx);
+        return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).remedy(nginx);
     }
     if steers && count < queues {
-        return Finding::warning(format!("{name}: sockets: {count}, receive queues: {queues}"), why).mend(nginx);
+        return Finding::warning(format!("{name}: sockets: {count}, receive queues: {queues}"), why).remedy(nginx);
     }
     Finding::ok(format!("{name}: sockets: {count}"))
 }
@@ -65,7 +65,7 @@ pub fn polling(facts: &Facts) -> Vec<Finding> {
         .collect();
     let found = format!("never waiting, so at full load or polling: {}", threads.join(", "));
     let why = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
-    vec![Finding::warning(found, why).mend(
+    vec![Finding::warning(found, why).remedy(
         "if it polls: let it publish its load, and set `load = { source = \"published\", path = \"FILE\" }` in the \
          agent's file",
     )]
@@ -90,7 +90,10 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
         }
         let why = "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot tell whose core is whose";
         let found = format!("{name}: {free} of {} workers may run anywhere", sockets.workers.len());
-        Some(Finding::warning(found, why).mend("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"))
+        Some(
+            Finding::warning(found, why)
+                .remedy("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
+        )
     };
     served(facts).filter_map(of).collect()
 }

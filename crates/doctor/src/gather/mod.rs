@@ -20,7 +20,7 @@ use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
 use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl};
-pub use settings::Told;
+pub use settings::CliOptions;
 
 /// Where pins are when nothing is said.
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
@@ -29,7 +29,7 @@ const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 ///
 /// # Errors
 /// When the file or the options are wrong; what cannot be seen of the machine is a fact.
-pub fn gather(told: &Told) -> anyhow::Result<Facts> {
+pub fn gather(told: &CliOptions) -> anyhow::Result<Facts> {
     let told = told.read()?;
     let (role, settings) = (told.role, told.settings);
     let fleet = controller::ask(role, &settings.controllers, told.tls.as_ref(), told.name.as_deref());

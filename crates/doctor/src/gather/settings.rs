@@ -25,7 +25,7 @@ const MIN_STORE_SPACE: u64 = 1 << 20;
 
 /// The command line.
 #[derive(Debug, Clone, Default)]
-pub struct Told {
+pub struct CliOptions {
     /// The daemon's file.
     pub config: Option<PathBuf>,
     /// Without a file, or against it.
@@ -51,7 +51,7 @@ pub(super) struct Read {
     pub controller_place: Option<ControllerPlace>,
 }
 
-impl Told {
+impl CliOptions {
     pub(super) fn read(&self) -> anyhow::Result<Read> {
         let role = match (&self.config, self.role) {
             (_, Some(role)) => role,
@@ -243,9 +243,9 @@ mod tests {
 
     #[test]
     fn a_file_or_a_role_must_be_named() {
-        let error = Told::default().read().err().unwrap().to_string();
+        let error = CliOptions::default().read().err().unwrap().to_string();
         assert!(error.contains("--role lb, server or controller"), "{error}");
-        let told = Told { role: Some(Role::Server), interface: Some("eth7".to_owned()), ..Told::default() };
+        let told = CliOptions { role: Some(Role::Server), interface: Some("eth7".to_owned()), ..CliOptions::default() };
         assert_eq!(told.read().unwrap().settings.interface.as_deref(), Some("eth7"));
     }
 

@@ -5,10 +5,10 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use coreward_etcd::chunked_store::{ChunkedStore, Chunks};
 use coreward_etcd::cluster::Cluster;
-use coreward_etcd::leadership::{Candidate, Leadership, Seen};
+use coreward_etcd::leadership::{Candidate, LeaderState, Leadership};
 use coreward_etcd::local::{ClientTls, Member};
-use coreward_etcd::parts::{PartStore, Parts};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{Files, Role};
@@ -67,8 +67,8 @@ fn lead_for(cluster: &Arc<Cluster>, name: &str, lease: Duration) -> Arc<Leadersh
     Arc::new(cluster.block_on(limited).expect("nobody leads within a minute"))
 }
 
-fn open(cluster: &Arc<Cluster>, leadership: &Arc<Leadership>) -> PartStore {
-    cluster.block_on(PartStore::open(leadership.clone(), "/test")).unwrap()
+fn open(cluster: &Arc<Cluster>, leadership: &Arc<Leadership>) -> ChunkedStore {
+    cluster.block_on(ChunkedStore::open(leadership.clone(), "/test")).unwrap()
 }
 
 fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
@@ -80,13 +80,13 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 /// Larger together than a request to etcd may be, and more than a transaction may change.
-fn large(marker: u8) -> Parts {
+fn large(marker: u8) -> Chunks {
     (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
 }
 
 fn put(cluster: &Arc<Cluster>, key: &'static str, value: &'static str) {
     let done =
-        cluster.block_on(cluster.call(coreward_etcd::clock::Moment::now() + PATIENCE, |mut client| async move {
+        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + PATIENCE, |mut client| async move {
             client.put(key, value, None).await
         }));
     done.unwrap();
@@ -112,7 +112,7 @@ fn a_large_change_is_there_for_the_next_leader_and_what_was_half_written_is_not(
     let store = open(&cluster, &second);
     assert_eq!(store.parts(), &changed);
     let left =
-        cluster.block_on(cluster.call(coreward_etcd::clock::Moment::now() + PATIENCE, |mut client| async move {
+        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + PATIENCE, |mut client| async move {
             client.get("/test/parts/part/9/77", None).await
         }));
     assert_eq!(left.unwrap().count(), 0);
@@ -127,9 +127,10 @@ fn whoever_was_deposed_can_write_nothing() {
     cluster.block_on(store.save(large(1))).unwrap();
     // Its lease is taken from it, as when it was stopped for long; it does not know.
     put(&other, "/test/leader", "somebody");
-    let delete = other.block_on(other.call(coreward_etcd::clock::Moment::now() + PATIENCE, |mut client| async move {
-        client.delete("/test/leader", None).await
-    }));
+    let delete =
+        other.block_on(other.call(coreward_etcd::clock::Deadline::now() + PATIENCE, |mut client| async move {
+            client.delete("/test/leader", None).await
+        }));
     delete.unwrap();
     let second = lead(&other, "b");
     let mut successor = open(&other, &second);
@@ -172,20 +173,20 @@ fn others_wait_and_know_who_leads() {
     let waiting = cluster.clone();
     let second =
         cluster.spawn(async move { candidate("b", LEASE).campaign(waiting, move |now| told.send(now).unwrap()).await });
-    assert_eq!(seen.recv_timeout(PATIENCE).unwrap(), Seen::Leader("a".to_owned()));
+    assert_eq!(seen.recv_timeout(PATIENCE).unwrap(), LeaderState::Leader("a".to_owned()));
     assert!(!second.is_finished());
     cluster.block_on(first.resign()).unwrap();
     let second = cluster.block_on(second).unwrap();
     assert!(second.holds() && !first.holds());
     let now = cluster.block_on(candidate("c", LEASE).read_leader(&cluster)).unwrap();
-    assert_eq!(now, Seen::Leader("b".to_owned()));
+    assert_eq!(now, LeaderState::Leader("b".to_owned()));
 }
 
 #[test]
 fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
-    eventually("etcd has started", || read_leader(&cluster) == Ok(Seen::Nobody));
+    eventually("etcd has started", || read_leader(&cluster) == Ok(LeaderState::Nobody));
     // Nobody knows yet that it has won.
     let lease = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).unwrap());
@@ -193,7 +194,7 @@ fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
     assert!(cluster.block_on(cluster.leave()).unwrap());
     // Its campaign goes on until the process has ended, and wins nothing.
     assert!(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).is_err());
-    assert_eq!(read_leader(&other), Ok(Seen::Nobody));
+    assert_eq!(read_leader(&other), Ok(LeaderState::Nobody));
     let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
     // Who has resigned has nothing left.
     other.block_on(second.resign()).unwrap();
@@ -248,7 +249,7 @@ fn connect(endpoint: &str, tls: &TlsOptions) -> Arc<Cluster> {
     Arc::new(Cluster::new(&[endpoint.to_owned()], Some(tls)).unwrap())
 }
 
-fn read_leader(cluster: &Cluster) -> Result<Seen, String> {
+fn read_leader(cluster: &Cluster) -> Result<LeaderState, String> {
     cluster.block_on(candidate("x", LEASE).read_leader(cluster)).map_err(|error| error.to_string())
 }
 
@@ -286,7 +287,7 @@ fn by_tls_and_with_the_right_certificates_only() {
         println!("{what}: {said}");
         assert!(said.contains(&endpoint) && said.contains(expected), "{what}: {said}");
         cluster.block_on(cluster.clone().renew(options(&own, Some(&own)))).unwrap();
-        assert_eq!(read_leader(&cluster), Ok(Seen::Leader("a".to_owned())), "the next certificates do");
+        assert_eq!(read_leader(&cluster), Ok(LeaderState::Leader("a".to_owned())), "the next certificates do");
     }
     let plain = Cluster::new(&[etcd.member.endpoint()], None).unwrap();
     read_leader(&plain).unwrap_err();

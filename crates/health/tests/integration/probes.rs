@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_health::checker::{Checker, Service};
-use coreward_health::probe::{Prober, Unwell};
+use coreward_health::probe::{ProbeError, Prober};
 use coreward_model::health::{
     Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verdict, Verification,
 };
@@ -61,7 +61,7 @@ fn serve<C: std::io::Read + std::io::Write>(
     });
 }
 
-fn ask(probe: Probe, vip: SocketAddrV4) -> Result<(), Unwell> {
+fn ask(probe: Probe, vip: SocketAddrV4) -> Result<(), ProbeError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(check(probe), vip, None);
     runtime.block_on(prober.ask(*vip.ip()))
@@ -75,7 +75,7 @@ fn tcp() {
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
     let SocketAddr::V4(nobody) = taken.local_addr().unwrap() else { unreachable!("bound to an IPv4 address") };
-    assert_eq!(ask(Probe::Tcp, nobody), Err(Unwell::ConnectionRefused));
+    assert_eq!(ask(Probe::Tcp, nobody), Err(ProbeError::ConnectionRefused));
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn who_says_nothing_is_given_up() {
     let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(Arc::new(quick), address, None);
-    assert_eq!(runtime.block_on(prober.ask(*address.ip())), Err(Unwell::Silent(Duration::from_millis(50))));
+    assert_eq!(runtime.block_on(prober.ask(*address.ip())), Err(ProbeError::Silent(Duration::from_millis(50))));
 }
 
 #[test]

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use coreward_dataplane::lb::COUNTER_NAMES;
-use coreward_metrics::page::Page;
-use coreward_metrics::parts;
-use coreward_metrics::table::Part;
+use coreward_metrics::component;
+use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Component;
 use coreward_wire::{ServiceIndex, v1};
 
 use super::Forwarder;
@@ -17,10 +17,10 @@ impl Forwarder {
     }
 
     /// Returns all metrics as of now. `state`: of all of the daemon.
-    pub fn metrics(&self, state: &v1::LoadBalancerState) -> Page {
-        let mut page = parts::begin(Part::Lb);
+    pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
+        let mut page = component::begin(Component::Lb);
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);
-        parts::load_balancer(&mut page, &self.name, state);
+        component::load_balancer(&mut page, &self.name, state);
         page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
         page.add("coreward_lb_send_drops_total", &[], self.symptoms.send_drops_total as f64);
         page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);
@@ -32,7 +32,7 @@ impl Forwarder {
             self.health.found().map(|(service, _, checked)| (service, (&checked).into())).collect();
         for (service, _) in self.services.values().filter(|(service, _)| service.check.is_some()) {
             let of_service = checked.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
-            parts::health_checks(&mut page, &service.name, of_service);
+            component::health_checks(&mut page, &service.name, of_service);
         }
         for (number, (service, index)) in &self.services {
             let name = service.name.as_str();

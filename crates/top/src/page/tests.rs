@@ -4,7 +4,7 @@ use ratatui::backend::TestBackend;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::seen::Heard;
+use crate::model::ClientEvent;
 use crate::terminal::page_text;
 
 fn server(number: usize, state: &str) -> Value {
@@ -55,15 +55,15 @@ fn loads(uptime_ms: u64, servers: usize) -> Loads {
     .unwrap()
 }
 
-fn seen(servers: usize) -> Seen {
-    let mut seen = Seen::default();
-    seen.take(Heard::Status(Box::new(status(servers))));
-    seen.take(Heard::Loads(loads(1000, servers)));
-    seen.take(Heard::Loads(loads(2000, servers)));
+fn seen(servers: usize) -> Model {
+    let mut seen = Model::default();
+    seen.take(ClientEvent::Status(Box::new(status(servers))));
+    seen.take(ClientEvent::Loads(loads(1000, servers)));
+    seen.take(ClientEvent::Loads(loads(2000, servers)));
     seen
 }
 
-fn page(seen: &Seen, view: &mut View, width: u16, height: u16) -> String {
+fn page(seen: &Model, view: &mut View, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(frame, seen, view)).unwrap();
     page_text(terminal.backend())
@@ -106,7 +106,7 @@ fn a_large_page_has_more_servers() {
 
 #[test]
 fn no_page_is_too_small() {
-    for seen in [Seen::default(), seen(0), seen(1), seen(300)] {
+    for seen in [Model::default(), seen(0), seen(1), seen(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
             page(&seen, &mut View { skipped: 5, ..View::default() }, width, height);
         }
@@ -126,9 +126,9 @@ fn many_cores_share_their_room() {
 #[test]
 fn counts_of_another_start_are_no_rates() {
     let mut seen = seen(2);
-    seen.take(Heard::Loads(loads(500, 2)));
+    seen.take(ClientEvent::Loads(loads(500, 2)));
     assert!(seen.new_connections().is_empty());
     assert!(page(&seen, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
-    seen.take(Heard::Problem("no controller answers".into()));
+    seen.take(ClientEvent::Problem("no controller answers".into()));
     assert!(page(&seen, &mut View::default(), 80, 24).contains("no controller answers"));
 }

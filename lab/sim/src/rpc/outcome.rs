@@ -46,13 +46,13 @@ pub struct Window {
 
 /// Latencies.
 #[derive(Debug, Clone)]
-pub struct Latencies {
+pub struct LatencyHistogram {
     histogram: Histogram<u64>,
     /// Exact, unlike the histogram's.
     sum: u128,
 }
 
-impl Latencies {
+impl LatencyHistogram {
     fn new() -> Self {
         let mut histogram = Histogram::new_with_max(TICKS_PER_UNIT << 10, 3).expect("3 digits are allowed");
         histogram.auto(true);
@@ -86,7 +86,7 @@ impl Latencies {
 #[derive(Debug)]
 pub struct Recorder {
     from: Tick,
-    classes: Vec<Latencies>,
+    classes: Vec<LatencyHistogram>,
     windows: Option<Windows>,
 }
 
@@ -94,7 +94,7 @@ pub struct Recorder {
 struct Windows {
     length: Tick,
     begin: Tick,
-    current: Latencies,
+    current: LatencyHistogram,
     done: Vec<Window>,
 }
 
@@ -104,22 +104,22 @@ impl Recorder {
         let windows = window.map(|length| Windows {
             length: ticks(length),
             begin: 0,
-            current: Latencies::new(),
+            current: LatencyHistogram::new(),
             done: Vec::new(),
         });
-        Self { from: NEVER, classes: (0..classes).map(|_| Latencies::new()).collect(), windows }
+        Self { from: NEVER, classes: (0..classes).map(|_| LatencyHistogram::new()).collect(), windows }
     }
 
     /// The latencies of all classes together; `None` without any.
     pub fn all(&self) -> Option<Quantiles> {
-        let mut all = Latencies::new();
+        let mut all = LatencyHistogram::new();
         self.classes.iter().for_each(|class| all.add(class));
         all.quantiles()
     }
 
     /// The latencies of each class; `None`: no request of that class.
     pub fn classes(&self) -> impl Iterator<Item = Option<Quantiles>> {
-        self.classes.iter().map(Latencies::quantiles)
+        self.classes.iter().map(LatencyHistogram::quantiles)
     }
 
     /// The windows.

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use coreward_daemon::confine::Daemon;
+use coreward_daemon::drop_capabilities::Daemon;
 use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
 use coreward_testbed::http::Connection;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
@@ -47,7 +47,7 @@ fn status(pid: u32, field: &str) -> String {
 }
 
 fn kept(daemon: Daemon) -> String {
-    let set = daemon.keeps().iter().fold(0u64, |set, capability| set | capability.bitmask());
+    let set = daemon.retained().iter().fold(0u64, |set, capability| set | capability.bitmask());
     format!("{set:016x}")
 }
 

@@ -1,6 +1,6 @@
 //! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
 
-use coreward_daemon::confine::Daemon;
+use coreward_daemon::drop_capabilities::Daemon;
 use coreward_testbed::fleet::{Fleet, FleetOptions, Standing, unit_capabilities};
 use coreward_testbed::http::Connection;
 use coreward_testbed::topology::SERVICE;
@@ -51,7 +51,7 @@ fn daemons_need_no_more_than_their_units_leave_them() {
         ("agent-s1", "agent", Daemon::Agent),
     ];
     for (name, unit, daemon) in daemons {
-        let kept = daemon.keeps().iter().fold(0, |set, capability| set | capability.bitmask());
+        let kept = daemon.retained().iter().fold(0, |set, capability| set | capability.bitmask());
         assert_eq!(effective(fleet.daemon(name).unwrap().pid()), kept, "{name}");
         let left = unit_capabilities(unit).unwrap().into_iter().fold(0, |set, name| set | capability(name).bitmask());
         assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-use coreward_metrics::table::{METRICS, Part};
+use coreward_metrics::table::{Component, METRICS};
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
 use prometheus_parse::{Scrape, Value};
@@ -46,7 +46,7 @@ fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
 }
 
 /// The metrics that a part serves are those of the table, but for what has not happened.
-fn complete(part: Part, values: &Values) {
+fn complete(part: Component, values: &Values) {
     let of_table = |name: &str| {
         METRICS.iter().find(|metric| {
             let suffix = name.strip_prefix(metric.name);
@@ -101,8 +101,8 @@ fn endpoints_serve_what_the_table_says() {
     let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
     let server = site.testbed.server(1).unwrap();
     let whole = |host: &Namespace| scrape(&site, host).unwrap();
-    complete(Part::Lb, &whole(balancer));
-    complete(Part::Agent, &whole(server));
+    complete(Component::Lb, &whole(balancer));
+    complete(Component::Agent, &whole(server));
     // The controller has what a load balancer said last, at most a second ago.
     eventually(*TIMEOUT, "the controller knows what its load balancer says", || {
         let (known, said) = (whole(controller), whole(balancer));
@@ -110,7 +110,7 @@ fn endpoints_serve_what_the_table_says() {
         first(&known) > 0.0 && first(&known) == first(&said)
     });
     let (known, said) = (whole(controller), whole(balancer));
-    complete(Part::Controller, &known);
+    complete(Component::Controller, &known);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
         assert!(sum(&said, name, ("decision", "first")) > 100.0, "{name}");
     }

@@ -1,6 +1,6 @@
 //! State in named parts, of which a change replaces some. The state of 10,000 servers exceeds etcd's limits: requests
 //! of 1.5 MB, transactions of 128 operations. So a change first writes its parts under its number. One transaction then
-//! replaces the manifest, which names the parts in force. Parts without a manifest are deleted by the next leader.
+//! replaces the manifest, which names the parts in force. Chunks without a manifest are deleted by the next leader.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use etcd_client::{Client, GetOptions, TxnOp};
 use serde::{Deserialize, Serialize};
 
 use crate::EtcdError;
-use crate::clock::Moment;
+use crate::clock::Deadline;
 use crate::leadership::{Guarded, Leadership};
 
 /// Layout of the manifest.
@@ -19,22 +19,22 @@ const FORMAT: u32 = 1;
 const MOST_OPERATIONS: usize = 100;
 /// etcd's --max-request-bytes is 1.5 MiB.
 const MOST_BYTES: usize = 1_000_000;
-/// Parts per read.
+/// Chunks per read.
 const PAGE: i64 = 64;
 const LARGEST_ANSWER: usize = 256 << 20;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// State by part.
-pub type Parts = BTreeMap<String, Vec<u8>>;
+pub type Chunks = BTreeMap<String, Vec<u8>>;
 
 /// State of the leader, the only writer.
-pub struct PartStore {
+pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     prefix: String,
     manifest: Manifest,
     /// Modification revision of the manifest; 0: none.
     revision: i64,
-    saved: Parts,
+    saved: Chunks,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,7 +45,7 @@ struct Manifest {
     parts: BTreeMap<String, u64>,
 }
 
-impl PartStore {
+impl ChunkedStore {
     /// Reads the state.
     pub async fn open(leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
         let mut store = Self {
@@ -53,7 +53,7 @@ impl PartStore {
             prefix: prefix.to_owned(),
             manifest: Manifest { format: FORMAT, ..Manifest::default() },
             revision: 0,
-            saved: Parts::new(),
+            saved: Chunks::new(),
         };
         store.load().await?;
         store.tidy().await?;
@@ -61,7 +61,7 @@ impl PartStore {
     }
 
     /// Returns the state in force; empty before the first change.
-    pub fn parts(&self) -> &Parts {
+    pub fn parts(&self) -> &Chunks {
         &self.saved
     }
 
@@ -92,7 +92,7 @@ impl PartStore {
             let key = key.clone();
             async move { client.get(key, None).await }
         };
-        let found = self.leadership.cluster().call(Moment::now() + PATIENCE, request).await?;
+        let found = self.leadership.cluster().call(Deadline::now() + PATIENCE, request).await?;
         let Some(written) = found.kvs().first() else { return Ok(()) };
         let manifest: Manifest =
             serde_json::from_slice(written.value()).map_err(|error| self.content_error(&key, error))?;
@@ -113,8 +113,8 @@ impl PartStore {
     }
 
     /// Reads all keys below `parts`.
-    async fn read_all(&self, at: i64, keys_only: bool) -> Result<Parts, EtcdError> {
-        let mut all = Parts::new();
+    async fn read_all(&self, at: i64, keys_only: bool) -> Result<Chunks, EtcdError> {
+        let mut all = Chunks::new();
         let mut from = self.all_parts_key().into_bytes();
         // '0' follows '/'.
         let end = format!("{}/parts0", self.prefix);
@@ -128,7 +128,7 @@ impl PartStore {
                 let mut client = client.kv_client().max_decoding_message_size(LARGEST_ANSWER);
                 async move { client.get(from, Some(options)).await }
             };
-            let mut page = self.leadership.cluster().call(Moment::now() + PATIENCE, request).await?;
+            let mut page = self.leadership.cluster().call(Deadline::now() + PATIENCE, request).await?;
             let more = page.more();
             for pair in page.take_kvs() {
                 let (key, value) = pair.into_key_value();
@@ -156,7 +156,7 @@ impl PartStore {
 
     /// Replaces the state; writes only differences. Without an answer from etcd it retries until the lease ends: then
     /// the outcome is unknown, and this process no longer leads.
-    pub async fn save(&mut self, parts: Parts) -> Result<(), EtcdError> {
+    pub async fn save(&mut self, parts: Chunks) -> Result<(), EtcdError> {
         let mut next = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut superseded = Vec::new();
         for (name, number) in &self.manifest.parts {

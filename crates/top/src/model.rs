@@ -9,7 +9,7 @@ const SAMPLES: usize = 6;
 
 /// What was heard last.
 #[derive(Debug, Default)]
-pub struct Seen {
+pub struct Model {
     /// Everything but loads.
     pub status: Option<Status>,
     /// The oldest first; all of one start of the controller.
@@ -20,7 +20,7 @@ pub struct Seen {
 
 /// What is heard.
 #[derive(Debug)]
-pub enum Heard {
+pub enum ClientEvent {
     /// Everything but loads.
     Status(Box<Status>),
     /// What changes all the time.
@@ -29,16 +29,16 @@ pub enum Heard {
     Problem(String),
 }
 
-impl Seen {
+impl Model {
     /// Takes in what was heard.
-    pub fn take(&mut self, heard: Heard) {
+    pub fn take(&mut self, heard: ClientEvent) {
         match heard {
-            Heard::Problem(problem) => self.problem = Some(problem),
-            Heard::Status(status) => {
+            ClientEvent::Problem(problem) => self.problem = Some(problem),
+            ClientEvent::Status(status) => {
                 self.problem = None;
                 self.status = Some(*status);
             }
-            Heard::Loads(loads) => {
+            ClientEvent::Loads(loads) => {
                 self.problem = None;
                 // Another start of the controller, or another controller: its counts are of another time.
                 if self.loads.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {

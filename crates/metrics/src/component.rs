@@ -2,19 +2,19 @@
 
 use coreward_wire::v1;
 
-use crate::page::Page;
-use crate::table::Part;
+use crate::snapshot::Snapshot;
+use crate::table::Component;
 
 /// What every part says.
-pub fn begin(part: Part) -> Page {
-    let mut page = Page::default();
+pub fn begin(part: Component) -> Snapshot {
+    let mut page = Snapshot::default();
     page.add("coreward_build_info", &[part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     page
 }
 
 /// A server's programs. `syns`: that came by the predicted receive queue, and by another.
 pub fn server_counters<'a>(
-    page: &mut Page,
+    page: &mut Snapshot,
     server: &str,
     syns: (u64, u64),
     counters: impl Iterator<Item = (&'a String, &'a u64)>,
@@ -28,7 +28,7 @@ pub fn server_counters<'a>(
 }
 
 /// A load balancer, all services together.
-pub fn load_balancer(page: &mut Page, name: &str, state: &v1::LoadBalancerState) {
+pub fn load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
             Some(reason) => page.add("coreward_lb_drops_total", &[name, reason], *count as f64),
@@ -45,7 +45,11 @@ pub fn load_balancer(page: &mut Page, name: &str, state: &v1::LoadBalancerState)
 
 /// A load balancer's health checks, of one service: how many were made and how many of them failed, and what they say of
 /// its servers.
-pub fn health_checks<'a>(page: &mut Page, service: &str, servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone) {
+pub fn health_checks<'a>(
+    page: &mut Snapshot,
+    service: &str,
+    servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone,
+) {
     let failed: u64 = servers.clone().map(|server| server.failures).sum();
     let made: u64 = servers.clone().map(|server| server.checks).sum();
     page.add("coreward_health_checks_total", &[service, "passed"], made.saturating_sub(failed) as f64);
@@ -59,7 +63,7 @@ pub fn health_checks<'a>(page: &mut Page, service: &str, servers: impl Iterator<
 }
 
 /// Requests of UDP services.
-pub fn dispatch(page: &mut Page, server: &str, services: &[v1::DispatchedService]) {
+pub fn dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {
             let number = worker.worker.to_string();
@@ -84,10 +88,13 @@ mod tests {
         let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
-        let mut page = begin(Part::Dispatch);
+        let mut page = begin(Component::Dispatch);
         dispatch(&mut page, "", &[service]);
-        let expected: Vec<&str> =
-            METRICS.iter().filter(|metric| metric.parts.contains(&Part::Dispatch)).map(|metric| metric.name).collect();
+        let expected: Vec<&str> = METRICS
+            .iter()
+            .filter(|metric| metric.parts.contains(&Component::Dispatch))
+            .map(|metric| metric.name)
+            .collect();
         let mut found: Vec<&str> = page.names().collect();
         found.sort_by_key(|name| METRICS.iter().position(|metric| metric.name == *name));
         assert_eq!(found, expected);

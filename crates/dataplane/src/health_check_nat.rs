@@ -20,7 +20,7 @@ pub const PATHS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
 
 /// One connection of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct CheckedPath {
+pub struct NatEntry {
     /// The server's own address, to which the load balancer connects.
     pub server: Ipv4Addr,
     /// What the server is asked as.
@@ -31,7 +31,7 @@ pub struct CheckedPath {
     pub own_port: u16,
 }
 
-impl CheckedPath {
+impl NatEntry {
     /// Key and value of each direction: as packets carry them.
     fn entries(&self) -> [(intf::checked_path, Ipv4Addr); 2] {
         let key = |address: Ipv4Addr| intf::checked_path {
@@ -46,13 +46,13 @@ impl CheckedPath {
 /// The programs at the device; they end with this value.
 #[derive(Debug)]
 pub struct CheckedPaths {
-    paths: Arc<Paths>,
+    paths: Arc<NatTable>,
     _held: [Held; 2],
 }
 
 /// Which connections reach a server at the VIP.
 #[derive(Debug)]
-pub struct Paths(MapHandle);
+pub struct NatTable(MapHandle);
 
 impl CheckedPaths {
     /// Loads the programs and holds them at the device.
@@ -69,21 +69,21 @@ impl CheckedPaths {
             tc::hold(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
             tc::hold(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,
         ];
-        Ok(Self { paths: Arc::new(Paths(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
+        Ok(Self { paths: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
     }
 
     /// For whoever makes the connections, in any thread.
-    pub fn paths(&self) -> &Arc<Paths> {
+    pub fn paths(&self) -> &Arc<NatTable> {
         &self.paths
     }
 }
 
-impl Paths {
+impl NatTable {
     /// From now on this connection's packets reach the server at the VIP.
     ///
     /// # Errors
     /// When there are [`PATHS`] already.
-    pub fn add(&self, path: &CheckedPath) -> anyhow::Result<()> {
+    pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
         for (key, to) in path.entries() {
             self.0.update(key.as_bytes(), &to.octets(), MapFlags::ANY).context("a path for a health check")?;
         }
@@ -91,7 +91,7 @@ impl Paths {
     }
 
     /// From now on they do not.
-    pub fn remove(&self, path: &CheckedPath) {
+    pub fn remove(&self, path: &NatEntry) {
         for (key, _) in path.entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
                 tracing::debug!("{path:?}: {error}");

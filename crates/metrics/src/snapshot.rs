@@ -9,7 +9,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
-use crate::latency::Latencies;
+use crate::latency::LatencyHistogram;
 use crate::table::{Kind, METRICS, Metric};
 
 /// So many series of a metric are served; what is beyond is summed (or the largest of it given) under this label.
@@ -22,12 +22,12 @@ type Series = Vec<(Vec<String>, f64)>;
 
 /// Values of one moment, by metric and labels.
 #[derive(Debug, Clone, Default)]
-pub struct Page {
+pub struct Snapshot {
     series: BTreeMap<&'static str, Series>,
-    latencies: BTreeMap<&'static str, Latencies>,
+    latencies: BTreeMap<&'static str, LatencyHistogram>,
 }
 
-impl Page {
+impl Snapshot {
     /// # Panics
     /// When no metric has that name, or another number of labels: the tests of every part meet all that it serves.
     pub fn add(&mut self, name: &str, labels: &[&str], value: f64) {
@@ -38,7 +38,7 @@ impl Page {
     /// Values of one that has two labels, of which the second one counts from 0: ten thousand servers have half a million cores.
     ///
     /// # Panics
-    /// As [`Page::add`].
+    /// As [`Snapshot::add`].
     pub fn add_numbered(&mut self, name: &str, label: &str, values: impl Iterator<Item = f64>) {
         let (metric, series) = self.series(name, 2);
         for (number, value) in values.enumerate() {
@@ -54,7 +54,7 @@ impl Page {
 
     /// # Panics
     /// When no histogram has that name.
-    pub fn add_latencies(&mut self, name: &str, latencies: Latencies) {
+    pub fn add_latencies(&mut self, name: &str, latencies: LatencyHistogram) {
         let metric = find(name).filter(|metric| metric.kind == Kind::Histogram);
         self.latencies.insert(metric.unwrap_or_else(|| panic!("no histogram {name}")).name, latencies);
     }
@@ -83,7 +83,7 @@ fn push(series: &mut Series, kind: Kind, value: f64, labels: impl FnOnce() -> Ve
             if last.0.iter().any(|label| label != OTHERS) {
                 last.0.iter_mut().for_each(|label| OTHERS.clone_into(label));
             }
-            last.1 = if kind == Kind::Extreme { last.1.max(value) } else { last.1 + value };
+            last.1 = if kind == Kind::MaxGauge { last.1.max(value) } else { last.1 + value };
         }
         _ => series.push((labels(), value)),
     }
@@ -93,13 +93,13 @@ fn find(name: &str) -> Option<&'static Metric> {
     METRICS.iter().find(|metric| metric.name == name)
 }
 
-impl Collector for Page {
+impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         for metric in METRICS {
             if let Some(latencies) = self.latencies.get(metric.name) {
                 let mut histogram = encoder.encode_descriptor(metric.name, metric.help, None, MetricType::Histogram)?;
-                let classes = latencies.classes();
-                histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &classes, None)?;
+                let buckets = latencies.buckets();
+                histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &buckets, None)?;
             }
             let Some(series) = self.series.get(metric.name) else { continue };
             let counts = metric.kind == Kind::Counter;
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn a_page_is_what_prometheus_reads() {
-        let mut page = Page::default();
+        let mut page = Snapshot::default();
         page.add("coreward_reports_refused_total", &["no_cores"], 3.0);
         page.add("coreward_server_core_load_ratio", &["a \"b\"\\", "0"], 0.25);
         page.add("coreward_reports_accepted_total", &[], 18_446_744_073_709.0);
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn series_that_are_too_many_are_put_together() {
-        let mut page = Page::default();
+        let mut page = Snapshot::default();
         for server in 0..MAX_SERIES + 10 {
             page.add("coreward_server_open_connections", &[&format!("s{server}")], 1.0);
             page.add("coreward_server_report_age_seconds", &[&format!("s{server}")], server as f64);

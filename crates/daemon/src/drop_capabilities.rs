@@ -22,7 +22,7 @@ pub enum Daemon {
 impl Daemon {
     /// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are loaded again when services
     /// change.
-    pub fn keeps(self) -> &'static [Capability] {
+    pub fn retained(self) -> &'static [Capability] {
         use Capability::{CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE};
         match self {
             Self::Controller | Self::Rack => &[],
@@ -39,12 +39,12 @@ impl Daemon {
     /// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
     /// CAP_SYS_PTRACE, since keys are in memory. Capabilities belong to threads: call it before the first is started.
     pub fn confine(self) -> anyhow::Result<()> {
-        let keeps: CapsHashSet = self.keeps().iter().copied().collect();
+        let retained: CapsHashSet = self.retained().iter().copied().collect();
         let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
-        let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&keeps).copied().collect();
-        let effective: CapsHashSet = has(CapSet::Effective)?.intersection(&keeps).copied().collect();
+        let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&retained).copied().collect();
+        let effective: CapsHashSet = has(CapSet::Effective)?.intersection(&retained).copied().collect();
         if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
-            for capability in has(CapSet::Bounding)?.difference(&keeps) {
+            for capability in has(CapSet::Bounding)?.difference(&retained) {
                 caps::drop(None, CapSet::Bounding, *capability)?;
             }
         }
