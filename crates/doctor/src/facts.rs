@@ -1,4 +1,4 @@
-//! What there is to know of a machine. Plain data: tests make their own.
+//! Facts about a machine, as plain data, so tests can construct them.
 
 use coreward_model::rss::InputTransform;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,7 @@ use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
 
-/// What the machine is for.
+/// Role of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Role {
     /// `coreward lb`
@@ -26,7 +26,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// As the command line has it.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Role::Lb => "lb",
@@ -36,254 +36,254 @@ impl Role {
     }
 }
 
-/// What the daemon's file says, or its defaults.
+/// Settings of the daemon's file, or defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// The device of the services' packets; a controller has none.
+    /// Device of the services' packets; a controller has none.
     pub interface: Option<String>,
-    /// Where the daemon pins.
+    /// Directory of the pins.
     pub pin_directory: Option<PathBuf>,
-    /// Where the controllers listen.
+    /// Addresses of the controllers.
     pub controllers: Vec<SocketAddr>,
-    /// An agent's: it sets net.ipv4.tcp_timestamps itself.
+    /// Agent: whether it sets net.ipv4.tcp_timestamps.
     pub manage_timestamps: bool,
-    /// The load of cores is the busy time of CPUs.
+    /// Whether load is the busy time of CPUs.
     pub load_by_cpu_time: bool,
-    /// An agent's: which worker takes the connections of a core.
+    /// Agent: selection of workers.
     pub steer: Steer,
-    /// A load balancer's.
+    /// Load balancer: XDP mode.
     pub xdp_mode: XdpMode,
-    /// A load balancer's: the routing table by which it announces VIPs.
+    /// Load balancer: routing table of its announcements.
     pub announce_table: Option<u32>,
 }
 
-/// Everything.
+/// All facts.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// What the machine is for.
+    /// Role.
     pub role: Role,
-    /// What its daemon is told.
+    /// Settings.
     pub settings: Settings,
-    /// The kernel.
+    /// Kernel.
     pub kernel: Kernel,
-    /// Names of the capabilities that this process lacks.
+    /// Missing capabilities.
     pub missing_rights: Vec<&'static str>,
-    /// RLIMIT_NOFILE, the hard limit: as far as a daemon can raise its own.
+    /// Hard limit of open files, which a daemon can use.
     pub open_files: u64,
-    /// By path below /proc/sys; what is not there does not stand here.
+    /// Sysctls by path below /proc/sys; missing ones are absent.
     pub sysctls: BTreeMap<String, String>,
-    /// Where pins are to be.
+    /// File system of the pins.
     pub bpf_file_system: BpfFileSystem,
-    /// Why what is pinned cannot be taken over.
+    /// Reason why pins cannot be taken over.
     pub pins_problem: Option<String>,
-    /// The device; `None`: there is none of that name, or none was named.
+    /// Device; `None`: it does not exist, or was not named.
     pub device: Option<Device>,
     /// IPv4 addresses of all devices.
     pub addresses: Vec<Address>,
     /// Devices of default routes.
     pub default_routes: BTreeSet<String>,
-    /// CPUs that run.
+    /// Online CPUs.
     pub cpus: usize,
-    /// The clocks.
+    /// Clocks.
     pub clock: Clock,
     /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
-    /// Which controller answered, or why none did; `None`: no address of one is known, or this is its machine.
+    /// Controller that answered, or the error; `None`: no address, or this is its machine.
     pub controller: Option<Result<SocketAddr, String>>,
-    /// Services of this server, or of this load balancer.
+    /// Services of this machine.
     pub services: Vec<Service>,
     /// Servers of these services, with their addresses.
     pub servers: BTreeMap<String, Ipv4Addr>,
-    /// Reports that the controller refused as being from the future.
+    /// Reports rejected as sent in the future.
     pub reports_from_the_future: u64,
-    /// How VIPs are announced; `None`: not by coreward.
+    /// Announcement of VIPs; `None`: not by coreward.
     pub announcement: Option<Announcement>,
-    /// What a controller needs.
+    /// Facts about a controller.
     pub controller_place: Option<ControllerPlace>,
-    /// Threads that poll.
+    /// Polling threads.
     pub polling: Vec<PollingThread>,
-    /// Those of `[tls]`; empty: it has none.
+    /// Certificates of `[tls]`.
     pub certificates: Vec<CertificateFacts>,
 }
 
-/// A thread that is pinned to one CPU and never waits: a server that polls, or one at full load.
+/// Thread that is pinned to one CPU and never waits: it polls, or is at full load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PollingThread {
-    /// Its id.
+    /// Thread id.
     pub thread: u32,
-    /// Its name.
+    /// Name.
     pub name: String,
     /// Its CPU.
     pub cpu: usize,
 }
 
-/// A certificate that the daemon has.
+/// Certificate of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFacts {
-    /// "own", or "ca": an authority's.
+    /// "own", or "ca" of an authority.
     pub which: &'static str,
-    /// Whose it is.
+    /// Subject.
     pub subject: String,
-    /// Why it is no use to this daemon, though it is right: it is for somebody else.
+    /// Identity, if it is another daemon's.
     pub wrong_owner: Option<String>,
-    /// How long it is good yet; zero: it has ended.
+    /// Remaining validity; zero: expired.
     pub remains: Duration,
-    /// Less than a third of its life is left.
+    /// Whether less than a third of its validity remains.
     pub is_old: bool,
 }
 
-/// What VIPs need to be announced.
+/// Requirements of announced VIPs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announcement {
-    /// The routing table.
+    /// Routing table.
     pub table: u32,
-    /// Rules of the kernel that look at it, as `ip rule` shows them, or why they cannot be seen.
+    /// `ip rule` entries that use the table, or the error.
     pub rules: Result<Vec<String>, String>,
-    /// A routing daemon runs: its name.
+    /// Name of the running routing daemon.
     pub daemon: Option<String>,
 }
 
-/// The kernel.
+/// Kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
-    /// As `uname -r` has it.
+    /// Release, as of `uname -r`.
     pub release: String,
-    /// /sys/kernel/btf/vmlinux is there.
+    /// Whether /sys/kernel/btf/vmlinux exists.
     pub type_information: bool,
-    /// What the kernel said to each program of the role; empty: it was not asked, for want of rights.
+    /// Result of loading each program of the role; empty without capabilities.
     pub programs: BTreeMap<&'static str, Result<(), String>>,
 }
 
-/// Where pins are to be.
+/// File system of the pins.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BpfFileSystem {
-    /// The nearest directory above the pins that exists.
+    /// Nearest existing directory above the pins.
     pub directory: PathBuf,
-    /// It is on a BPF file system.
+    /// Whether it is a BPF file system.
     pub is_bpf: bool,
 }
 
-/// The device of the services' packets.
+/// Device of the services' packets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// Set up, and with a carrier.
+    /// Whether it is up, with a carrier.
     pub running: bool,
-    /// It has a MAC address.
+    /// Whether it has a MAC address.
     pub ethernet: bool,
-    /// Bytes.
+    /// MTU, bytes.
     pub mtu: u32,
-    /// The driver's name.
+    /// Name of the driver.
     pub driver: String,
-    /// `None`: the driver does not tell.
+    /// Channels; `None`: the driver does not report them.
     pub channels: Option<Channels>,
-    /// It merges what it receives in hardware.
+    /// Whether it merges received packets in hardware.
     pub lro: bool,
-    /// Whether UDP is hashed by its ports; `None`: the driver does not tell.
+    /// Whether UDP is hashed by ports; `None`: the driver does not report it.
     pub udp_ports: Option<bool>,
     /// XDP programs.
     pub xdp: Xdp,
-    /// Whether the other end has an XDP program; `None`: the device is no veth, or the other end is not shown.
+    /// Whether the other end has an XDP program; `None`: no veth, or the other end is not visible.
     pub veth_peer_has_xdp: Option<bool>,
-    /// Counters of frames that XDP programs sent and the driver dropped, where they are not 0.
+    /// Counters, other than 0, of frames that XDP sent and the driver dropped.
     pub xdp_send_errors: Vec<(String, u64)>,
-    /// The id of coreward's own, by its pinned link.
+    /// Id of coreward's program, by its pinned link.
     pub own_xdp: Option<u32>,
-    /// What overrides RSS.
+    /// Settings that override RSS.
     pub rss_conflicts: RssConflicts,
-    /// The interrupts that are found, by receive queue.
+    /// Known interrupts by receive queue.
     pub interrupts: BTreeMap<u16, Interrupt>,
-    /// Entries of the indirection table and what is done to the hash's input, if key and table can be used; else why not.
+    /// Entries of the indirection table and transform of the hash's input, or the problem.
     pub rss: Result<(usize, InputTransform), RssProblem>,
-    /// The driver moves open connections by itself (ATR); `None`: it cannot.
+    /// Whether the driver moves open connections (ATR); `None`: it cannot.
     pub moves_connections: Option<bool>,
-    /// It takes VLAN tags off what it receives.
+    /// Whether it removes VLAN tags of received frames.
     pub strips_vlan_tags: bool,
-    /// VLAN devices on top of it.
+    /// VLAN devices on it.
     pub vlans: Vec<String>,
-    /// /sys is of this network namespace: without it RPS and interrupts are not seen.
+    /// Whether /sys is of this network namespace; otherwise RPS and interrupts are not visible.
     pub seen_in_sys: bool,
 }
 
-/// Why nobody can tell where a device sends a connection.
+/// Reason why the receive queue of a connection is unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RssProblem {
-    /// It has no table to show.
+    /// It shows no table.
     None(String),
-    /// It hashes in another way, or cannot be asked.
+    /// It uses another hash, or reports none.
     Other(String),
 }
 
-/// An address of a device.
+/// Address of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// The device's name.
+    /// Name of the device.
     pub device: String,
-    /// The address.
+    /// Address.
     pub address: Ipv4Addr,
-    /// Its network's mask.
+    /// Netmask.
     pub mask: Ipv4Addr,
 }
 
 impl Address {
-    /// Whether `other` is in the network of this address.
+    /// Returns whether `other` is in its network.
     pub fn reaches(&self, other: Ipv4Addr) -> bool {
         let mask = self.mask.to_bits();
         self.address.to_bits() & mask == other.to_bits() & mask
     }
 }
 
-/// The clocks.
+/// Clocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Clock {
-    /// Of the kernel; empty: not known.
+    /// Clock source of the kernel; empty: unknown.
     pub source: String,
-    /// The kernel is told by somebody (NTP) that its wall clock is right; `None`: not known.
+    /// Whether the wall clock is synchronised (NTP); `None`: unknown.
     pub synchronised: Option<bool>,
 }
 
 /// Firewalls and connection tracking of this network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Netfilter {
-    /// nftables' chains (iptables-nft's among them), or why they are not known.
+    /// Chains of nftables, also of iptables-nft, or the error.
     pub chains: Result<Vec<Chain>, String>,
-    /// Tables of the old iptables.
+    /// Tables of legacy iptables.
     pub legacy_tables: Vec<String>,
 }
 
-/// A chain.
+/// Chain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Chain {
     /// Family, table and name.
     pub name: String,
-    /// Where packets come to it, if they do.
+    /// Hook; empty without one.
     pub hook: String,
-    /// What no rule decides is dropped.
+    /// Whether its policy is to drop.
     pub drops: bool,
-    /// A rule accepts something, or goes to another chain.
+    /// Whether a rule accepts packets or jumps to another chain.
     pub accepts: bool,
-    /// A rule asks for a connection's state, or rewrites addresses.
+    /// Whether a rule uses the connection's state or NAT.
     pub tracks: bool,
-    /// A rule takes packets from connection tracking.
+    /// Whether a rule exempts packets from connection tracking.
     pub untracks: bool,
 }
 
-/// A service.
+/// Service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Its name.
+    /// Name.
     pub name: String,
     /// VIP, port, protocol.
     pub address: ServiceAddress,
-    /// The load balancers stamp it (`timestamps = "lb"`).
+    /// Whether load balancers stamp it (`timestamps = "lb"`).
     pub stamped_by_lb: bool,
-    /// Its timestamps are stamped by somebody.
+    /// Whether it is stamped at all.
     pub stamped: bool,
-    /// Who serves it on this machine, or why that is not known; `None`: it is not this machine's to serve.
+    /// Its sockets here, or the error; `None`: not served by this machine.
     pub sockets: Option<Result<Sockets, String>>,
 }
 
 impl Service {
-    /// The VIP, where it is IPv4.
+    /// Returns its IPv4 VIP.
     pub fn vip(&self) -> Option<Ipv4Addr> {
         match self.address.socket.ip() {
             IpAddr::V4(vip) => Some(vip),
@@ -292,75 +292,75 @@ impl Service {
     }
 }
 
-/// Sockets that take a service's connections or datagrams.
+/// Sockets of a service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sockets {
-    /// How many.
+    /// Number of sockets.
     pub count: usize,
-    /// They have SO_REUSEPORT; `None`: not known.
+    /// Whether they have SO_REUSEPORT; `None`: unknown.
     pub reuseport: Option<bool>,
-    /// Of each process that waits for one: CPUs that it may run on.
+    /// Allowed CPUs of each process that waits for one.
     pub workers: Vec<BTreeSet<usize>>,
 }
 
-/// What a controller needs.
+/// Facts about a controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerPlace {
-    /// Where it listens.
+    /// Listening address.
     pub listen: SocketAddr,
-    /// `None`: it can be bound; else why not.
+    /// Error of binding it.
     pub listen_problem: Option<String>,
-    /// A controller answers there.
+    /// Whether a controller answers there.
     pub running: bool,
-    /// Where it keeps what must survive.
+    /// Its records.
     pub store: StoreFacts,
 }
 
-/// Where a controller keeps what must survive.
+/// Store of the records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreFacts {
-    /// In a file.
+    /// A file.
     File {
-        /// The file.
+        /// Path.
         path: PathBuf,
-        /// Why it cannot be made or written.
+        /// Reason why it cannot be created or written.
         problem: Option<String>,
-        /// Its permission bits; `None`: it is not there yet.
+        /// Permission bits; `None`: no such file.
         mode: Option<u32>,
     },
-    /// In etcd.
+    /// etcd.
     Etcd {
-        /// Its members.
+        /// Endpoints.
         endpoints: Vec<String>,
-        /// Who leads, in words, or why etcd cannot be asked.
+        /// Leader, or the error.
         leader: Result<String, String>,
     },
 }
 
 impl Facts {
-    /// The device's name, as the file has it.
+    /// Returns the name of the device.
     pub fn interface(&self) -> &str {
         self.settings.interface.as_deref().unwrap_or_default()
     }
 
-    /// A sysctl that is a number.
+    /// Returns a numeric sysctl.
     pub fn sysctl(&self, path: &str) -> Option<u32> {
         self.sysctls.get(path)?.trim().parse().ok()
     }
 
-    /// Of net.ipv4.conf: (all, the device's).
+    /// Returns net.ipv4.conf of (all, the device).
     pub fn device_sysctl(&self, name: &str) -> Option<(u32, u32)> {
         let of = |device: &str| self.sysctl(&device_sysctl(device, name));
         Some((of("all")?, of(self.interface())?))
     }
 
-    /// VIPs of the services, each once.
+    /// Returns the VIPs of the services.
     pub fn vips(&self) -> BTreeSet<Ipv4Addr> {
         self.services.iter().filter_map(Service::vip).collect()
     }
 }
 
-/// Path of a device's sysctl below /proc/sys.
+/// Returns the path of a device's sysctl below /proc/sys.
 pub fn device_sysctl(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")
 }

@@ -1,23 +1,23 @@
-//! What a check says.
+//! Findings of checks.
 
 use std::path::PathBuf;
 
-/// How bad it is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// As it should be.
+    /// As expected.
     Ok,
-    /// It could not be seen.
+    /// Not visible.
     Unknown,
-    /// It works, but slower, or on other cores than coreward believes.
+    /// Slower, or on other cores than predicted.
     Warning,
     /// Packets or connections are lost, or the daemon does not start.
     Fault,
 }
 
 impl Severity {
-    /// As the report prints it.
+    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Severity::Ok => "ok",
@@ -28,48 +28,48 @@ impl Severity {
     }
 }
 
-/// One thing that was seen.
+/// Finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// How bad it is.
+    /// Severity.
     pub severity: Severity,
-    /// What there is.
+    /// Observation.
     pub found: String,
-    /// Why it matters; empty where all is well.
+    /// Consequence; empty for `Ok`.
     pub why: String,
-    /// What mends it, in this order.
+    /// Steps of the repair.
     pub remedy: Vec<Remediation>,
 }
 
-/// A step that mends something.
+/// Step of a repair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remediation {
-    /// For a shell.
+    /// Shell command.
     pub command: String,
-    /// The same, where `--fix` may do it.
+    /// Equivalent that `--fix` may execute.
     pub fix: Option<Fix>,
 }
 
-/// What `--fix` may do: nothing of it can cut a connection.
+/// Repair by `--fix`; none can break a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fix {
     /// Sets a sysctl, now and in a drop-in file for the next boot.
     Sysctl {
-        /// Below /proc/sys.
+        /// Path below /proc/sys.
         path: String,
-        /// What it is to be.
+        /// New value.
         value: &'static str,
     },
-    /// Writes into a file of /sys: until the next boot.
+    /// Writes a file of /sys, until the next boot.
     Write {
-        /// The file.
+        /// Path.
         path: PathBuf,
-        /// What is written.
+        /// Content.
         value: &'static str,
     },
     /// Mounts the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
     MountBpf,
-    /// Takes a file from everybody but its owner.
+    /// Removes access of all but the owner.
     OwnerOnly(PathBuf),
 }
 
@@ -78,44 +78,44 @@ impl Finding {
         Self { severity, found: found.into(), why: why.to_owned(), remedy: Vec::new() }
     }
 
-    /// All is well.
+    /// Returns an `Ok`.
     pub fn ok(found: impl Into<String>) -> Self {
         Self::new(Severity::Ok, found, "")
     }
 
-    /// It could not be seen.
+    /// Returns an `Unknown`.
     pub fn unknown(found: impl Into<String>) -> Self {
         Self::new(Severity::Unknown, found, "")
     }
 
-    /// It works, but slower or elsewhere.
+    /// Returns a warning.
     pub fn warning(found: impl Into<String>, why: &str) -> Self {
         Self::new(Severity::Warning, found, why)
     }
 
-    /// It does not work.
+    /// Returns a fault.
     pub fn fault(found: impl Into<String>, why: &str) -> Self {
         Self::new(Severity::Fault, found, why)
     }
 
-    /// A fault if `worse`, otherwise a warning.
+    /// Returns a fault if `worse`, else a warning.
     pub fn fault_if(worse: bool, found: impl Into<String>, why: &str) -> Self {
         Self::new(if worse { Severity::Fault } else { Severity::Warning }, found, why)
     }
 
-    /// A step that a person must take.
+    /// Adds a step for the operator.
     pub fn remedy(mut self, command: impl Into<String>) -> Self {
         self.remedy.push(Remediation { command: command.into(), fix: None });
         self
     }
 
-    /// A step that `--fix` takes.
+    /// Adds a step for `--fix`.
     pub fn fix(mut self, fix: Fix) -> Self {
         self.remedy.push(Remediation { command: fix.command(), fix: Some(fix) });
         self
     }
 
-    /// A sysctl to set; `--fix` does it if that is `safe`.
+    /// Adds a sysctl to set, by `--fix` if `safe`.
     pub fn sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
         if safe { self.fix(fix) } else { self.remedy(fix.command()) }
@@ -123,10 +123,10 @@ impl Finding {
 }
 
 impl Fix {
-    /// The same for a shell.
+    /// Returns the shell command.
     pub fn command(&self) -> String {
         match self {
-            // With slashes: a device's name may have dots.
+            // With slashes, as names of devices may have dots.
             Fix::Sysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
             Fix::Write { path, value } => format!("echo {value} > {}", path.display()),
             Fix::MountBpf => "mount -t bpf bpf /sys/fs/bpf".to_owned(),
@@ -135,7 +135,7 @@ impl Fix {
     }
 }
 
-/// As sysctl(8) and sysctl.d(5) take it: dots for slashes, unless a device's name has dots of its own.
+/// Returns the name for sysctl.d(5): dots for slashes, unless the device's name has dots.
 pub fn sysctl_name(path: &str) -> String {
     if path.contains('.') { path.to_owned() } else { path.replace('/', ".") }
 }

@@ -1,4 +1,4 @@
-//! `--fix`: does what is safe, and says what it did.
+//! `--fix`: executes safe repairs.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -11,10 +11,10 @@ use nix::mount::{MsFlags, mount};
 use crate::checks::Check;
 use crate::finding::{Finding, Fix, sysctl_name};
 
-/// For the next boot.
+/// Settings for the next boot.
 pub const DROP_IN: &str = "/etc/sysctl.d/90-coreward.conf";
 
-/// Does all that the findings call safe; each thing that was done, or why it could not be, in a sentence.
+/// Executes all safe repairs. Returns a sentence for each, done or failed.
 pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut done = Vec::new();
     for (check, finding) in findings {
@@ -64,7 +64,7 @@ fn apply_one(fix: &Fix, check: &str) -> anyhow::Result<String> {
 const HEAD: &str = "# By `coreward doctor --fix`; the name behind each line is the check (docs/operations.md). Delete a line, or the file, to\n\
                     # undo it for the next boot.\n";
 
-/// Puts `name = value` into the drop-in file, in place of an older line for that name.
+/// Writes `name = value` to the drop-in file, in place of an older line.
 fn keep(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
         Err(error) if error.kind() == ErrorKind::NotFound => HEAD.to_owned(),
@@ -76,7 +76,7 @@ fn keep(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
     fs::write(file, deduplicated(&kept))
 }
 
-/// A comment whose line went elsewhere goes, too.
+/// Removes comments whose line was replaced.
 fn deduplicated(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let orphan = |at: usize| {

@@ -1,12 +1,11 @@
-//! `coreward doctor`: whether a machine is fit for its role, and what mends it.
+//! `coreward doctor`: checks whether a machine is fit for its role.
 //!
-//! * [`facts`]: what there is to know of a machine, as plain data
-//! * [`gather`]: finds it, once
-//! * [`checks`]: what to make of it: pure, one function per check, all of them in [`checks::CHECKS`]
-//! * [`finding`]: what a check says
-//! * [`fix`]: does what is safe
+//! * [`facts`]: facts about the machine, as plain data
+//! * [`gather`]: gathering of facts
+//! * [`checks`]: pure functions of the facts, listed in [`checks::CHECKS`]
+//! * [`finding`]: results of checks
+//! * [`fix`]: safe repairs
 //! * [`report`]: findings as text and JSON
-//! * [`command`]: the command line
 
 pub mod checks;
 pub mod command;

@@ -8,12 +8,11 @@ use crate::checks::Check;
 use crate::facts::Facts;
 use crate::finding::{Finding, Severity};
 
-/// Findings of one severity.
 fn count(findings: &[(&Check, Finding)], severity: Severity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
-/// For people. `done`: what `--fix` did.
+/// Returns the text. `done`: executed repairs.
 pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
     let mut text = String::new();
     for line in done {
@@ -42,7 +41,7 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
     text
 }
 
-/// For programs.
+/// Returns the JSON object.
 pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
     let remedy = |finding: &Finding| -> Vec<Value> {
         let step =

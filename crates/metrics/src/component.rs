@@ -1,18 +1,18 @@
-//! What each part says, from the messages in which it says the same to others.
+//! Values of each daemon, from its messages to others.
 
 use coreward_wire::v1;
 
 use crate::snapshot::Snapshot;
 use crate::table::Component;
 
-/// What every part says.
+/// Returns a snapshot with the values of every daemon.
 pub fn begin(part: Component) -> Snapshot {
     let mut page = Snapshot::default();
     page.add("coreward_build_info", &[part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     page
 }
 
-/// A server's programs. `syns`: that came by the predicted receive queue, and by another.
+/// Adds a server's counters. `syns`: by the predicted receive queue, and by others.
 pub fn server_counters<'a>(
     page: &mut Snapshot,
     server: &str,
@@ -27,7 +27,7 @@ pub fn server_counters<'a>(
     }
 }
 
-/// A load balancer, all services together.
+/// Adds a load balancer's counters of all services.
 pub fn load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
@@ -43,8 +43,7 @@ pub fn load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerSt
     page.add("coreward_lb_warnings", &[name], state.warning_count() as f64);
 }
 
-/// A load balancer's health checks, of one service: how many were made and how many of them failed, and what they say of
-/// its servers.
+/// Adds a service's health checks: number, failures, and verdicts of its servers.
 pub fn health_checks<'a>(
     page: &mut Snapshot,
     service: &str,
@@ -62,7 +61,7 @@ pub fn health_checks<'a>(
     page.add("coreward_health_latency_seconds", &[service], f64::from(slowest) / 1e6);
 }
 
-/// Requests of UDP services.
+/// Adds the requests of UDP services.
 pub fn dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {

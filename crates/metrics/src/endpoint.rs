@@ -1,4 +1,4 @@
-//! HTTP: `GET /metrics`, and nothing else.
+//! HTTP endpoint: `GET /metrics`.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
@@ -19,21 +19,18 @@ use crate::snapshot::Snapshot;
 
 /// OpenMetrics 1.0, as prometheus-client writes it.
 const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// At a time; others wait.
+/// Limit of concurrent connections; others wait.
 const CONNECTIONS: usize = 8;
-/// From the connection to the end of the answer.
+/// Limit from the connection to the end of the answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 const HEADERS_LIMIT: usize = 16 << 10;
 
-/// Scrapes that somebody must answer: each is sent a page.
+/// Pending scrapes; each is answered with a page.
 #[derive(Debug, Default)]
 pub struct Scrapes(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
 impl Scrapes {
-    /// Listens where `address` says; without one no scrape ever comes.
-    ///
-    /// # Errors
-    /// When the address cannot be listened on.
+    /// Listens at `address`; without one there are no scrapes.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
         let listener = bind(address)?;
@@ -50,7 +47,7 @@ impl Scrapes {
         Ok(Self(Some(receiver)))
     }
 
-    /// The next scrape. Nothing is lost when the future is dropped.
+    /// Returns the next scrape. Cancel-safe.
     pub async fn next(&mut self) -> oneshot::Sender<Snapshot> {
         match &mut self.0 {
             Some(scrapes) => match scrapes.recv().await {
@@ -62,11 +59,7 @@ impl Scrapes {
     }
 }
 
-/// Serves what `collect` gives, from a thread of its own, for as long as the process lives; without an address nothing. `begin` is
-/// the first that this thread does.
-///
-/// # Errors
-/// When the address cannot be listened on.
+/// Serves the pages of `collect` in a thread of its own; `begin` runs there first. Without an address does nothing.
 pub fn serve(
     address: Option<SocketAddr>,
     begin: impl FnOnce() + Send + 'static,
@@ -114,7 +107,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Out of files, for one: others need time to end.
+                // For example out of files: others need time to end.
                 tracing::warn!("metrics: {error}");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -129,7 +122,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
                 .max_buf_size(HEADERS_LIMIT)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), answer);
-            // Who is slow, or speaks something else, is let go.
+            // A slow client, or one of another protocol, is disconnected.
             let _ = tokio::time::timeout(PATIENCE, connection).await;
             drop(place);
         });

@@ -1,11 +1,11 @@
-//! How long something took, in buckets.
+//! Histogram of durations.
 
 use std::time::Duration;
 
-/// Upper bounds of the buckets (s): from a tenth of a millisecond to a second, what is longer behind them.
+/// Upper bounds of the buckets (s); one more has longer durations.
 pub const BOUNDS: [f64; 13] = [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
-/// Counts of a process, since it began.
+/// Durations since the start of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LatencyHistogram {
     counts: [u64; BOUNDS.len() + 1],
@@ -13,7 +13,7 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    /// One more.
+    /// Adds a duration.
     pub fn observe(&mut self, took: Duration) {
         let seconds = took.as_secs_f64();
         let class = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());
@@ -21,17 +21,17 @@ impl LatencyHistogram {
         self.sum += seconds;
     }
 
-    /// (s)
+    /// Returns the sum (s).
     pub fn sum(&self) -> f64 {
         self.sum
     }
 
-    /// How many there were.
+    /// Returns the number of durations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Each class by its upper bound, by itself.
+    /// Returns each bucket's count, not cumulative, with its upper bound.
     pub fn buckets(&self) -> [(f64, u64); BOUNDS.len() + 1] {
         std::array::from_fn(|class| (BOUNDS.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
     }

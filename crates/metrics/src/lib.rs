@@ -1,10 +1,10 @@
-//! Prometheus endpoints of coreward's parts.
+//! Prometheus endpoints of the daemons.
 //!
-//! * [`table`]: every metric, once: name, kind, labels, who serves it
-//! * [`snapshot`]: values of one moment, and how many series a metric may have
-//! * [`component`]: what each part says, from the messages in which it says the same to others
-//! * [`latency`]: how long something took
-//! * [`endpoint`] serves it by HTTP
+//! * [`table`]: every metric: name, kind, labels, daemons
+//! * [`snapshot`]: values, with a limit of series per metric
+//! * [`component`]: values of each daemon, from its messages to others
+//! * [`latency`]: histogram of durations
+//! * [`endpoint`]: HTTP
 
 pub mod component;
 pub mod endpoint;

@@ -1,4 +1,4 @@
-//! Values of one moment.
+//! Snapshot of values.
 
 use std::collections::BTreeMap;
 
@@ -12,15 +12,15 @@ use prometheus_client::registry::Registry;
 use crate::latency::LatencyHistogram;
 use crate::table::{Kind, METRICS, Metric};
 
-/// So many series of a metric are served; what is beyond is summed (or the largest of it given) under this label.
+/// Limit of series per metric. The others are one series with this label: the sum, or the largest.
 pub const MAX_SERIES: usize = 2_000;
-/// See [`MAX_SERIES`].
+/// Label of the series beyond [`MAX_SERIES`].
 pub const OTHERS: &str = "(others)";
 
-/// Labels' values, and the value.
+/// Values by labels.
 type Series = Vec<(Vec<String>, f64)>;
 
-/// Values of one moment, by metric and labels.
+/// Snapshot of values, by metric and labels.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     series: BTreeMap<&'static str, Series>,
@@ -28,17 +28,15 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// # Panics
-    /// When no metric has that name, or another number of labels: the tests of every part meet all that it serves.
+    /// Adds a value. Panics on an unknown name or another number of labels; the tests of every daemon cover its
+    /// metrics.
     pub fn add(&mut self, name: &str, labels: &[&str], value: f64) {
         let (metric, series) = self.series(name, labels.len());
         push(series, metric.kind, value, || labels.iter().map(|label| (*label).to_owned()).collect());
     }
 
-    /// Values of one that has two labels, of which the second one counts from 0: ten thousand servers have half a million cores.
-    ///
-    /// # Panics
-    /// As [`Snapshot::add`].
+    /// Adds the values of a metric with two labels, the second one numbered from 0: ten thousand servers have half a
+    /// million cores. Panics as [`Snapshot::add`].
     pub fn add_numbered(&mut self, name: &str, label: &str, values: impl Iterator<Item = f64>) {
         let (metric, series) = self.series(name, 2);
         for (number, value) in values.enumerate() {
@@ -52,30 +50,29 @@ impl Snapshot {
         (metric, self.series.entry(metric.name).or_default())
     }
 
-    /// # Panics
-    /// When no histogram has that name.
+    /// Adds a histogram. Panics on an unknown name.
     pub fn add_latencies(&mut self, name: &str, latencies: LatencyHistogram) {
         let metric = find(name).filter(|metric| metric.kind == Kind::Histogram);
         self.latencies.insert(metric.unwrap_or_else(|| panic!("no histogram {name}")).name, latencies);
     }
 
-    /// Names of the metrics that have a value.
+    /// Returns the names of metrics with a value.
     pub fn names(&self) -> impl Iterator<Item = &'static str> + '_ {
         self.series.keys().chain(self.latencies.keys()).copied()
     }
 
-    /// As OpenMetrics 1.0 writes it, which Prometheus reads.
+    /// Returns the text in OpenMetrics 1.0.
     pub fn text(&self) -> String {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self.clone()));
         let mut text = String::new();
-        // A String takes everything.
+        // Writing to a String does not fail.
         let _ = text::encode(&mut text, &registry);
         text
     }
 }
 
-/// One value more, or what is beyond [`MAX_SERIES`] put together.
+/// Adds a value, or combines it with the others beyond [`MAX_SERIES`].
 fn push(series: &mut Series, kind: Kind, value: f64, labels: impl FnOnce() -> Vec<String>) {
     let is_full = series.len() == MAX_SERIES;
     match series.last_mut() {
@@ -104,14 +101,14 @@ impl Collector for Snapshot {
             let Some(series) = self.series.get(metric.name) else { continue };
             let counts = metric.kind == Kind::Counter;
             let kind = if counts { MetricType::Counter } else { MetricType::Gauge };
-            // The encoder puts `_total` behind a counter's name itself.
+            // The encoder appends `_total` to a counter's name.
             let name = if counts { metric.name.trim_end_matches("_total") } else { metric.name };
             let mut family = encoder.encode_descriptor(name, metric.help, None, kind)?;
             let encode = |value: f64, encoder: MetricEncoder<'_>| {
                 if counts { ConstCounter::new(value).encode(encoder) } else { ConstGauge::new(value).encode(encoder) }
             };
             if metric.labels.is_empty() {
-                // As a family without labels its name would have `{}` behind it, which not every reader takes.
+                // A family without labels would get `{}` after its name, which not every reader accepts.
                 encode(series.iter().map(|(_, value)| value).sum(), family)?;
                 continue;
             }

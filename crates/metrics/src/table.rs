@@ -1,6 +1,6 @@
-//! Every metric, once. docs/metrics.md has the same table, and a test compares them.
+//! Table of all metrics. A test compares docs/metrics.md with it.
 
-/// Who serves a metric.
+/// Daemon that serves a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Component {
     /// `coreward controller`
@@ -16,7 +16,7 @@ pub enum Component {
 }
 
 impl Component {
-    /// As the command has it.
+    /// Returns the name of the command.
     pub fn name(self) -> &'static str {
         match self {
             Component::Controller => "controller",
@@ -28,21 +28,21 @@ impl Component {
     }
 }
 
-/// What a value is, and what stands for the series that are too many.
+/// Kind of a metric, and the combination of its series beyond the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Grows; the others' sum.
+    /// Counter; combined by the sum.
     Counter,
-    /// A number of things; the others' sum.
+    /// Number of things; combined by the sum.
     Gauge,
-    /// How long something took: counts of buckets.
+    /// Histogram of durations.
     Histogram,
-    /// An age, a fraction, a generation; the others' largest.
+    /// Age, fraction or generation; combined by the largest.
     MaxGauge,
 }
 
 impl Kind {
-    /// As Prometheus calls it.
+    /// Returns Prometheus' name.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Counter => "counter",
@@ -55,15 +55,15 @@ impl Kind {
 /// A metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metric {
-    /// Its whole name.
+    /// Name.
     pub name: &'static str,
-    /// What it is.
+    /// Kind.
     pub kind: Kind,
     /// Names of its labels.
     pub labels: &'static [&'static str],
-    /// Who serves it.
+    /// Daemons that serve it.
     pub parts: &'static [Component],
-    /// In a sentence.
+    /// Description.
     pub help: &'static str,
 }
 
@@ -83,7 +83,7 @@ const fn metric(
 const ALL: &[Component] = &[Controller, Lb, Agent, Dispatch, Rack];
 const DISPATCHING: &[Component] = &[Controller, Agent, Dispatch];
 
-/// All of them.
+/// All metrics.
 pub const METRICS: &[Metric] = &[
     metric("coreward_build_info", Gauge, &["part", "version"], ALL, "1"),
     metric(

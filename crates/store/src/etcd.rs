@@ -1,7 +1,7 @@
 //! Storage of [`Records`] in etcd, written by the leader.
 //!
 //! Rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the
-//! document in pieces. All parts of a change are in force together ([`coreward_etcd::parts`]).
+//! document in pieces. All parts of a change are in force together ([`coreward_etcd::chunked_store`]).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

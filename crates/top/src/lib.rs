@@ -1,9 +1,9 @@
-//! `coreward top`: what the controller knows, on a page in the terminal that follows it.
+//! `coreward top`: live status in the terminal.
 //!
-//! * [`seen`]: what the controller has said, and the rates that come of it
-//! * [`view`]: in which order, and from which server on
-//! * [`page`]: the page; a function of the two
-//! * [`terminal`]: keys in, pages out
+//! * [`model`]: answers of the controller, and rates
+//! * [`view`]: order and scrolling
+//! * [`page`]: the page, a function of the two
+//! * [`terminal`]: keys and drawing
 
 pub mod model;
 pub mod page;

@@ -1,36 +1,36 @@
-//! What the controller has said, and the rates that come of it.
+//! Answers of the controller, and rates.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use coreward_api::types::{Loads, ServerLoads, Status};
 
-/// Rates are those between the newest counts and the oldest of so many: load balancers say theirs once a second only.
+/// Samples that a rate spans: load balancers report once a second only.
 const SAMPLES: usize = 6;
 
-/// What was heard last.
+/// Newest answers.
 #[derive(Debug, Default)]
 pub struct Model {
-    /// Everything but loads.
+    /// Everything except loads.
     pub status: Option<Status>,
-    /// The oldest first; all of one start of the controller.
+    /// From the oldest on, all of one start of the controller.
     loads: VecDeque<Loads>,
-    /// Why nothing newer was heard.
+    /// Error of the last request.
     pub problem: Option<String>,
 }
 
-/// What is heard.
+/// Answer.
 #[derive(Debug)]
 pub enum ClientEvent {
-    /// Everything but loads.
+    /// Everything except loads.
     Status(Box<Status>),
-    /// What changes all the time.
+    /// Loads.
     Loads(Loads),
-    /// Why nothing was heard.
+    /// Error.
     Problem(String),
 }
 
 impl Model {
-    /// Takes in what was heard.
+    /// Adds an answer.
     pub fn take(&mut self, heard: ClientEvent) {
         match heard {
             ClientEvent::Problem(problem) => self.problem = Some(problem),
@@ -40,7 +40,7 @@ impl Model {
             }
             ClientEvent::Loads(loads) => {
                 self.problem = None;
-                // Another start of the controller, or another controller: its counts are of another time.
+                // After another start of the controller counts begin again at 0.
                 if self.loads.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
                     self.loads.clear();
                 }
@@ -52,17 +52,17 @@ impl Model {
         }
     }
 
-    /// The newest loads.
+    /// Returns the newest loads.
     pub fn loads(&self) -> Option<&Loads> {
         self.loads.back()
     }
 
-    /// The newest loads of each server.
+    /// Returns the newest loads by server.
     pub fn servers(&self) -> BTreeMap<&str, &ServerLoads> {
         self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
     }
 
-    /// By server: new connections per second.
+    /// Returns new connections per second by server.
     pub fn new_connections(&self) -> BTreeMap<&str, f64> {
         let of = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.ends() else { return BTreeMap::new() };
@@ -71,7 +71,7 @@ impl Model {
         newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
     }
 
-    /// Of a load balancer: packets per second of each counter.
+    /// Returns a load balancer's packets per second by counter.
     pub fn packets(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.ends() else { return BTreeMap::new() };
         let find = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
@@ -83,7 +83,7 @@ impl Model {
         newest.load_balancers[now].counters.iter().map(|(name, count)| (name.as_str(), rate(name, count))).collect()
     }
 
-    /// The oldest counts, the newest, and the time between them (s).
+    /// Returns the oldest counts, the newest, and the time between them (s).
     fn ends(&self) -> Option<(&Loads, &Loads, f64)> {
         let (oldest, newest) = (self.loads.front()?, self.loads.back()?);
         let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;

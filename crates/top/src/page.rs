@@ -11,12 +11,12 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use crate::model::Model;
 use crate::view::{Order, View};
 
-/// Services, load balancers and warnings get at most so many lines each where servers need the room.
+/// Lines for services, load balancers and warnings each, if servers need the room.
 const LINES: usize = 4;
 /// Columns of a server's line before its cores.
 const BEFORE_CORES: u16 = 64;
 
-/// Draws the page; notes in `view` for how many servers there was room.
+/// Draws the page; stores in `view` the number of servers that fit.
 pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     let area = frame.area();
     let Some(status) = &seen.status else {
@@ -50,20 +50,20 @@ pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     frame.render_widget(Paragraph::new(foot_line(status, *view)), foot);
 }
 
-/// Of a page on which everything has room.
+/// Returns the height of a page with everything.
 pub fn full_height(status: &Status) -> u16 {
     let lines = 6 + status.services.len() + status.load_balancers.len() + warnings(status).len() + status.servers.len();
     u16::try_from(lines).unwrap_or(u16::MAX)
 }
 
-/// How many lines each of these gets: what it wants where there is room, else [`LINES`], and less on a small page. Three lines
-/// are head and foot.
+/// Returns the lines of each section: all if they fit, else [`LINES`], fewer on a small page. Three lines are head and
+/// foot.
 fn heights(wanted: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
     let all = wanted.iter().sum::<usize>() + servers + 1;
     let most = if all <= room { usize::MAX } else { LINES };
     wanted.map(|wanted| {
-        // Servers have half of what is left at least.
+        // Servers have at least half of the rest.
         let height = wanted.min(most).min(room / 2);
         room -= height;
         height as u16
@@ -110,7 +110,7 @@ fn header<'a>(names: &[&'a str]) -> Row<'a> {
         .style(Style::new().add_modifier(Modifier::UNDERLINED))
 }
 
-/// The first `height` - 1, or, where they do not all have room, one fewer and how many there are.
+/// Returns the first `height` - 1 rows; if not all fit, one fewer and their number.
 fn fitting<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
     let (room, all) = (usize::from(height.saturating_sub(1)), rows.len());
     if all <= room || room == 0 {
@@ -201,7 +201,7 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
 
 fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<f64>, room: usize) -> Row<'a> {
     let cores = loads.map_or(&[][..], |loads| &loads.cores);
-    // As its agent counts the services' connections; an agent of before counts all of the machine.
+    // An older agent counts all connections of the machine.
     let open = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     let percent = |load: f64| format!("{:.0} %", load * 100.0);
@@ -229,7 +229,7 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
     ])
 }
 
-/// One character for each core; where that is too much, for as many cores as it takes, of which the busiest counts.
+/// Returns a character per core, or per group of cores with the load of the busiest.
 fn bars<'a>(cores: &[f64], room: usize) -> Line<'a> {
     if cores.is_empty() || room == 0 {
         return Line::default();
@@ -249,7 +249,7 @@ fn bar<'a>(load: f64) -> Span<'a> {
     Span::styled(BARS[((load * 8.0) as usize).min(BARS.len() - 1)], Style::new().fg(colour))
 }
 
-/// "0.3", "12", "3.4k".
+/// Formats as "0.3", "12", "3.4k".
 fn per_second(rate: f64) -> String {
     match rate {
         ..0.05 => "0".to_owned(),
@@ -260,7 +260,7 @@ fn per_second(rate: f64) -> String {
     }
 }
 
-/// Everything the operator should know.
+/// Returns all warnings.
 fn warnings(status: &Status) -> Vec<String> {
     let services = status.services.iter().flat_map(|of| of.warnings.iter().map(|text| format!("{}: {text}", of.name)));
     let balancers = status.load_balancers.iter().flat_map(|of| {

@@ -1,4 +1,4 @@
-//! Keys in, pages out.
+//! Keys and drawing.
 
 use std::io::IsTerminal as _;
 use std::sync::Arc;
@@ -16,18 +16,14 @@ use crate::model::{ClientEvent, Model};
 use crate::page::{draw, full_height};
 use crate::view::View;
 
-/// Time between two looks at the loads.
 const INTERVAL: Duration = Duration::from_secs(1);
-/// After an answer that took long nothing is asked for so many times as long: a large fleet's status is some MB.
+/// Pause after a slow answer, as a multiple of its time: a large fleet's status has some MB.
 const REST: u32 = 4;
-/// A page without a terminal.
+/// Width without a terminal.
 const COLUMNS: u16 = 120;
 const MOST_LINES: u16 = 400;
 
-/// Shows the page until somebody presses q; `once`, and where standard output is no terminal: as text, once. Returns that text.
-///
-/// # Errors
-/// When the controller does not answer to begin with, or the terminal cannot be used.
+/// Shows the page until q is pressed. With `once`, or without a terminal, returns it as text.
 pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut seen = Model::default();
@@ -37,7 +33,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
         anyhow::Ok(())
     })?;
     if once || !std::io::stdout().is_terminal() {
-        // Rates are between two counts.
+        // Rates need two samples.
         runtime.block_on(async {
             tokio::time::sleep(INTERVAL).await;
             seen.take(ClientEvent::Loads(client.loads().await?));
@@ -64,7 +60,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     outcome.map(|()| None)
 }
 
-/// Until somebody else ends this process, who should find the terminal as it was.
+/// Waits for a signal that ends the process: the terminal must be restored.
 async fn signalled() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {
@@ -74,7 +70,7 @@ async fn signalled() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Asks the controller again and again, until nobody listens.
+/// Polls the controller until the receiver is gone.
 async fn ask(client: &Client, sender: &Sender<ClientEvent>) {
     loop {
         let begun = Instant::now();
@@ -101,7 +97,7 @@ fn event_loop(
     let mut view = View::default();
     while !ended.load(Ordering::Relaxed) {
         terminal.draw(|frame| draw(frame, &seen, &mut view))?;
-        // The page is drawn again when there is something new, and a key need not wait for it.
+        // Redraws on news; keys do not wait for it.
         if event::poll(Duration::from_millis(200))?
             && let Event::Key(key) = event::read()?
             && key.kind != KeyEventKind::Release
@@ -116,7 +112,7 @@ fn event_loop(
     Ok(())
 }
 
-/// One page as text, as high as it need be.
+/// Returns one page as text, in full height.
 fn text(seen: &Model) -> anyhow::Result<String> {
     let lines = seen.status.as_ref().map_or(1, full_height).min(MOST_LINES);
     let mut terminal = Terminal::new(TestBackend::new(COLUMNS, lines))?;
@@ -124,7 +120,7 @@ fn text(seen: &Model) -> anyhow::Result<String> {
     Ok(page_text(terminal.backend()))
 }
 
-/// What stands on a page, without colours.
+/// Returns a page's text without colours.
 pub(crate) fn page_text(backend: &TestBackend) -> String {
     let buffer = backend.buffer();
     let width = usize::from(buffer.area.width.max(1));

@@ -1,21 +1,21 @@
-//! In which order servers stand, and from which one on.
+//! Order of servers and scrolling.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-/// Which servers stand first.
+/// Order of servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Order {
-    /// Those with the highest mean load.
+    /// Highest mean load first.
     Load,
     /// By name.
     #[default]
     Name,
-    /// Those with the most new connections.
+    /// Most new connections first.
     NewConnections,
 }
 
 impl Order {
-    /// As it is shown.
+    /// Returns the name on the page.
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -25,19 +25,19 @@ impl Order {
     }
 }
 
-/// What the one who looks has chosen.
+/// Choices of the user.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
-    /// Which servers stand first.
+    /// Order of servers.
     pub order: Order,
-    /// How many of them are above the page.
+    /// Servers above the page.
     pub skipped: usize,
-    /// How many the newest page had room for.
+    /// Servers that fit the newest page.
     pub room: usize,
 }
 
 impl View {
-    /// Does what the key says; `servers`: how many there are. False: it is over.
+    /// Handles a key; `servers`: their number. Returns false on q, Esc and Ctrl-C.
     pub fn press(&mut self, key: KeyEvent, servers: usize) -> bool {
         let page = self.room.max(1);
         match key.code {

@@ -1,4 +1,4 @@
-//! Who has the VIP, and who says so.
+//! Checks of addresses and ARP.
 
 use std::net::Ipv4Addr;
 
@@ -7,7 +7,7 @@ use crate::finding::Finding;
 
 const LOOPBACK: &str = "lo";
 
-/// The VIP's place.
+/// Check `vip`.
 pub fn vip(facts: &Facts) -> Vec<Finding> {
     let vips = facts.vips();
     if vips.is_empty() {
@@ -35,7 +35,7 @@ fn at_server(facts: &Facts, vip: Ipv4Addr) -> Finding {
     }
     if held.is_empty() {
         let why = "the server's kernel does not take packets to the VIP: no connection comes about";
-        // Not by --fix: where ARP is answered for it, it would take the load balancer's traffic.
+        // Not by --fix: if ARP is answered for it, it would attract the load balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), why)
             .remedy(format!("ip address add {vip}/32 dev lo  # after arp-ignore and arp-announce are right"));
     }
@@ -58,7 +58,7 @@ fn at_load_balancer(facts: &Facts, vip: Ipv4Addr) -> Finding {
         .remedy(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
 }
 
-/// Servers that can be reached by MAC address.
+/// Check `segment`.
 pub fn segment(facts: &Facts) -> Vec<Finding> {
     if facts.servers.is_empty() || facts.device.is_none() {
         return vec![Finding::unknown("no server is known: the controller did not say")];
@@ -84,7 +84,7 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-/// Whether devices other than the services' have addresses for which somebody may ask by it.
+/// Returns whether other devices than the services' have addresses that others may ask for by it.
 fn has_other_addresses(facts: &Facts) -> bool {
     let vips = facts.vips();
     facts
@@ -93,14 +93,14 @@ fn has_other_addresses(facts: &Facts) -> bool {
         .any(|held| held.device != facts.interface() && !held.address.is_loopback() && !vips.contains(&held.address))
 }
 
-/// Answers to ARP.
+/// Check `arp-ignore`.
 pub fn arp_ignore(facts: &Facts) -> Vec<Finding> {
     let why = "the server answers ARP for the VIP on lo: clients' packets pass the load balancers by";
     // 3 to 8 have other meanings; 8 answers nothing, also for the server's own address.
     arp(facts, "arp_ignore", 1..=2, "1", why)
 }
 
-/// Questions by ARP.
+/// Check `arp-announce`.
 pub fn arp_announce(facts: &Facts) -> Vec<Finding> {
     let why = "the server asks by ARP in the VIP's name: routers learn its MAC address as the VIP's";
     arp(facts, "arp_announce", 2..=2, "2", why)
@@ -120,7 +120,7 @@ fn arp(
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
     let found = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
-    // Others may ask by this device for addresses that stand on other devices: those a person must know.
+    // Others may ask here for addresses of other devices: an operator must decide.
     let safe = in_force < *right.start() && !has_other_addresses(facts);
     vec![Finding::fault(found, why).sysctl(device_sysctl(device, name), value, safe)]
 }

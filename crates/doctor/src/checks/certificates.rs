@@ -1,11 +1,11 @@
-//! Certificates: for whom, and for how long yet.
+//! Check of certificates.
 
 use coreward_tls::authority::DAY;
 
 use crate::facts::{CertificateFacts, Facts};
 use crate::finding::Finding;
 
-/// Those of `[tls]`.
+/// Check `certificates`.
 pub fn certificates(facts: &Facts) -> Vec<Finding> {
     facts.certificates.iter().map(of).collect()
 }

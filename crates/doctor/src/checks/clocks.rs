@@ -1,15 +1,15 @@
-//! Clocks: the kernel's, the wall's, and those that connections show.
+//! Checks of clocks.
 
 use crate::facts::Facts;
 use crate::finding::Finding;
 
 const TCP_TIMESTAMPS: &str = "net/ipv4/tcp_timestamps";
 
-/// The clock in TCP timestamps.
+/// Check `tcp-timestamps`.
 pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     let Some(value) = facts.sysctl(TCP_TIMESTAMPS) else { return vec![] };
     let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.stamped);
-    // It does so once one of its services is stamped at the server.
+    // The agent sets it once a service is stamped at the server.
     let at_server = facts.services.iter().any(|service| service.stamped && !service.stamped_by_lb);
     let by_agent = facts.settings.manage_timestamps && (facts.services.is_empty() || at_server);
     if value == 2 || !stamped {
@@ -21,7 +21,7 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
         ))];
     }
     let why = "connections show clocks of their own (1) or none (0): they cannot be stamped, and lose their server when the pool changes";
-    // Not by --fix: with an agent that stamps already, open connections would see their timestamps jump.
+    // Not by --fix: timestamps of connections that an agent already stamps would jump.
     vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), why).sysctl(
         TCP_TIMESTAMPS.to_owned(),
         "2",
@@ -32,7 +32,7 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
 /// Clocks that are read from a device.
 const SLOW: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
-/// The kernel's clock.
+/// Check `clock-source`.
 pub fn source(facts: &Facts) -> Vec<Finding> {
     let source = facts.clock.source.as_str();
     if source.is_empty() {
@@ -46,7 +46,7 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
     vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).remedy(remedy)]
 }
 
-/// The wall clock.
+/// Check `clock-sync`.
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
     let future = facts.reports_from_the_future;
     if future > 0 {

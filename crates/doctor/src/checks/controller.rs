@@ -1,9 +1,9 @@
-//! The controller: whether it answers, and what it needs itself.
+//! Checks of the controller, and of the way to it.
 
 use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
-/// From the others' side.
+/// Check of the machines that connect to it.
 pub fn answers(facts: &Facts) -> Vec<Finding> {
     match &facts.controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
@@ -17,7 +17,7 @@ pub fn answers(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// From its own side.
+/// Check of its own machine.
 pub fn listen(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {
@@ -33,7 +33,7 @@ pub fn listen(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// What must survive.
+/// Check `store`.
 pub fn store(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
     let (path, problem, mode) = match &place.store {

@@ -1,4 +1,4 @@
-//! The NIC, but for its RSS.
+//! Checks of the NIC, except for RSS.
 
 use std::collections::BTreeMap;
 
@@ -7,12 +7,12 @@ use coreward_lb::config::XdpMode;
 use crate::facts::{Device, Facts, Role};
 use crate::finding::Finding;
 
-/// What checks of a device say while there is none: the check `interface` has said why.
+/// Runs a check of the device; without one the check `interface` gives the reason.
 fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
 
-/// Whether it is there.
+/// Check `interface`.
 pub fn interface(facts: &Facts) -> Vec<Finding> {
     let Some(name) = &facts.settings.interface else {
         return vec![Finding::unknown("no interface is named: --config FILE or --interface NAME")];
@@ -39,7 +39,7 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
     ))]
 }
 
-/// Other programs, and where ours can be.
+/// Check `xdp`.
 pub fn xdp(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -84,7 +84,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Frames that the program sends and the driver drops or keeps.
+/// Check `xdp-send`.
 pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -133,7 +133,7 @@ fn refuses_by_queues(device: &Device) -> Option<String> {
 /// drivers/net/veth.c comes to 3,504, drivers/net/virtio_net.c to 3,506).
 const LARGEST_MTU: u32 = 3_498;
 
-/// Jumbo frames.
+/// Check `mtu`.
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -151,7 +151,7 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Merged packets.
+/// Check `lro`.
 pub fn lro(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         if !device.lro {
@@ -166,7 +166,7 @@ pub fn lro(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// VLAN tags that XDP does not see.
+/// Check `vlan-tags`.
 pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -187,7 +187,7 @@ pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// How many receive queues.
+/// Check `queues`.
 pub fn queues(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let Some(channels) = device.channels else {
@@ -215,7 +215,7 @@ pub fn queues(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Whose interrupts share a CPU.
+/// Check `interrupts`.
 pub fn interrupts(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let mut queues_of_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
@@ -231,7 +231,7 @@ pub fn interrupts(facts: &Facts) -> Vec<Finding> {
             ))];
         }
         let shared: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
-        // With more queues than CPUs they must share: the check `queues` says that.
+        // With more queues than CPUs they share: the check `queues` reports that.
         if shared.is_empty() || device.interrupts.len() > facts.cpus {
             return vec![Finding::ok(format!(
                 "interrupts: {}, on CPUs: {}",

@@ -1,18 +1,18 @@
-//! The kernel, and what this process may do with it.
+//! Checks of the kernel and of this process's capabilities.
 
 use crate::facts::{Facts, Role};
 use crate::finding::{Finding, Fix};
 
-/// What the programs are written for (docs/limits.md).
+/// Oldest supported kernel (docs/limits.md).
 const OLDEST: (u32, u32) = (6, 1);
 
-/// Of a kernel's release, as `uname -r` has it.
+/// Returns the version in a release, as of `uname -r`.
 pub(super) fn version(release: &str) -> (u32, u32) {
     let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
-/// Version and BTF.
+/// Check `kernel`.
 pub fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel.release;
     if version(release) < OLDEST {
@@ -30,7 +30,7 @@ pub fn kernel(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok(format!("Linux {release} with BTF"))]
 }
 
-/// Capabilities.
+/// Check `rights`.
 pub fn rights(facts: &Facts) -> Vec<Finding> {
     if facts.missing_rights.is_empty() {
         return vec![Finding::ok("all that a daemon in the packet path needs")];
@@ -44,7 +44,7 @@ pub fn rights(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-/// The verifier's word on each program.
+/// Check `programs`.
 pub fn programs(facts: &Facts) -> Vec<Finding> {
     if facts.kernel.programs.is_empty() {
         return vec![Finding::unknown("not tried, for want of rights")];
@@ -63,11 +63,11 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
     refused.into_iter().map(of).collect()
 }
 
-/// net.core.bpf_jit_enable.
+/// Check `jit`.
 pub fn jit(facts: &Facts) -> Vec<Finding> {
     let path = "net/core/bpf_jit_enable";
     match facts.sysctl(path) {
-        // Another network namespace than the first one does not show it.
+        // Only the first network namespace shows it.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not shown here")],
         Some(0) => {
             let why = "every packet runs the programs: interpreted they take some ten times as long";
@@ -77,7 +77,7 @@ pub fn jit(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// The pins' place.
+/// Check `bpf-file-system`.
 pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let place = &facts.bpf_file_system;
     let directory = place.directory.display();
@@ -90,7 +90,7 @@ pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     vec![if below { finding.fix(Fix::MountBpf) } else { finding.remedy("name a `pin_directory` below /sys/fs/bpf") }]
 }
 
-/// State of another version.
+/// Check `pins`.
 pub fn pins(facts: &Facts) -> Vec<Finding> {
     let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("nothing of another version is pinned")] };
     let (why, command) = match facts.role {
@@ -103,11 +103,11 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(problem.clone(), why).remedy(remedy)]
 }
 
-/// A daemon's own: pins, maps, sockets, links, /proc; and one per peer at the controller.
+/// Pins, maps, sockets, links and /proc of a daemon; the controller adds one file per peer.
 const FILES_OF_A_DAEMON: u64 = 1024;
 const FILES_OF_A_CONTROLLER: u64 = 4096;
 
-/// RLIMIT_NOFILE.
+/// Check `open-files`.
 pub fn open_files(facts: &Facts) -> Vec<Finding> {
     let (needed, peers) = match facts.role {
         Role::Controller => (FILES_OF_A_CONTROLLER, "a connection to every agent and load balancer"),

@@ -1,4 +1,4 @@
-//! What to make of the facts. Each check is a pure function; a file per concern; docs/operations.md has the table.
+//! Checks of the facts: pure functions, a file per subject. docs/operations.md has the table.
 
 pub mod addresses;
 pub mod certificates;
@@ -16,18 +16,18 @@ pub mod workers;
 use crate::facts::{Facts, Role};
 use crate::finding::Finding;
 
-/// A thing to look at.
+/// Check.
 #[derive(Debug, Clone, Copy)]
 pub struct Check {
-    /// Its name in reports.
+    /// Name in reports.
     pub name: &'static str,
-    /// The roles that it concerns.
+    /// Roles with this check.
     pub roles: &'static [Role],
-    /// What must hold.
+    /// Expectation.
     pub expects: &'static str,
-    /// Whether `--fix` mends (some of) what it finds.
+    /// Whether `--fix` repairs some of its findings.
     pub fixes: bool,
-    /// What it says; nothing where there is nothing to look at.
+    /// Returns the findings; none if it does not apply.
     pub look: fn(&Facts) -> Vec<Finding>,
 }
 
@@ -55,7 +55,7 @@ const fn fixing(
     Check { fixes: true, ..check(name, roles, expects, look) }
 }
 
-/// All checks, in the order in which they are reported.
+/// All checks, in the order of reports.
 pub const CHECKS: &[Check] = &[
     check("kernel", BOTH, "Linux 6.1 or newer, with BTF", machine::kernel),
     check("rights", BOTH, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::rights),
@@ -131,7 +131,7 @@ pub const CHECKS: &[Check] = &[
     ),
 ];
 
-/// What every check of the role says, with its name.
+/// Returns the findings of a role's checks.
 pub fn run(facts: &Facts) -> Vec<(&'static Check, Finding)> {
     let of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
     of_role.flat_map(|check| (check.look)(facts).into_iter().map(move |finding| (check, finding))).collect()

@@ -14,7 +14,7 @@ fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> V
     }
 }
 
-/// Connection tracking.
+/// Check `conntrack`.
 pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     with_chains(facts, |chains| {
         let tracking: Vec<&str> = chains.iter().filter(|chain| chain.tracks).map(|chain| chain.name.as_str()).collect();
@@ -39,13 +39,13 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// What no rule accepts.
+/// Check `firewall`.
 pub fn firewall(facts: &Facts) -> Vec<Finding> {
     let stamps = facts.services.iter().any(|service| service.stamped_by_lb);
     let on_path = |hook: &str| match (facts.role, hook) {
         (_, "prerouting") | (Role::Server, "input" | "output") => true,
         (Role::Lb, "forward" | "postrouting") => stamps,
-        // Reports and tables come as answers, which a stateful rule lets in.
+        // A stateful rule accepts reports and tables, which are answers.
         _ => false,
     };
     with_chains(facts, |chains| {

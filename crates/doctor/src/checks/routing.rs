@@ -1,4 +1,4 @@
-//! What the kernel does with packets that it routes.
+//! Checks of routed packets.
 
 use crate::facts::{Facts, Role, device_sysctl};
 use crate::finding::Finding;
@@ -10,7 +10,7 @@ fn stamps_here(facts: &Facts) -> bool {
 /// RFC 3704, Sect. 2.2: strict.
 const STRICT: u32 = 1;
 
-/// Strict reverse path forwarding.
+/// Check `rp-filter`.
 pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     // IN_DEV_RPFILTER() in include/linux/inetdevice.h takes the larger one.
     let Some((all, own)) = facts.device_sysctl("rp_filter") else { return vec![] };
@@ -34,7 +34,7 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).sysctl(loose, "2", false)]
 }
 
-/// Routing.
+/// Check `forwarding`.
 pub fn forwarding(facts: &Facts) -> Vec<Finding> {
     if !stamps_here(facts) {
         return vec![];
@@ -53,7 +53,7 @@ pub fn forwarding(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// ICMP redirects.
+/// Check `send-redirects`.
 pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
     if !stamps_here(facts) {
         return vec![];
@@ -72,7 +72,7 @@ pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
     })]
 }
 
-/// What the routers hear of VIPs.
+/// Check `announce`.
 pub fn announce(facts: &Facts) -> Vec<Finding> {
     let Some(announcement) = &facts.announcement else { return vec![] };
     let table = announcement.table;

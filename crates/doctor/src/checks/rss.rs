@@ -1,4 +1,4 @@
-//! RSS, and what overrides it.
+//! Checks of RSS, and of settings that override it.
 
 use coreward_model::rss::InputTransform;
 use coreward_model::tuple::Protocol;
@@ -10,7 +10,7 @@ const WHY: &str = "connections are worked on elsewhere than the table says: core
 
 const UNKNOWN: &str = "nobody knows which core a connection comes to: core-aware policies place by server only";
 
-/// Key, table, and the hash of TCP.
+/// Check `rss`.
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     match &device.rss {
@@ -52,7 +52,7 @@ fn hides_its_input(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::version(&facts.kernel.release) < (6, 15)
 }
 
-/// Open connections that the driver moves.
+/// Check `flow-director`.
 pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (driver, name) = (&device.driver, facts.interface());
@@ -70,7 +70,7 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// The hash of UDP.
+/// Check `rss-udp`.
 pub fn udp(facts: &Facts) -> Vec<Finding> {
     let of_udp = facts.services.iter().any(|service| service.address.protocol == Protocol::Udp);
     let (true, Some(device)) = (of_udp, &facts.device) else { return vec![] };
@@ -89,7 +89,7 @@ pub fn udp(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// irqbalance.
+/// Check `irqbalance`.
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.irqbalance) {
         let why = "it moves receive queues from CPU to CPU, under workers that are pinned";
@@ -98,7 +98,7 @@ pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok("does not run")]
 }
 
-/// Zero into an attribute of these queues: not for longer than until the next boot.
+/// Adds a fix that writes zero to an attribute of these queues, until the next boot.
 fn zero_at(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
     let of_device = format!("/sys/class/net/{}/queues", facts.interface());
     queues.iter().fold(finding, |finding, queue| {
@@ -110,7 +110,7 @@ fn unseen(device: &Device) -> Option<Vec<Finding>> {
     (!device.seen_in_sys).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
 }
 
-/// Receive packet steering.
+/// Check `rps`.
 pub fn rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let queues = &device.rss_conflicts.steered_queues;
@@ -121,7 +121,7 @@ pub fn rps(facts: &Facts) -> Vec<Finding> {
     vec![zero_at(facts, Finding::warning(found, WHY), queues, "rps_cpus")]
 }
 
-/// Receive flow steering.
+/// Check `rfs`.
 pub fn rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
@@ -138,7 +138,7 @@ pub fn rfs(facts: &Facts) -> Vec<Finding> {
     vec![zero_at(facts, Finding::warning(found, WHY), &rss_conflicts.flow_queues, "rps_flow_cnt")]
 }
 
-/// Rules for single flows.
+/// Check `flow-rules`.
 pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (rules, name) = (device.rss_conflicts.flow_rules, facts.interface());

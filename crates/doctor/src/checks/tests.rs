@@ -1,5 +1,4 @@
-//! Each check against facts: what cannot be made in a network namespace (lab/testbed/tests/e2e/doctor.rs has the
-//! rest), and the tables of docs/operations.md.
+//! Checks against constructed facts, for what a network namespace cannot have, and the tables of docs/operations.md.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -30,7 +29,7 @@ fn service(protocol: Protocol) -> Service {
     }
 }
 
-/// A server or load balancer at which all is well.
+/// Facts of a server or load balancer without findings.
 fn fit(role: Role) -> Facts {
     let sysctls = [
         ("net/core/bpf_jit_enable", "1"),
@@ -118,7 +117,7 @@ fn fit(role: Role) -> Facts {
     }
 }
 
-/// One that was issued for 90 days.
+/// A certificate of 90 days.
 fn certificate(days_left: u64) -> CertificateFacts {
     CertificateFacts {
         which: "own",
@@ -142,7 +141,7 @@ fn certificates_end_and_have_an_owner() {
     }
 }
 
-/// Checks that say warning or fault after `change`, with their severities.
+/// Returns the warnings and faults after `change`.
 fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
     let mut facts = fit(role);
     change(&mut facts);
@@ -196,7 +195,7 @@ fn what_overrides_rss() {
         device(facts).rss_conflicts.flow_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
         device(facts).rss_conflicts.takes_flow_rules = true;
     };
-    // A table at the queues, but no entries of the host: the kernel does not look.
+    // Without entries of the host the kernel does not use the queues' table.
     assert_eq!(server(flows), []);
     let mut facts = fit(Role::Server);
     flows(&mut facts);
@@ -353,7 +352,7 @@ fn xdp_in_the_driver() {
         device(facts).channels = Some(Channels { receive: 4, receive_max: 4, transmit: 4 });
     };
     assert_eq!(lb(ena), [("xdp", WARNING)]);
-    // Where the program is at work in the driver, the frames fit.
+    // The running program in the driver shows that frames fit.
     assert_eq!(lb(|facts| device(facts).mtu = 9000), []);
     let jumbo = |facts: &mut Facts| {
         device(facts).mtu = 9000;
@@ -373,7 +372,7 @@ fn arp_is_not_mended_where_others_may_ask() {
     let other = Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
     facts.addresses.push(other);
     assert!(addresses::arp_ignore(&facts)[0].remedy[0].fix.is_none());
-    // 8 answers nothing at all: it is another's decision.
+    // 8 answers nothing at all: an operator decided that.
     facts.addresses.pop();
     facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "8".to_owned());
     assert!(
@@ -388,7 +387,7 @@ fn answers_by_a_load_balancer_need_a_router() {
             facts.sysctls.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
         }
     };
-    // Nothing of it matters where servers answer clients directly.
+    // Irrelevant if servers answer clients directly.
     assert_eq!(found(Role::Lb, without), []);
     let stamping = |facts: &mut Facts| {
         without(facts);
@@ -411,7 +410,7 @@ fn clocks_that_are_slow_or_wrong() {
         facts.settings.manage_timestamps = false;
     };
     assert_eq!(found(Role::Server, nobody_sets), [("tcp-timestamps", FAULT)]);
-    // An agent sets it only for services that are stamped at the server.
+    // An agent sets it only for services stamped at the server.
     let by_lb = |facts: &mut Facts| {
         random_offsets(facts);
         facts.services[0].stamped_by_lb = true;
@@ -447,7 +446,7 @@ fn firewalls_and_tracking() {
     assert_eq!(found(Role::Server, unseen), []);
 }
 
-/// The rows of the table under `heading`, cells trimmed.
+/// Returns the rows of the table under `heading`, with trimmed cells.
 fn table(heading: &str) -> Vec<Vec<String>> {
     let text = include_str!("../../../../docs/operations.md");
     let section = text.split(heading).nth(1).unwrap_or_else(|| panic!("docs/operations.md has no {heading:?}"));

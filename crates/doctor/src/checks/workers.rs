@@ -1,4 +1,4 @@
-//! Who serves the services on this machine.
+//! Checks of the services' processes.
 
 use coreward_agent::config::Steer;
 use coreward_agent::steering::assign::LARGEST_PINNED_SET;
@@ -15,7 +15,7 @@ fn words(service: &Service) -> String {
     format!("{} at {}/{}", service.name, service.address.socket, service.address.protocol.name())
 }
 
-/// Listening sockets.
+/// Check `listeners`.
 pub fn listeners(facts: &Facts) -> Vec<Finding> {
     let queues =
         facts.device.as_ref().and_then(|device| device.channels).map_or(1, |channels| usize::from(channels.receive));
@@ -50,7 +50,7 @@ fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usiz
     Finding::ok(format!("{name}: sockets: {count}"))
 }
 
-/// Threads that poll, where the load of cores is CPU time.
+/// Check `polling`.
 pub fn polling(facts: &Facts) -> Vec<Finding> {
     if !facts.settings.load_by_cpu_time {
         return vec![];
@@ -71,7 +71,7 @@ pub fn polling(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Pinned workers.
+/// Check `workers`.
 pub fn pinned(facts: &Facts) -> Vec<Finding> {
     if facts.settings.steer != Steer::Affinity {
         return vec![];
@@ -82,7 +82,7 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
         if sockets.workers.is_empty() {
             return Some(Finding::unknown(format!("{name}: nobody is seen waiting for its sockets")));
         }
-        // On two CPUs "pinned to a core and its sibling" is "anywhere"; one CPU leaves no choice.
+        // On two CPUs a core with its sibling is any CPU; one CPU leaves no choice.
         let largest = LARGEST_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
         let free = sockets.workers.iter().filter(|cpus| cpus.len() > largest).count();
         if free == 0 {

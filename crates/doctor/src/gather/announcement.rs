@@ -1,11 +1,11 @@
-//! What VIPs need to be announced.
+//! Routing daemon and rules for announced VIPs.
 
 use std::fs;
 use std::process::Command;
 
 use crate::facts::Announcement;
 
-/// Programs that learn routes from the kernel and tell routers, by the names of their processes.
+/// Process names of daemons that learn routes from the kernel.
 const ROUTING_DAEMONS: [&str; 2] = ["bird", "zebra"];
 
 pub fn gather(table: u32) -> Announcement {

@@ -5,10 +5,7 @@ use coreward_tls::{Files, Role as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, Role};
 
-/// `name`: what the controller calls this machine.
-///
-/// # Errors
-/// When the files cannot be used; the daemon would not start with them.
+/// `name`: of this machine at the controller. Fails if the files are unusable: the daemon would not start.
 pub(super) fn gather(role: Role, files: Option<&Files>, name: Option<&str>) -> anyhow::Result<Vec<CertificateFacts>> {
     let Some(tls) = table::load(files)? else { return Ok(Vec::new()) };
     let certified = match role {

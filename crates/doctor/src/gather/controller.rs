@@ -1,4 +1,4 @@
-//! What the controller says of this machine's services.
+//! Services of this machine, from the controller.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -20,23 +20,21 @@ use tonic::transport::Endpoint;
 use super::is_address;
 use crate::facts::{Role, Service};
 
-/// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// 16,384 servers and 1,000 services are about 1 MB.
 const ANSWER_BYTES: usize = 64 << 20;
 
-/// Its answer.
 #[derive(Default)]
 pub(super) struct Fleet {
-    /// Who answers, or why nobody does.
+    /// Controller that answered, or the error.
     pub answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
     pub servers: BTreeMap<String, Ipv4Addr>,
     pub reports_from_the_future: u64,
 }
 
-/// `name`: what the controller calls this machine; without it all services are its. `tls`: the daemon's certificate. Of
-/// several controllers one that answers is enough.
+/// `name`: of this machine at the controller; without it all services are its. `tls`: the daemon's certificate. One
+/// answer of several controllers suffices.
 pub(super) fn ask(role: Role, controllers: &[SocketAddr], tls: Option<&Files>, name: Option<&str>) -> Fleet {
     let mut problems = Vec::new();
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
@@ -48,7 +46,7 @@ pub(super) fn ask(role: Role, controllers: &[SocketAddr], tls: Option<&Files>, n
     Fleet { answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..Fleet::default() }
 }
 
-/// By gRPC, as the daemon speaks to it.
+/// Requests the answer by gRPC, as the daemon does.
 fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetReply> {
     let tls = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable = |reason: &dyn std::fmt::Display| {
@@ -66,10 +64,10 @@ fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetRep
     })
 }
 
-/// Whether the controller of this file is at work: by its API, beside which the doctor is.
+/// Returns whether this file's controller runs, by its API on this host.
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let asked = || -> anyhow::Result<()> {
-        // Another address than the one in the file is no controller of this file.
+        // An API without its listening address is another controller's.
         drop(std::net::TcpStream::connect_timeout(&config.listen, PATIENCE)?);
         let (scheme, ca) = match &config.tls {
             Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
@@ -77,7 +75,7 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
         };
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
         let url = format!("{scheme}://{}", config.api).parse()?;
-        // On this host it listens at; which of its addresses that is does not matter.
+        // On this host any of its addresses will do.
         let client = Client::of_several(vec![url], &Proof::Token { file, ca }, Host::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())

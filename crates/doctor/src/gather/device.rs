@@ -11,7 +11,7 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 
 use crate::facts::{Device, RssProblem, Settings};
 
-/// `None`: there is none of that name.
+/// `None`: no such device.
 pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
     let index = if_nametoindex(name).ok()?;
     let entries: Vec<_> = getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
@@ -47,8 +47,8 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
     })
 }
 
-/// ixgbe and txgbe do unless they take rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features());
-/// i40e by a switch of its own. `None`: the driver has nothing of that kind.
+/// ixgbe and txgbe do without rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()),
+/// i40e by its own flag. `None`: the driver has no such feature.
 fn moves_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
         "ixgbe" | "txgbe" => Some(!rss_conflicts.takes_flow_rules),
@@ -57,7 +57,6 @@ fn moves_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> 
     }
 }
 
-/// The VLAN devices on top of this one.
 fn vlans(name: &str) -> Vec<String> {
     let Some(directory) = sysfs::device_directory(name) else { return vec![] };
     let upper = |entry: std::fs::DirEntry| Some(entry.file_name().to_str()?.strip_prefix("upper_")?.to_owned());

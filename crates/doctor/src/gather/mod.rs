@@ -1,4 +1,4 @@
-//! Finds the facts. Nothing here judges, and nothing changes the machine.
+//! Gathering of facts. Nothing here judges or changes the machine.
 
 mod announcement;
 mod certificates;
@@ -22,13 +22,10 @@ use nix::sys::resource::{Resource, getrlimit};
 use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl};
 pub use settings::CliOptions;
 
-/// Where pins are when nothing is said.
+/// Default directory of pins.
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Looks at the machine.
-///
-/// # Errors
-/// When the file or the options are wrong; what cannot be seen of the machine is a fact.
+/// Gathers the facts. Fails if the file or the options are wrong; invisible properties are facts.
 pub fn gather(told: &CliOptions) -> anyhow::Result<Facts> {
     let told = told.read()?;
     let (role, settings) = (told.role, told.settings);
@@ -123,7 +120,7 @@ fn addresses() -> Vec<Address> {
     entries.filter_map(address).collect()
 }
 
-/// Devices of the routes to 0.0.0.0/0 in /proc/net/route.
+/// Returns the devices of routes to 0.0.0.0/0 in /proc/net/route.
 fn default_routes(text: &str) -> BTreeSet<String> {
     let device = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -145,17 +142,17 @@ fn clock() -> Clock {
     }
 }
 
-/// The directory above a file, which may be named without one.
+/// Returns the directory of a file, which may be a bare name.
 fn directory_of(path: &Path) -> PathBuf {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// Why nobody can listen there; `None`: it can be done.
+/// Returns the error of binding the address.
 fn bind_problem(listen: SocketAddr) -> Option<String> {
     std::net::TcpListener::bind(listen).err().map(|error| error.to_string())
 }
 
-/// What is no VIP: the unspecified address is none.
+/// Returns whether it is a VIP: not the unspecified address.
 fn is_address(address: Ipv4Addr) -> bool {
     !address.is_unspecified()
 }

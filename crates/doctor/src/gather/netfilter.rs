@@ -1,5 +1,4 @@
-//! Firewalls and connection tracking, by `nft --json list ruleset`: the kernel gives rules in pieces that libnftables puts
-//! together, and a machine with rules has nft (Debian: nftables).
+//! Firewalls and connection tracking, by `nft --json list ruleset`: the kernel's rules need libnftables to be read.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -29,7 +28,7 @@ fn ruleset() -> Result<Vec<Chain>, String> {
     Ok(chains(&answer))
 }
 
-/// Chains with what their rules do.
+/// Returns the chains.
 fn chains(ruleset: &Value) -> Vec<Chain> {
     let objects = ruleset["nftables"].as_array().map_or(&[][..], Vec::as_slice);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -42,7 +41,7 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
             name: name(chain, "name"),
             hook: text(&chain["hook"]),
             drops: chain["policy"] == "drop",
-            // A chain of type nat tracks connections by being there.
+            // A chain of type nat tracks connections.
             tracks: chain["type"] == "nat",
             ..Chain::default()
         };
@@ -63,7 +62,7 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
     chains.into_values().collect()
 }
 
-/// Whether one of the keys stands anywhere in it.
+/// Returns whether one of the keys is anywhere in it.
 fn has_key(value: &Value, keys: &[&str]) -> bool {
     match value {
         Value::Object(members) => {

@@ -1,4 +1,4 @@
-//! Threads that poll: pinned to one CPU and never waiting.
+//! Polling threads: pinned to one CPU and never waiting.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::facts::PollingThread;
 
-/// A thread that serves requests waits at least once in this time, unless it is at full load.
+/// A serving thread waits at least once in this time, unless it is at full load.
 const SAMPLE: Duration = Duration::from_millis(500);
 
-/// A thread that can run, and how often it has waited so far.
+/// Runnable thread, with its number of waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Runnable {
     name: String,
@@ -18,7 +18,7 @@ struct Runnable {
     waits: u64,
 }
 
-/// Threads of this network namespace that poll. Takes half a second where there is a candidate.
+/// Returns the polling threads of this network namespace. Takes half a second if there is a candidate.
 pub fn threads() -> Vec<PollingThread> {
     let before = runnable();
     if before.is_empty() {
@@ -32,7 +32,7 @@ pub fn threads() -> Vec<PollingThread> {
     after.into_iter().filter_map(polls).collect()
 }
 
-/// Pinned threads that can run now, by id. Processes that end meanwhile are left out.
+/// Returns pinned runnable threads by id, without processes that end meanwhile.
 fn runnable() -> BTreeMap<u32, Runnable> {
     let own = fs::read_link("/proc/self/ns/net").ok();
     let is_here = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own;

@@ -1,4 +1,4 @@
-//! What the command line and the daemon's file say.
+//! Command line and the daemon's file.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -20,29 +20,28 @@ use nix::sys::statvfs;
 use super::{bind_problem, controller, directory_of};
 use crate::facts::{ControllerPlace, Role, Service, Settings, StoreFacts};
 
-/// Free space that a store needs in any case (bytes): redb makes a file of half of it.
+/// Minimum of free space for a store (bytes): redb makes a file of half of it.
 const MIN_STORE_SPACE: u64 = 1 << 20;
 
-/// The command line.
+/// Command line.
 #[derive(Debug, Clone, Default)]
 pub struct CliOptions {
     /// The daemon's file.
     pub config: Option<PathBuf>,
-    /// Without a file, or against it.
+    /// Overrides the file.
     pub interface: Option<String>,
     /// Without a file.
     pub role: Option<Role>,
-    /// Without a file, or against it.
+    /// Overrides the file.
     pub controller: Option<SocketAddr>,
-    /// Services beside those that the controller knows.
+    /// Services in addition to the controller's.
     pub services: Vec<ServiceAddress>,
 }
 
-/// The command line and the file together.
 pub(super) struct Read {
     pub role: Role,
     pub settings: Settings,
-    /// What the controller calls this machine.
+    /// Name of this machine at the controller.
     pub name: Option<String>,
     /// The daemon's certificate.
     pub tls: Option<Files>,
@@ -83,7 +82,7 @@ impl CliOptions {
     }
 }
 
-/// Whose file it is, by a key that the others' files do not have.
+/// Returns the role of the file, by a key that other files do not have.
 fn role_of(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
@@ -195,24 +194,24 @@ fn store_file(store: &Path) -> StoreFacts {
     StoreFacts::File { path: store.to_owned(), problem, mode }
 }
 
-/// Why the store's next transaction has no room. It keeps the pages in force, so it takes up to the file's size again.
-/// `None`: there is room.
+/// Returns why the store's next transaction has no room: it keeps the pages in force, so it may need the file's size
+/// again.
 fn space_problem(store: &Path, directory: &Path) -> Option<String> {
     let needed = store.metadata().map_or(0, |metadata| metadata.len()).max(MIN_STORE_SPACE);
-    // The controller is not root: it gets what is available, and not all that is free.
+    // The controller is not root: only available blocks count.
     let available = |status: statvfs::Statvfs| status.blocks_available().saturating_mul(status.fragment_size());
     let outcome = statvfs::statvfs(directory).map(available);
     match outcome {
         Ok(available) if available < needed => {
             Some(format!("the disk is full: {available} bytes are available, expected {needed}"))
         }
-        // A quota shows only when something is written.
+        // A quota shows only at a write.
         Ok(_) => write_probe(directory).err().map(|error| format!("{}: {error}", directory.display())),
         Err(error) => Some(format!("{}: {error}", directory.display())),
     }
 }
 
-/// Writes a file without a name, which is gone when it is closed. A file system that has none is not probed.
+/// Writes an unnamed file, which ends when it is closed. File systems without such files are not probed.
 fn write_probe(directory: &Path) -> io::Result<()> {
     let open = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let written = open.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));
