@@ -41,6 +41,8 @@ pub enum Kind {
     Agent,
     /// `coreward dispatch`'s
     Dispatch,
+    /// `coreward orchestrate`'s
+    Orchestrate,
     /// `coreward rack`'s
     Rack,
 }
@@ -118,6 +120,7 @@ impl Kind {
             Self::Lb => "lb",
             Self::Agent => "agent",
             Self::Dispatch => "dispatch",
+            Self::Orchestrate => "orchestrate",
             Self::Rack => "rack",
         }
     }
@@ -130,6 +133,7 @@ impl Kind {
             Self::Lb => coreward_lb::config::Config::parse(source).map(|_| ()),
             Self::Agent => coreward_agent::config::Config::parse(source).map(|_| ()),
             Self::Dispatch => coreward_dispatch::config::Config::parse(source).map(|_| ()),
+            Self::Orchestrate => coreward_orchestrator::config::Config::parse(source).map(|_| ()),
             Self::Rack => coreward_rack::config::Config::parse(source).map(|_| ()),
         }
     }
@@ -142,6 +146,7 @@ impl Kind {
             Self::Lb => schema::<coreward_lb::config::File>("coreward lb"),
             Self::Agent => schema::<coreward_agent::config::File>("coreward agent"),
             Self::Dispatch => schema::<coreward_dispatch::config::Table>("coreward dispatch"),
+            Self::Orchestrate => schema::<coreward_orchestrator::config::Table>("coreward orchestrate"),
             Self::Rack => schema::<coreward_rack::config::File>("coreward rack"),
         }
     }
@@ -216,6 +221,7 @@ mod tests {
             ("config.md", include_str!("../../../docs/config.md")),
             ("deployment.md", include_str!("../../../docs/deployment.md")),
             ("dispatch.md", include_str!("../../../docs/dispatch.md")),
+            ("orchestrate.md", include_str!("../../../docs/orchestrate.md")),
         ];
         let mut blocks: Vec<(String, String)> = Vec::new();
         for (page, text) in pages {

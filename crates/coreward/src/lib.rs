@@ -24,6 +24,7 @@ use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
 use coreward_lb::connections_command::{self, ConnectionsArgs};
 use coreward_model::tuple::Protocol;
+use coreward_orchestrator::command::{self as orchestrate, OrchestrateArgs};
 use coreward_render as show;
 use coreward_tls::command::{self as certs, CertsArgs};
 
@@ -48,6 +49,8 @@ enum Command {
     Rack(ConfigArgs),
     /// At a server: which worker of a UDP service gets a request, for servers as they are
     Dispatch(DispatchArgs),
+    /// At a server: send each request of UDP services to a core's priority queue, for servers that use the runtime
+    Orchestrate(OrchestrateArgs),
     /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
     Status(StatusArgs),
     /// Where a new connection would go, and why
@@ -296,6 +299,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             Daemon::Dispatch.confine()?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
+        Command::Orchestrate(args) => print(&orchestrate::run(&args)?),
         Command::Status(StatusArgs { ask, rss_keys }) => {
             print(&show::status(&ask.contact.client()?, rss_keys, ask.format.into())?)
         }

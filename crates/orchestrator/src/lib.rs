@@ -1,8 +1,16 @@
 //! `coreward orchestrate`: RingLeader's NIC in software (NSDI'23). One thread holds requests in per-service queues and
 //! sends them to the priority queues of cores, by the decisions of `coreward-model`.
 //!
+//! * [`config`]: the file
+//! * [`classify`]: which service's request a datagram is
+//! * [`daemon`]: sockets and the loop
+//! * [`command`]: the command's arguments
 //! * [`engine`]: decisions, queues, monitors and workers; no sockets
 //! * [`buffers`]: memory of the requests that wait
 
 pub mod buffers;
+pub mod classify;
+pub mod command;
+pub mod config;
+pub mod daemon;
 pub mod engine;

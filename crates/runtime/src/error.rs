@@ -89,8 +89,8 @@ pub enum RuntimeError {
     /// A process has registered the service.
     #[error("service {0} is registered already")]
     RegisteredTwice(u8),
-    /// A core is enabled for a service that this process has not registered.
-    #[error("core {core}: service {service} is not registered by this process")]
+    /// A core is enabled for a service that no process has registered.
+    #[error("core {core}: service {service} is not registered")]
     NotRegistered {
         /// Service of the call.
         service: u8,

@@ -143,7 +143,7 @@ impl Context<'_> {
 }
 
 impl Worker<'_> {
-    /// Serves requests until `stop` is set. Then it disables its services at this core and serves the rest.
+    /// Serves requests until `stop` is set. Then it disables all services at this core and serves the rest.
     ///
     /// # Errors
     /// When the orchestrator ended, or the memory is damaged. Connect again then.
@@ -217,7 +217,7 @@ impl Server<'_, '_> {
 
     fn leave(&mut self) -> Result<(), RuntimeError> {
         let core = self.worker.core;
-        for service in self.worker.runtime.registered_services() {
+        for service in 0..self.worker.runtime.services().len() as u8 {
             self.worker.disable_service(service, core)?;
         }
         self.worker.wait_until_messages_are_read()?;

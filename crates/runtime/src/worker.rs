@@ -1,4 +1,4 @@
-//! The workers' side of the memory: a process connects, registers its services, and runs a worker for each core.
+//! The workers' side of the memory: a process connects, registers services, and runs workers, each for one core.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddrV4;
@@ -11,7 +11,7 @@ use crate::error::RuntimeError;
 use crate::layout::{MESSAGES, SlotHeader};
 use crate::message::{HintMessage, Message, Trigger};
 use crate::ring::{Consumer, Producer};
-use crate::segment::{LockByte, Segment};
+use crate::segment::{LockByte, Segment, ServiceEntry};
 
 /// Time that the orchestrator has to accept a worker, and to empty a full ring.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -101,9 +101,9 @@ impl Runtime {
         Ok(Worker { runtime: self, core, number, rings, segment })
     }
 
-    /// The services that this process has registered.
-    pub fn registered_services(&self) -> Vec<u8> {
-        self.registrations().iter().copied().collect()
+    /// The services of the orchestrator's configuration.
+    pub fn services(&self) -> Vec<ServiceEntry> {
+        (0..=u8::MAX).map_while(|service| self.segment.service(service).ok()).collect()
     }
 
     fn registrations(&self) -> MutexGuard<'_, BTreeSet<u8>> {
@@ -173,16 +173,21 @@ impl Worker<'_> {
     /// `core` runs the service from now on (EnableService).
     ///
     /// # Errors
-    /// When this process has not registered the service, or the core is out of range.
+    /// When no process has registered the service, or the core is out of range.
     pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
+        let is_registered = self.runtime.registrations().contains(&service)
+            || self.segment.is_locked(LockByte::Service(service)).unwrap_or(false);
+        if !is_registered {
+            return Err(RuntimeError::NotRegistered { service, core });
+        }
         self.send(Message::EnableService { service, core })
     }
 
     /// `core` takes no new requests of the service (DisableService). Requests that it has remain.
     ///
     /// # Errors
-    /// As [`enable_service`](Self::enable_service).
+    /// When the service or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::DisableService { service, core })
@@ -192,7 +197,7 @@ impl Worker<'_> {
     /// feedback for requests that it has not sent there.
     ///
     /// # Errors
-    /// As [`enable_service`](Self::enable_service).
+    /// When the service or the core is out of range.
     pub fn load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::LoadFeedback { service, core, count })
@@ -201,7 +206,7 @@ impl Worker<'_> {
     /// Enables a load monitor of the service, or changes its condition (EnableLoadMonitor).
     ///
     /// # Errors
-    /// When this process has not registered the service.
+    /// When the service is out of range.
     pub fn enable_load_monitor(&mut self, service: u8, trigger: Trigger) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::EnableLoadMonitor { service, trigger })
@@ -210,7 +215,7 @@ impl Worker<'_> {
     /// The cores have acted on the last hint of the service (RearmLoadMonitor).
     ///
     /// # Errors
-    /// When this process has not registered the service.
+    /// When the service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::RearmLoadMonitor { service })
@@ -299,12 +304,7 @@ impl Worker<'_> {
 
     fn check(&self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.segment.check_core(core)?;
-        self.segment.service(service)?;
-        if self.runtime.registrations().contains(&service) {
-            Ok(())
-        } else {
-            Err(RuntimeError::NotRegistered { service, core })
-        }
+        self.segment.service(service).map(drop)
     }
 
     /// Checks that the orchestrator lives and has this worker. A system call.

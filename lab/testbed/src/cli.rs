@@ -1,6 +1,9 @@
 //! The sub-commands of `coreward-lab testbed`.
 
-use crate::{chaos, conformity, dispatch_soak, instance, key_value, load, paced_server, pcc, stock_server, stream};
+use crate::{
+    chaos, conformity, dispatch_soak, instance, key_value, load, orchestrated_server, paced_server, pcc, stock_server,
+    stream,
+};
 
 /// Options of `coreward-lab testbed`.
 #[derive(Debug, Clone, clap::Args)]
@@ -15,6 +18,8 @@ enum TestbedCommand {
     PacedServer(paced_server::PacedServerArgs),
     /// Serve GET, PUT and SCAN by UDP, one socket per worker, as fast as it can or by the clock
     KeyValueServer(key_value::server::KeyValueServerArgs),
+    /// Serve GET, PUT and SCAN on cores of `coreward orchestrate`
+    OrchestratedServer(orchestrated_server::OrchestratedServerArgs),
     /// Replay an arrival log against a service and print what became of it as JSON
     Load(load::LoadArgs),
     /// Serve connections that last, in several network namespaces at once
@@ -47,6 +52,7 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
         TestbedCommand::PacedServer(args) => paced_server::run(args),
         TestbedCommand::KeyValueServer(args) => key_value::server::run(args),
+        TestbedCommand::OrchestratedServer(args) => orchestrated_server::run(args),
         TestbedCommand::Load(args) => load::run(args),
         TestbedCommand::StreamServer(args) => stream::server::run(args),
         TestbedCommand::StreamClient(args) => stream::client::run(args),

@@ -37,6 +37,7 @@ pub mod key_value;
 pub mod load;
 pub mod namespace;
 pub mod nginx;
+pub mod orchestrated_server;
 pub mod other_balancer;
 pub mod paced_server;
 pub mod pcc;

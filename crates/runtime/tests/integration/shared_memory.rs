@@ -123,7 +123,7 @@ fn calls_out_of_range_are_rejected() {
     assert_eq!(text(taken), "core 0 has a worker already");
     assert_eq!(text(runtime.worker(2).map(drop)), "core 2: expected 0 to 1");
     let error = text(worker.enable_service(1, 0));
-    assert_eq!(error, "core 0: service 1 is not registered by this process");
+    assert_eq!(error, "core 0: service 1 is not registered");
     runtime.register_service(1, address(4000), 1).unwrap();
     for runtime in [&runtime, &other_process] {
         let error = text(runtime.register_service(1, address(4000), 1));
@@ -135,11 +135,16 @@ fn calls_out_of_range_are_rejected() {
     let expected = "service 0 at 127.0.0.1:4001 with priority 1: the orchestrator has 127.0.0.1:4000 with priority 0";
     assert_eq!(register(0, 4001, 1), expected);
     assert_eq!(text(worker.load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
-    assert_eq!(text(worker.rearm_load_monitor(0)), "core 0: service 0 is not registered by this process");
+    assert_eq!(text(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
     assert_eq!(messages(&mut queues, 0), []);
     drop(worker);
+    // Workers of other processes may run the service while its registration lasts.
+    let mut worker = accepted(&mut queues, &other_process, 0);
+    worker.enable_service(1, 0).unwrap();
     drop(runtime);
+    assert_eq!(text(worker.enable_service(1, 0)), "core 0: service 1 is not registered");
     other_process.register_service(1, address(4000), 1).unwrap();
+    worker.enable_service(1, 0).unwrap();
 }
 
 /// Connects after a write at that offset of the file.

@@ -9,5 +9,5 @@
 
 pub mod handle;
 pub mod server;
-mod store;
+pub(crate) mod store;
 mod worker;

@@ -22,6 +22,7 @@ mod lost_store;
 mod metrics;
 mod mptcp;
 mod no_timestamps;
+mod orchestrate;
 mod paced_traffic;
 mod packages;
 mod path_mtu;

@@ -1,0 +1,50 @@
+//! Classification of a datagram: which service's request it is.
+
+/// Bytes at a place of the payload.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pattern {
+    /// Offset in the payload.
+    pub offset: usize,
+    /// The bytes there.
+    pub bytes: Vec<u8>,
+}
+
+impl Pattern {
+    /// Whether the payload has the bytes.
+    #[inline]
+    pub fn matches(&self, payload: &[u8]) -> bool {
+        payload.get(self.offset..).is_some_and(|rest| rest.starts_with(&self.bytes))
+    }
+}
+
+/// The services at one address and port, in order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Classifier {
+    /// Service and pattern; `None` matches every request.
+    pub rules: Vec<(u8, Option<Pattern>)>,
+}
+
+impl Classifier {
+    /// Returns the first service that matches.
+    #[inline]
+    pub fn service(&self, payload: &[u8]) -> Option<u8> {
+        let matches = |pattern: &Option<Pattern>| pattern.as_ref().is_none_or(|pattern| pattern.matches(payload));
+        self.rules.iter().find(|(_, pattern)| matches(pattern)).map(|(service, _)| *service)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_match_counts() {
+        let pattern = |offset, bytes: &[u8]| Some(Pattern { offset, bytes: bytes.to_vec() });
+        let mut classifier = Classifier { rules: vec![(2, pattern(1, &[7])), (0, pattern(0, b"get "))] };
+        let services =
+            |classifier: &Classifier| [&b"get x"[..], b"g\x07", b"g", b""].map(|text| classifier.service(text));
+        assert_eq!(services(&classifier), [Some(0), Some(2), None, None]);
+        classifier.rules.push((1, None));
+        assert_eq!(services(&classifier), [Some(0), Some(2), Some(1), Some(1)]);
+    }
+}

@@ -1,0 +1,374 @@
+//! The file of `coreward orchestrate`; docs/orchestrate.md is the reference for users.
+
+use std::net::{SocketAddr, SocketAddrV4};
+use std::num::NonZeroU16;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use coreward_config::{
+    AbsolutePath, Diagnostics, HOUR, MILLISECOND, Name, Number, Period, Reader, SECOND, Source, Spanned, config_struct,
+    string_enum,
+};
+use coreward_model::dispatch::{
+    FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, RankRule, Ranking, RateLimit,
+    Selection,
+};
+use coreward_runtime::ServiceEntry;
+
+use crate::classify::{Classifier, Pattern};
+use crate::engine::{EngineConfig, ServiceConfig};
+
+/// Configuration of the daemon.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// File of the memory that the workers share.
+    pub memory: PathBuf,
+    /// Addresses of the services, and the services at each.
+    pub listeners: Vec<(SocketAddrV4, Classifier)>,
+    /// Configuration of the engine.
+    pub engine: EngineConfig,
+    /// Time that the idle daemon sleeps while cores have requests; 0: it always polls.
+    pub sleep: Duration,
+}
+
+/// The longest UDP payload over IPv4.
+const MAX_PAYLOAD: u64 = 65_507;
+/// A deadline must fit 32 bits.
+const MAX_DEADLINE: u64 = 4 * SECOND;
+
+config_struct! {
+    /// The whole file.
+    pub struct Table {
+        /// File of the memory that the workers share, in a directory of the same user.
+        memory: AbsolutePath,
+        /// Cores that can have a worker.
+        cores: Number<1, 256>,
+        /// Bound of a core's rank.
+        depth: Number<1, 64> = Number(4),
+        /// Requests of a core that count in its rank.
+        policy: PolicyName = PolicyName(RankRule::Ranked),
+        /// Whether a service without an eligible core blocks the services after it.
+        scheduler: SchedulerName = SchedulerName(Selection::FirstEligible),
+        /// Order of the groups; without groups, of the services.
+        ranking: RankingName = RankingName(Ranking::StrictPriority),
+        /// Requests that wait for a core, at most.
+        waiting: Number<1, 65536> = Number(4096),
+        /// Bytes of the longest request and response.
+        payload: Number<1, MAX_PAYLOAD> = Number(1472),
+        /// A worker that completes nothing for so long gets no requests until it does.
+        stall_after: Period<MILLISECOND, HOUR> = Period(Duration::from_millis(500)),
+        /// Time that the idle daemon sleeps; "0s": it polls.
+        sleep: Period<0, MILLISECOND> = Period(Duration::from_micros(50)),
+        /// Sets of services that are ranked as one.
+        groups as "group": Vec<Spanned<GroupTable>>,
+        /// The services.
+        services as "service": Spanned<Vec<Spanned<ServiceTable>>>,
+    }
+}
+
+config_struct! {
+    struct GroupTable {
+        /// Its name.
+        name: Name,
+        /// Order of its services.
+        ranking: RankingName = RankingName(Ranking::StrictPriority),
+        /// Its priority among the groups; 0 is the highest.
+        priority: Number<0, 63> = Number(0),
+        /// Its weight among the groups.
+        weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
+        /// Time from arrival to deadline.
+        deadline: Period<1, MAX_DEADLINE> = Period(Duration::from_millis(1)),
+        /// Requests per second, at most.
+        rate: Option<Number<1, SECOND>>,
+        /// Requests of a rate that may be dispatched at once.
+        burst: Number<1, 65536> = Number(1),
+    }
+}
+
+config_struct! {
+    struct ServiceTable {
+        /// Address and port of its requests.
+        listen: SocketAddr,
+        /// Requests that belong to it; without it all others at its address.
+        pattern as "match": Option<MatchTable>,
+        /// Its queue at each core; 0 is the highest.
+        priority: Number<0, 7> = Number(0),
+        /// Factor of a request of lower priority in its rank, from 0 to 1.
+        lambda: f64 = Lambda::PUBLISHED.get(),
+        /// Its group.
+        group: Option<Name>,
+        /// Its weight in its group.
+        weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
+        /// Time from arrival to deadline.
+        deadline: Period<1, MAX_DEADLINE> = Period(Duration::from_millis(1)),
+        /// Requests per second, at most.
+        rate: Option<Number<1, SECOND>>,
+        /// Requests of a rate that may be dispatched at once.
+        burst: Number<1, 65536> = Number(1),
+    }
+}
+
+config_struct! {
+    struct MatchTable {
+        /// Offset in the payload.
+        offset: Number<0, 65500> = Number(0),
+        /// A number there.
+        value: Option<u64>,
+        /// Bytes of the number.
+        bytes: Number<1, 8> = Number(1),
+        /// Whether its first byte is the lowest.
+        little_endian: bool = false,
+        /// A text there, instead of a number.
+        prefix: Option<String>,
+    }
+}
+
+struct PolicyName(RankRule);
+
+string_enum!(
+    PolicyName,
+    "policy",
+    [
+        ("jbsrq".to_owned(), PolicyName(RankRule::Ranked)),
+        ("global-jbsq".to_owned(), PolicyName(RankRule::Global)),
+        ("per-service-jbsq".to_owned(), PolicyName(RankRule::PerService)),
+    ]
+);
+
+struct SchedulerName(Selection);
+
+string_enum!(
+    SchedulerName,
+    "scheduler",
+    [("feo".to_owned(), SchedulerName(Selection::FirstEligible)), ("pifo".to_owned(), SchedulerName(Selection::Pifo)),]
+);
+
+struct RankingName(Ranking);
+
+string_enum!(
+    RankingName,
+    "ranking",
+    [
+        ("priority".to_owned(), RankingName(Ranking::StrictPriority)),
+        ("share".to_owned(), RankingName(Ranking::WeightedShare)),
+        ("deadline".to_owned(), RankingName(Ranking::EarliestDeadline)),
+    ]
+);
+
+impl Config {
+    /// # Errors
+    /// When the file cannot be read; all its mistakes.
+    pub fn load(path: &Path) -> Result<Self, Diagnostics> {
+        Self::parse(&Source::read(path)?)
+    }
+
+    /// # Errors
+    /// All mistakes of the text.
+    pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
+        source.read_as(|table: Table, reader| table.check(reader))
+    }
+}
+
+impl Table {
+    fn check(self, reader: &mut Reader<'_>) -> Option<Config> {
+        let count = self.services.get_ref().len();
+        if !(1..=MAX_SERVICES).contains(&count) {
+            reader.mistake(self.services.span(), format!("{count} services: expected 1 to {MAX_SERVICES}"));
+        }
+        let groups = self.groups(reader);
+        let mut listeners: Vec<(SocketAddrV4, Classifier)> = Vec::new();
+        let (mut services, mut queues) = (Vec::new(), Vec::new());
+        for (number, spanned) in self.services.get_ref().iter().enumerate() {
+            let service = spanned.get_ref();
+            let Some(address) = reader.taken(service.address(), spanned.span()) else { continue };
+            let Some(lambda) = reader.taken(service.lambda(), spanned.span()) else { continue };
+            let Some(pattern) = reader.taken(service.bytes(), spanned.span()) else { continue };
+            let Some(group) = reader.taken(self.group_of(service), spanned.span()) else { continue };
+            let known = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
+                listeners.push((address, Classifier::default()));
+                listeners.len() - 1
+            });
+            listeners[known].1.rules.push((number as u8, pattern));
+            let priority = service.priority.0 as u8;
+            services.push(ServiceConfig { entry: ServiceEntry { address, priority }, lambda });
+            let member = service.member(groups.get(usize::from(group))?.ranking);
+            queues.push(QueueConfig { group, member, priority });
+        }
+        let scheduler = FeoConfig {
+            ranking: self.ranking.0,
+            groups,
+            queues,
+            selection: self.scheduler.0,
+            capacity: self.waiting.0 as usize,
+        };
+        let engine = EngineConfig {
+            cores: self.cores.0 as u16,
+            depth: NonZeroU16::new(self.depth.0 as u16)?,
+            rule: self.policy.0,
+            services,
+            scheduler,
+            payload_bytes: self.payload.0 as u16,
+            stall_after: self.stall_after.0,
+        };
+        Some(Config { memory: self.memory.0, listeners, engine, sleep: self.sleep.0 })
+    }
+
+    /// The groups; without any, one of all services.
+    fn groups(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
+        if self.groups.is_empty() {
+            return vec![GroupConfig { member: Member::new(1), ranking: self.ranking.0 }];
+        }
+        for (number, spanned) in self.groups.iter().enumerate() {
+            let name = &spanned.get_ref().name;
+            if self.groups[..number].iter().any(|other| other.get_ref().name == *name) {
+                reader.mistake(spanned.span(), format!("group {:?} is listed twice: expected each once", name.0));
+            }
+        }
+        if let Some(beyond) = self.groups.get(MAX_SERVICES) {
+            reader.mistake(beyond.span(), format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()));
+        }
+        let config = |group: &Spanned<GroupTable>| {
+            let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
+            let parameter = parameter(self.ranking.0, priority.0, weight.0, deadline.0);
+            GroupConfig { member: Member { parameter, limit: limit(rate.as_ref(), *burst) }, ranking: ranking.0 }
+        };
+        self.groups.iter().map(config).collect()
+    }
+
+    fn group_of(&self, service: &ServiceTable) -> Result<u8, String> {
+        match (&service.group, self.groups.is_empty()) {
+            (None, true) => Ok(0),
+            (None, false) => Err("a service without `group`: expected the name of a [[group]]".to_owned()),
+            (Some(name), _) => {
+                let found = self.groups.iter().position(|group| group.get_ref().name == *name);
+                found.map(|group| group as u8).ok_or_else(|| format!("no [[group]] has the name {:?}", name.0))
+            }
+        }
+    }
+}
+
+fn parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Duration) -> u32 {
+    match ranking {
+        Ranking::StrictPriority => priority as u32,
+        Ranking::WeightedShare => weight as u32,
+        Ranking::EarliestDeadline => deadline.as_nanos() as u32,
+    }
+}
+
+fn limit(rate: Option<&Number<1, SECOND>>, burst: Number<1, 65536>) -> Option<RateLimit> {
+    rate.map(|rate| RateLimit { interval: SECOND / rate.0, burst: burst.0 as u32 })
+}
+
+impl ServiceTable {
+    fn member(&self, ranking: Ranking) -> Member {
+        let parameter = parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
+        Member { parameter, limit: limit(self.rate.as_ref(), self.burst) }
+    }
+
+    fn address(&self) -> Result<SocketAddrV4, String> {
+        match self.listen {
+            SocketAddr::V4(address) if address.port() != 0 => Ok(address),
+            other => Err(format!("listen {other}: expected an IPv4 address and a port from 1 to 65535")),
+        }
+    }
+
+    fn lambda(&self) -> Result<Lambda, String> {
+        Lambda::new(self.lambda).map_err(|error| error.to_string())
+    }
+
+    fn bytes(&self) -> Result<Option<Pattern>, String> {
+        let Some(pattern) = &self.pattern else { return Ok(None) };
+        let width = pattern.bytes.0 as usize;
+        let bytes = match (pattern.value, &pattern.prefix) {
+            (Some(value), None) if width < 8 && value >> (8 * width) != 0 => {
+                return Err(format!("value = {value}: expected a number of {width} bytes"));
+            }
+            (Some(value), None) if pattern.little_endian => value.to_le_bytes()[..width].to_vec(),
+            (Some(value), None) => value.to_be_bytes()[8 - width..].to_vec(),
+            (None, Some(prefix)) if !prefix.is_empty() => prefix.as_bytes().to_vec(),
+            _ => return Err("match: expected either `value` or `prefix`".to_owned()),
+        };
+        Ok(Some(Pattern { offset: pattern.offset.0 as usize, bytes }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        let source = Source::from_text("orchestrate.toml", text);
+        Config::parse(&source).map_err(|mistakes| mistakes.to_string())
+    }
+
+    const HEAD: &str = "memory = \"/run/cores\"\ncores = 4\n";
+
+    #[test]
+    fn defaults() {
+        let config = parse(&format!("{HEAD}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
+        let EngineConfig { depth, rule, payload_bytes, services, scheduler, .. } = &config.engine;
+        assert_eq!((depth.get(), *rule, *payload_bytes), (4, RankRule::Ranked, 1472));
+        assert_eq!(services[0].lambda, Lambda::PUBLISHED);
+        assert_eq!((scheduler.capacity, scheduler.selection), (4096, Selection::FirstEligible));
+        assert_eq!(config.listeners[0].1.rules, [(0, None)]);
+    }
+
+    #[test]
+    fn services_share_a_port_and_two_levels_rank_them() {
+        let text = format!(
+            r#"{HEAD}ranking = "share"
+policy = "per-service-jbsq"
+[[group]]
+name = "fast"
+weight = 3
+ranking = "deadline"
+[[group]]
+name = "batch"
+[[service]]
+listen = "127.0.0.1:4000"
+match = {{ offset = 2, value = 258, bytes = 2, little_endian = true }}
+group = "fast"
+deadline = "20us"
+[[service]]
+listen = "127.0.0.1:4001"
+match = {{ prefix = "get " }}
+group = "fast"
+lambda = 0.5
+[[service]]
+listen = "127.0.0.1:4000"
+group = "batch"
+priority = 7
+rate = 1000
+burst = 10
+"#
+        );
+        let config = parse(&text).unwrap();
+        let rules: Vec<_> = config.listeners.iter().map(|(address, classifier)| (address.port(), classifier)).collect();
+        let pattern = |offset, bytes: &[u8]| Some(Pattern { offset, bytes: bytes.to_vec() });
+        assert_eq!(rules[0], (4000, &Classifier { rules: vec![(0, pattern(2, &[2, 1])), (2, None)] }));
+        assert_eq!(rules[1], (4001, &Classifier { rules: vec![(1, pattern(0, b"get "))] }));
+        let scheduler = &config.engine.scheduler;
+        let groups: Vec<_> = scheduler.groups.iter().map(|group| (group.member.parameter, group.ranking)).collect();
+        assert_eq!(groups, [(3, Ranking::EarliestDeadline), (1, Ranking::StrictPriority)]);
+        let queues: Vec<_> = scheduler.queues.iter().map(|queue| (queue.group, queue.member.parameter)).collect();
+        assert_eq!(queues, [(0, 20_000), (0, 1_000_000), (1, 7)]);
+        assert_eq!(scheduler.queues[2].member.limit, Some(RateLimit { interval: 1_000_000, burst: 10 }));
+        assert_eq!(config.engine.services[1].lambda.get(), 0.5);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_line_and_expectation() {
+        let error = |rest: &str| parse(&format!("{HEAD}[[service]]\n{rest}\n")).unwrap_err();
+        let text = error("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
+        assert_eq!(text, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
+        assert!(error("listen = \"[::1]:4000\"").contains("expected an IPv4 address and a port from 1 to 65535"));
+        let listen = "listen = \"127.0.0.1:4000\"\n";
+        assert!(error(&format!("{listen}priority = 8")).ends_with("8: expected a whole number from 0 to 7"));
+        assert!(error(&format!("{listen}match = {{}}")).ends_with("match: expected either `value` or `prefix`"));
+        let text = error(&format!("{listen}match = {{ value = 256 }}"));
+        assert!(text.ends_with("value = 256: expected a number of 1 bytes"), "{text}");
+        assert!(error(&format!("{listen}group = \"x\"")).ends_with("no [[group]] has the name \"x\""));
+        assert!(parse(HEAD).unwrap_err().contains("service"));
+        assert!(parse(&format!("service = []\n{HEAD}")).unwrap_err().contains("0 services: expected 1 to 64"));
+    }
+}

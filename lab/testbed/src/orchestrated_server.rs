@@ -1,0 +1,137 @@
+//! `coreward-lab testbed orchestrated-server`: a key-value server on the cores of `coreward orchestrate`.
+//!
+//! It answers GET, PUT and SCAN as [`crate::key_value`] does, with one store for all its cores. A request with a
+//! service time of its own first computes for so long and yields to requests of higher priority meanwhile. The thread
+//! of a core connects again when the orchestrator ends.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
+use coreward_runtime::RuntimeError;
+use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
+use coreward_runtime::worker::Runtime;
+
+use crate::interrupt;
+use crate::key_value::store::Store;
+
+/// Keys that clients may add.
+const MORE_PAIRS: usize = 1_000_000;
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// A call of `yield_point` that takes longer has served another request.
+const YIELD_TIME: Duration = Duration::from_micros(1);
+
+/// Options of `coreward-lab testbed orchestrated-server`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct OrchestratedServerArgs {
+    /// The orchestrator's memory
+    #[arg(long, value_name = "FILE")]
+    memory: PathBuf,
+    /// Cores, each with a thread
+    #[arg(long, value_delimiter = ',', required = true, value_name = "CORE,...")]
+    cores: Vec<u16>,
+    /// Keys that are there from the start: user0000000000 and on
+    #[arg(long, default_value_t = 10_000)]
+    keys: u32,
+    /// Length of their values (bytes)
+    #[arg(long, default_value_t = 32)]
+    value_bytes: u16,
+    /// Time that a request runs before it yields to one of higher priority (us)
+    #[arg(long, default_value_t = 5)]
+    quantum_us: u64,
+}
+
+struct KeyValue {
+    store: Store,
+}
+
+impl Handler for KeyValue {
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+        let Ok(request) = KeyValueRequest::parse(request.payload) else { return Reply::Nothing };
+        compute(Duration::from_nanos(request.service_ns.into()), context);
+        let mut writer = ResponseWriter::default();
+        self.store.answer(&request, context.core(), &mut writer);
+        let mut datagrams = writer.finish();
+        let (Some(only), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
+        response.extend_from_slice(only);
+        Reply::Send
+    }
+}
+
+/// Computes for so long, without the time of the requests that preempt it.
+fn compute(time: Duration, context: &mut Context<'_>) {
+    let mut end = Instant::now() + time;
+    loop {
+        let before = Instant::now();
+        if before >= end {
+            return;
+        }
+        context.yield_point();
+        let yielded = before.elapsed();
+        if yielded > YIELD_TIME {
+            end += yielded;
+        }
+    }
+}
+
+/// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON.
+///
+/// # Errors
+/// When signals cannot be handled.
+pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
+    interrupt::catch()?;
+    let server = KeyValue { store: Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS) };
+    let stop = AtomicBool::new(false);
+    let served: Vec<u64> = std::thread::scope(|scope| {
+        let serve = |core: &u16| {
+            let core = *core;
+            let (server, stop) = (&server, &stop);
+            scope.spawn(move || serve_core(args, core, server, stop))
+        };
+        let threads: Vec<_> = args.cores.iter().map(serve).collect();
+        while interrupt::check().is_ok() {
+            std::thread::sleep(RETRY_INTERVAL);
+        }
+        stop.store(true, Relaxed);
+        threads.into_iter().map(|thread| thread.join().expect("the thread of a core")).collect()
+    });
+    println!("{}", serde_json::to_string(&served)?);
+    Ok(())
+}
+
+/// Serves a core and connects again after each error. Returns the number of served requests.
+fn serve_core(args: &OrchestratedServerArgs, core: u16, server: &KeyValue, stop: &AtomicBool) -> u64 {
+    let mut served = 0;
+    while !stop.load(Relaxed) {
+        match connect_and_serve(args, core, server, stop) {
+            Ok(counters) => served += counters.served,
+            Err(error) => {
+                tracing::info!(core, %error, "connecting again");
+                std::thread::sleep(RETRY_INTERVAL);
+            }
+        }
+    }
+    served
+}
+
+fn connect_and_serve(
+    args: &OrchestratedServerArgs,
+    core: u16,
+    server: &KeyValue,
+    stop: &AtomicBool,
+) -> Result<ServeCounters, RuntimeError> {
+    let runtime = Runtime::connect(&args.memory)?;
+    let services = runtime.services();
+    for (service, entry) in (0..).zip(&services) {
+        match runtime.register_service(service, entry.address, entry.priority) {
+            // Another core's thread has.
+            Ok(()) | Err(RuntimeError::RegisteredTwice(_)) => (),
+            Err(error) => return Err(error),
+        }
+    }
+    let mut worker = runtime.worker(core)?;
+    (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?;
+    let options = ServeOptions { quantum: Duration::from_micros(args.quantum_us), ..ServeOptions::default() };
+    worker.serve(server, options, stop)
+}

@@ -1,0 +1,237 @@
+//! `coreward orchestrate` with a server of its runtime, on loopback: requests, workers that die and stop, a restart.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use coreward_load::key_value::{DATAGRAM_MAX, Request, key_name, parse_response};
+use coreward_testbed::TIMEOUT;
+use coreward_testbed::fleet::{coreward_command, lab_command};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use crate::support::eventually;
+
+/// A response takes microseconds; a worker that just died takes its request with it.
+const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A process, killed when dropped.
+struct Running(Child);
+
+impl Running {
+    fn start(command: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
+        let mut command = Command::new(command);
+        Ok(Self(command.args(arguments).stdout(Stdio::piped()).spawn()?))
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
+    }
+
+    /// Ends it by SIGTERM and returns its report.
+    fn end(mut self) -> anyhow::Result<Value> {
+        self.signal(Signal::SIGTERM);
+        let started = Instant::now();
+        while self.0.try_wait()?.is_none() {
+            anyhow::ensure!(started.elapsed() < *TIMEOUT, "the process does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(serde_json::from_reader(self.0.stdout.take().unwrap())?)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Setup {
+    directory: tempfile::TempDir,
+    config: PathBuf,
+    address: SocketAddr,
+}
+
+impl Setup {
+    /// Four cores; GET has priority over all other requests.
+    fn new() -> anyhow::Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let address = UdpSocket::bind("127.0.0.1:0")?.local_addr()?;
+        let memory = directory.path().join("cores");
+        let config = directory.path().join("orchestrate.toml");
+        let services = format!(
+            "[[service]]\nlisten = \"{address}\"\nmatch = {{ value = 1 }}\n\
+             [[service]]\nlisten = \"{address}\"\npriority = 1\n"
+        );
+        let text = format!("memory = \"{}\"\ncores = 4\nstall_after = \"100ms\"\n{services}", memory.display());
+        std::fs::write(&config, text)?;
+        Ok(Self { directory, config, address })
+    }
+
+    fn memory(&self) -> String {
+        self.directory.path().join("cores").display().to_string()
+    }
+
+    /// Starts the orchestrator. It has its port when the memory exists.
+    fn orchestrator(&self) -> anyhow::Result<Running> {
+        let _ = std::fs::remove_file(self.memory());
+        let arguments = ["orchestrate", "--config", &self.config.display().to_string()];
+        let running = Running::start(&coreward_command()?, &arguments)?;
+        eventually(*TIMEOUT, "the memory exists", || Path::new(&self.memory()).exists());
+        Ok(running)
+    }
+
+    fn server(&self, cores: &str) -> anyhow::Result<Running> {
+        let arguments = ["testbed", "orchestrated-server", "--memory", &self.memory(), "--cores", cores];
+        Running::start(&lab_command()?, &arguments)
+    }
+}
+
+/// Asks without pause.
+struct Client {
+    socket: UdpSocket,
+    next_id: u32,
+    sent: u64,
+}
+
+impl Client {
+    fn new(setup: &Setup) -> anyhow::Result<Self> {
+        let socket = UdpSocket::bind("127.0.0.1:0")?;
+        socket.connect(setup.address)?;
+        socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
+        Ok(Self { socket, next_id: 0, sent: 0 })
+    }
+
+    /// Sends a request of a type, which takes `service_us` of a core.
+    fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
+        let (id, key) = (self.next_id, key_name(7));
+        let request_type = request_type.parse()?;
+        let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value: b"" };
+        let mut datagram = Vec::new();
+        request.write(&mut datagram);
+        // Fails when no orchestrator has the port.
+        if self.socket.send(&datagram).is_ok() {
+            self.sent += 1;
+        }
+        self.next_id += 1;
+        Ok(id)
+    }
+
+    /// The id of the next response, the core that answered, and the number of pairs.
+    fn receive(&self) -> Option<(u32, u16, usize)> {
+        let mut buffer = [0; DATAGRAM_MAX];
+        let length = self.socket.recv(&mut buffer).ok()?;
+        let (header, pairs) = parse_response(&buffer[..length]).expect("a response");
+        Some((header.id.get(), header.worker.get(), pairs.len()))
+    }
+
+    /// Sends requests in bursts until each of these cores has answered.
+    fn ask_until_answered_by(&mut self, cores: &[u16]) {
+        let mut answered = [false; 4];
+        eventually(*TIMEOUT, "each core answers", || {
+            (0..8).for_each(|_| _ = self.send("GET", 50).unwrap());
+            while let Some((_, core, pairs)) = self.receive() {
+                assert_eq!(pairs, 1);
+                answered[usize::from(core)] = true;
+                if answered.iter().filter(|answered| **answered).count() == cores.len() {
+                    break;
+                }
+            }
+            cores.iter().all(|core| answered[usize::from(*core)])
+        });
+    }
+
+    fn discard_responses(&self) {
+        while self.receive().is_some() {}
+    }
+}
+
+fn sum(report: &Value, count: &str) -> u64 {
+    report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
+}
+
+/// Every request of the report has one fate. Those that cores have at the end are counted by none.
+fn check_accounts(report: &Value, sent: u64) {
+    let fates = ["dropped", "rejected", "completed", "lost", "waiting"].map(|count| sum(report, count));
+    assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (sent, sent), "{report}");
+    for count in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {
+        assert_eq!(report[count], 0, "{count}: {report}");
+    }
+}
+
+#[test]
+fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
+    let setup = Setup::new()?;
+    let orchestrator = setup.orchestrator()?;
+    let server = setup.server("0,1,2,3")?;
+    let mut client = Client::new(&setup)?;
+    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    client.discard_responses();
+    let asked = client.sent;
+    for _ in 0..500 {
+        let ids = [client.send("GET", 0)?, client.send("SCAN18", 20)?];
+        let mut answers: Vec<_> = (0..2).filter_map(|_| client.receive()).collect();
+        answers.sort_unstable();
+        let pairs: Vec<_> = answers.iter().map(|(id, _, pairs)| (*id, *pairs)).collect();
+        assert_eq!(pairs, [(ids[0], 1), (ids[1], 18)]);
+    }
+    let served: u64 = server.end()?.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
+    assert_eq!(served, client.sent);
+    let report = orchestrator.end()?;
+    check_accounts(&report, client.sent);
+    assert_eq!((sum(&report, "completed"), sum(&report, "lost")), (client.sent, 0));
+    assert_eq!(report["services"][1]["completed"], 500);
+    assert_eq!((asked + 1000, &report["workers"]), (client.sent, &4.into()));
+    Ok(())
+}
+
+#[test]
+fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
+    let setup = Setup::new()?;
+    let orchestrator = setup.orchestrator()?;
+    let (first, second) = (setup.server("0,1")?, setup.server("2,3")?);
+    let mut client = Client::new(&setup)?;
+    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    // All requests that it has are lost; from the next check on the other process answers all.
+    second.signal(Signal::SIGSTOP);
+    client.ask_until_answered_by(&[0, 1]);
+    second.signal(Signal::SIGKILL);
+    drop(second);
+    client.ask_until_answered_by(&[0, 1]);
+    let second = setup.server("2,3")?;
+    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    // A stopped process answers what it has when it continues.
+    client.discard_responses();
+    first.signal(Signal::SIGSTOP);
+    client.ask_until_answered_by(&[2, 3]);
+    first.signal(Signal::SIGCONT);
+    client.ask_until_answered_by(&[0, 1, 2, 3]);
+    client.discard_responses();
+    first.end()?;
+    second.end()?;
+    let report = orchestrator.end()?;
+    check_accounts(&report, client.sent);
+    assert!((1..=8).contains(&sum(&report, "lost")), "two cores with a depth of 4 had died: {report}");
+    assert_eq!(report["workers"], 6);
+    assert!(report["stalls"].as_u64().unwrap() >= 2, "{report}");
+    Ok(())
+}
+
+#[test]
+fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
+    let setup = Setup::new()?;
+    let mut client = Client::new(&setup)?;
+    let server = setup.server("0,1,2,3")?;
+    for signal in [Signal::SIGTERM, Signal::SIGKILL] {
+        let orchestrator = setup.orchestrator()?;
+        client.ask_until_answered_by(&[0, 1, 2, 3]);
+        client.discard_responses();
+        orchestrator.signal(signal);
+        drop(orchestrator);
+    }
+    server.end()?;
+    Ok(())
+}
