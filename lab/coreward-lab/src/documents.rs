@@ -264,7 +264,7 @@ fn every_alert_is_explained_and_asks_for_what_there_is() {
     assert_none(unexplained.map(|alert| format!("docs/operations.md does not say what {alert} means")).collect());
     let gone = words(&operations, "Coreward").filter(|alert| !alerts.contains(alert));
     assert_none(gone.map(|alert| format!("docs/operations.md: there is no alert {alert}")).collect());
-    let unknown = words(&rules, "coreward_").filter(|name| !metrics.contains(&format!("| `{name}` |")));
+    let unknown = words(&rules, "coreward_").filter(|name| !metrics.contains(&format!("* `{name}` (")));
     assert_none(unknown.map(|name| format!("an alert asks for {name}, which docs/metrics.md does not have")).collect());
 }
 

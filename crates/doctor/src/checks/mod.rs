@@ -1,4 +1,4 @@
-//! Checks of the facts: pure functions, a file per subject. docs/operations.md has the table.
+//! Checks of the facts: pure functions, a file per subject. docs/operations.md lists them.
 
 pub mod addresses;
 pub mod certificates;

@@ -5,17 +5,23 @@ use std::collections::BTreeSet;
 use coreward_metrics::table::{Kind, METRICS};
 use serde_json::Value;
 
+/// Returns a wrapped item of a list in one line.
+fn one_line(item: &str) -> String {
+    item.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 #[test]
 fn the_documented_metrics_are_those_there_are() {
     let text = include_str!("../../../../docs/metrics.md");
     let section = text.split("## All metrics").nth(1).unwrap();
-    let rows: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
+    let rows: Vec<String> = section.split("\n* ").skip(1).map(one_line).collect();
     let expected: Vec<String> = METRICS
         .iter()
         .map(|metric| {
             let parts: Vec<&str> = metric.parts.iter().map(|part| part.name()).collect();
-            let (labels, parts) = (metric.labels.join(", "), parts.join(", "));
-            format!("| `{}` | {} | {labels} | {parts} | {} |", metric.name, metric.kind.name(), metric.help)
+            let labels =
+                if metric.labels.is_empty() { String::new() } else { format!(", by {}", metric.labels.join(", ")) };
+            format!("`{}` ({}{labels}; {}): {}", metric.name, metric.kind.name(), parts.join(", "), metric.help)
         })
         .collect();
     for (found, expected) in rows.iter().zip(&expected) {
