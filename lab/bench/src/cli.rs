@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use crate::report::{self, Report};
 use crate::xdp::{self, flood, throughput};
 use crate::{
-    agent, controller, counting, cpu_load, dispatch, environment, idle, placement, racks, scale, sim, site, start,
+    agent, conn_count, controller, cpu_load, dispatch, environment, idle, placement, racks, scale, sim, site, startup,
 };
 
 /// Arguments of `coreward-lab bench`.
@@ -40,7 +40,7 @@ enum Command {
     /// Cost of idle connections for the others at a server (needs root)
     Idle(idle::Args),
     /// What it costs an agent to count its services' connections (needs root)
-    Counting(counting::Args),
+    Counting(conn_count::Args),
     /// What the controller costs, with agents that only pretend
     Controller(controller::Args),
     /// What the controller costs behind rack controllers that pass up what servers report that only pretend
@@ -52,7 +52,7 @@ enum Command {
     #[command(hide = true)]
     LoadBalancerProcess(site::ProcessArgs),
     /// How soon a load balancer with many services and servers forwards, and follows a change (needs root)
-    Start(start::Args),
+    Start(startup::Args),
     /// How quick the simulator is
     Sim(sim::Args),
     /// Everything that has a cost
@@ -76,13 +76,13 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::CpuLoad(args) => arguments.show(&cpu_load::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Idle(args) => arguments.show(&idle::run(args)?),
-        Command::Counting(args) => arguments.show(&counting::run(args)?),
+        Command::Counting(args) => arguments.show(&conn_count::run(args)?),
         Command::Controller(args) => arguments.show(&controller::run(args)?),
         Command::Racks(args) => arguments.show(&racks::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
         Command::Scale(args) => arguments.show(&scale::run(args)?),
         Command::LoadBalancerProcess(args) => site::run_process(args),
-        Command::Start(args) => arguments.show(&start::run(args)?),
+        Command::Start(args) => arguments.show(&startup::run(args)?),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
@@ -92,7 +92,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
             arguments.show(&cpu_load::run(&cpu_load::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&idle::run(&idle::Args::default())?)?;
-            arguments.show(&counting::run(&counting::Args::default())?)?;
+            arguments.show(&conn_count::run(&conn_count::Args::default())?)?;
             arguments.show(&controller::run(&controller::Args::default())?)?;
             arguments.show(&sim::run(&sim::Args::default())?)
         }

@@ -25,7 +25,7 @@ use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates::Certificates;
-use crate::pretend::pretend;
+use crate::fake_agent::fake_agent;
 use crate::report::{Report, Table};
 
 /// Options of `coreward-lab bench controller`.
@@ -281,7 +281,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     for (agent, client) in (0..).zip(clients) {
         // Spread evenly over the interval, as agents that know nothing of each other are.
         let phase = interval * agent / args.agents;
-        tokio::spawn(pretend(client, agent, args.cores, start + phase, interval, sent.clone()));
+        tokio::spawn(fake_agent(client, agent, args.cores, start + phase, interval, sent.clone()));
     }
     // The first reports bring RSS keys and tables.
     sleep(Duration::from_secs(2)).await;

@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::controller::{self, Controller, name};
-use crate::pretend::PretendedServer;
+use crate::fake_agent::FakeAgent;
 use crate::report::{Report, Table};
 use crate::scale::{Window, rows, window};
 use crate::site;
@@ -102,7 +102,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
 struct Rack {
     messages: mpsc::Sender<v1::RackMessage>,
     /// By the agent's number.
-    servers: Vec<(u32, PretendedServer)>,
+    servers: Vec<(u32, FakeAgent)>,
     rounds: Vec<v1::RackMessage>,
     /// What the controller wants, in ms: more as more racks connect.
     detail_interval: Arc<AtomicU32>,
@@ -149,12 +149,12 @@ impl Rack {
         let mut reducer = Reducer::new(DETAIL_INTERVAL, args.rack_candidates.into());
         agents.clone().for_each(|agent| reducer.begin(agent.into()));
         reducer.configure((&configuration).try_into()?);
-        let mut servers: Vec<PretendedServer> =
-            agents.clone().map(|agent| PretendedServer::new(agent, args.cores, interval)).collect();
+        let mut servers: Vec<FakeAgent> =
+            agents.clone().map(|agent| FakeAgent::new(agent, args.cores, interval)).collect();
         let (mut rounds, mut cost_us) = (Vec::new(), 0.0);
         // The first reports are no loads yet.
         for round in 0..=ROUNDS {
-            let reports: Vec<v1::Report> = servers.iter_mut().map(PretendedServer::report).collect();
+            let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
             let wall = wall_now();
             let now = Now { monotonic: interval * round as u32, wall, record: wall };
             let begun = cpu_time()?;
@@ -169,7 +169,7 @@ impl Rack {
             }
         }
         // What goes up whole begins with the RSS.
-        servers.iter_mut().for_each(PretendedServer::begin_stream);
+        servers.iter_mut().for_each(FakeAgent::begin_stream);
         Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
 

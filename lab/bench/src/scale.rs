@@ -13,7 +13,7 @@ use coreward_tls::Role;
 use tokio::time::{Instant, sleep};
 
 use crate::controller::{self, Controller, name};
-use crate::pretend::pretend;
+use crate::fake_agent::fake_agent;
 use crate::report::{Report, Table};
 use crate::site;
 
@@ -65,7 +65,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (agent, client) in (0..).zip(clients) {
         let phase = interval * agent / args.agents;
-        tokio::spawn(pretend(client, agent, args.cores, start + phase, interval, sent.clone()));
+        tokio::spawn(fake_agent(client, agent, args.cores, start + phase, interval, sent.clone()));
     }
     // The first reports bring RSS keys and tables.
     sleep(Duration::from_secs(3)).await;

@@ -3,9 +3,9 @@
 mod balancer;
 mod established;
 pub mod flood;
+mod interleaved;
 mod runner;
 pub mod throughput;
-mod turns;
 mod workload;
 
 use std::os::fd::AsFd as _;
@@ -15,9 +15,9 @@ use anyhow::Context as _;
 use crate::report::{Report, Table};
 use balancer::Balancer;
 use established::ByConnections;
+use interleaved::{Program, Rounds, Turn, in_turns};
+pub use interleaved::{above, fastest_above, median_of, quartiles};
 use runner::{PACKETS, Runner};
-use turns::{Program, Rounds, Turn, in_turns};
-pub use turns::{above, fastest_above, median_of, quartiles};
 use workload::Case;
 
 /// How long to measure.

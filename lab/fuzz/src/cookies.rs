@@ -31,14 +31,14 @@ const ACK: u8 = 0x10;
 
 /// How often each server was reached, and how often that should be.
 #[derive(Debug, Clone)]
-pub struct Spread {
+pub struct EchoCoverage {
     /// Echoes tried.
     pub tried: u64,
     /// By server.
     pub reached: BTreeMap<ServerId, u64>,
 }
 
-impl Spread {
+impl EchoCoverage {
     /// By how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is off its mean, if each
     /// server is reached with probability 2^-15. (With thousands of servers its distribution is nearly normal.)
     pub fn deviations(&self) -> f64 {
@@ -150,7 +150,7 @@ impl Cookies {
         &mut self,
         echoes: u64,
         mut echo: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
-    ) -> anyhow::Result<Spread> {
+    ) -> anyhow::Result<EchoCoverage> {
         let mut reached: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
         for _ in 0..echoes {
             let (client, echo) = echo(self);
@@ -158,14 +158,14 @@ impl Cookies {
                 *reached.get_mut(&id).expect("a known server") += 1;
             }
         }
-        Ok(Spread { tried: echoes, reached })
+        Ok(EchoCoverage { tried: echoes, reached })
     }
 
     /// Random echoes from random clients.
     ///
     /// # Errors
     /// When an echo reaches a server that is not known, or BPF program and twin differ.
-    pub fn random(&mut self, echoes: u64) -> anyhow::Result<Spread> {
+    pub fn random(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
         self.spread(echoes, |cookies| (cookies.client(), cookies.dice.u32()))
     }
 
@@ -173,7 +173,7 @@ impl Cookies {
     ///
     /// # Errors
     /// As [`random`](Self::random).
-    pub fn replayed(&mut self, echoes: u64) -> anyhow::Result<Spread> {
+    pub fn replayed(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
         self.spread(echoes, |cookies| {
             let (client, other) = (cookies.client(), cookies.client());
             (other, cookies.valid(client).1)

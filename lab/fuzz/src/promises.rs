@@ -39,7 +39,7 @@ pub struct Promises {
 }
 
 /// What a frame is, as far as promises depend on it.
-struct Seen {
+struct FrameHeader {
     source: Ipv4Addr,
     destination: Ipv4Addr,
     protocol: u8,
@@ -49,7 +49,7 @@ struct Seen {
     flags: u8,
 }
 
-fn read(frame: &[u8]) -> Option<Seen> {
+fn read(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST: u8 = 0x17;
     let ip = frame.get(ETHERNET..)?;
     let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(ip.get(at..at + 4)?).ok()?));
@@ -58,7 +58,7 @@ fn read(frame: &[u8]) -> Option<Seen> {
     let later = word(ip, 6)? & 0x1fff != 0;
     let ports = if later { None } else { word(behind, 0).zip(word(behind, 2)) };
     let flags = if later { 0 } else { behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
-    Some(Seen { source: address(12)?, destination: address(16)?, protocol: *ip.get(9)?, ports, flags })
+    Some(FrameHeader { source: address(12)?, destination: address(16)?, protocol: *ip.get(9)?, ports, flags })
 }
 
 impl Service {
@@ -176,7 +176,7 @@ impl Promises {
     }
 
     /// Of a datagram that goes to a server of its service.
-    fn flow_broken(&self, services: &[&Service], seen: &Seen, destination: Mac) -> Option<&'static str> {
+    fn flow_broken(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;
         let there: Vec<ServerId> = service.servers.keys().copied().filter(|id| self.is_at(*id, destination)).collect();

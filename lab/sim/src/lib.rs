@@ -2,7 +2,7 @@
 //!
 //! A simulation is single-threaded and deterministic: the same configuration and seed give the same bytes. Several seeds,
 //! policies and points of a sweep run side by side, and come out in the order in which they were asked for
-//! ([`side_by_side`]).
+//! ([`par_map_ordered`]).
 
 pub mod cli;
 pub mod figure;
@@ -14,12 +14,12 @@ pub mod pcc;
 pub mod random;
 pub mod range;
 pub mod rpc;
-pub mod spread;
+pub mod seed_summary;
 pub mod trace;
 
 use rayon::prelude::*;
 
 /// Runs `simulate` for every input on all CPUs; the results are in the order of the inputs whatever the number of threads.
-pub fn side_by_side<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
+pub fn par_map_ordered<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
     inputs.par_iter().map(simulate).collect()
 }

@@ -6,29 +6,31 @@
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
-//! * [`other_balancer`]: IPVS or HAProxy in front of the servers
+//! * [`baseline_lb`]: IPVS or HAProxy in front of the servers
 //! * [`fleet`]: controller, load balancer and agents, started and killed
 //! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
-//! * [`load`]: replays an arrival log; [`broken`]: how connections break
+//! * [`load`]: replays an arrival log; [`connection_errors`]: how connections break
 //! * [`stock_server`]: Knot DNS as it is, with `coreward dispatch` and without
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
 //! * [`chaos`]: everything goes wrong while clients go on; [`preload`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
 //! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
-//! * [`walkthrough`]: documents whose commands are run as they are written
+//! * [`doc_runner`]: documents whose commands are run as they are written
 //! * [`process`], [`namespace`]: what runs where
 //! * [`demo`]: `coreward-lab demo`; [`cli`]: `coreward-lab testbed`
 
-pub mod broken;
-mod busy;
+pub mod baseline_lb;
 pub mod chaos;
 pub mod cli;
 pub mod conformity;
+pub mod connection_errors;
+mod core_load_file;
 pub mod counters;
 pub mod demo;
 pub mod dispatch_figure;
 pub mod dispatch_soak;
+pub mod doc_runner;
 pub mod fleet;
 pub mod http;
 pub mod instance;
@@ -38,7 +40,6 @@ pub mod load;
 pub mod namespace;
 pub mod nginx;
 pub mod orchestrated_server;
-pub mod other_balancer;
 pub mod paced_server;
 pub mod pcc;
 pub mod preload;
@@ -48,7 +49,6 @@ pub mod stock_server;
 pub mod stream;
 pub mod topology;
 pub mod uplink;
-pub mod walkthrough;
 
 pub use namespace::Namespace;
 pub use process::{Process, TIMEOUT};

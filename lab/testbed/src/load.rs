@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::broken::{Broken, Failure};
+use crate::connection_errors::{Broken, Failure};
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 

@@ -23,7 +23,7 @@ use nix::unistd::{ForkResult, Pid, fork};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::busy::{BusyFile, VirtualCore, read_busy_file};
+use crate::core_load_file::{BusyFile, VirtualCore, read_busy_file};
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};

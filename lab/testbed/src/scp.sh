@@ -1,5 +1,5 @@
 #!/bin/sh
-# In the place of scp, where a document's commands are run (walkthrough.rs): scp [-q] FILE ... MACHINE:DIRECTORY/
+# In the place of scp, where a document's commands are run (doc_runner.rs): scp [-q] FILE ... MACHINE:DIRECTORY/
 set -eu
 case $1 in -*) shift ;; esac
 for target; do :; done

@@ -7,8 +7,8 @@ use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::Consistency;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
+use super::interleaved::{Program, Rounds, Turn, above, in_turns, median_of, quartiles};
 use super::runner::{Feed, PACKETS, Runner};
-use super::turns::{Program, Rounds, Turn, above, in_turns, median_of, quartiles};
 use super::workload::{Case, clients};
 use super::{Args, Measured};
 use crate::report::Table;

@@ -17,8 +17,8 @@ use nix::sched::sched_getaffinity;
 use nix::unistd::Pid;
 
 use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
+use super::interleaved::{Rounds, above, median_of, quartiles};
 use super::runner::{Feed, PACKETS, Runner};
-use super::turns::{Rounds, above, median_of, quartiles};
 use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
 use crate::report::{Report, Table};

@@ -16,7 +16,7 @@ use coreward_model::placement::Rule;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES, Setup};
 use super::flood::two_cpus;
-use super::turns::{Rounds, median_of, quartiles_with};
+use super::interleaved::{Rounds, median_of, quartiles_with};
 use super::workload::{Case, syn};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;

@@ -10,7 +10,7 @@ use super::table::{Cell, Curve, PanelTable, Table};
 /// One statement and how it is judged: by a value, by a ratio of two, or by an order.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Claim {
+pub struct Assertion {
     /// What is said, in the paper's words or close to them.
     pub statement: Spanned<String>,
     /// The number that the paper gives for it.
@@ -150,7 +150,7 @@ impl Of {
     }
 }
 
-impl Claim {
+impl Assertion {
     /// Judges the claim on a table.
     pub fn judge(&self, table: &Table) -> Verdict {
         let values = self.values(table, Of::Median).filter(|values| !values.is_empty());

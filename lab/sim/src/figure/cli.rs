@@ -1,8 +1,8 @@
 //! `coreward-lab figure`.
 
 mod output;
+mod overrides;
 mod session;
-mod smaller;
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -15,8 +15,8 @@ use super::result::{FigureResult, Provenance};
 use super::scenario::Scenario;
 use crate::output::{Format, csv};
 use output::Directory;
+use overrides::Overrides;
 use session::Session;
-use smaller::Smaller;
 
 /// Arguments of `coreward-lab figure`.
 #[derive(Debug, clap::Args)]
@@ -41,7 +41,7 @@ pub struct FigureArgs {
     #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
     format: Format,
     #[command(flatten)]
-    smaller: Smaller,
+    smaller: Overrides,
 }
 
 /// A figure to be made.

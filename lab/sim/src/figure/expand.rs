@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::job::{Job, Wanted};
 use super::parameters::Unfit;
-use super::scenario::{Panel, Scenario, Series, Swept};
+use super::scenario::{Panel, Scenario, Series, SweepAxis};
 
 /// What is to be run, and where each value goes.
 #[derive(Debug)]
@@ -67,7 +67,7 @@ impl Scenario {
                             plan.jobs.push(job);
                             plan.jobs.len() - 1
                         });
-                        let over_time = matches!(swept, Some((Swept::Time, _)));
+                        let over_time = matches!(swept, Some((SweepAxis::Time, _)));
                         let place = Place { panel: panel_index, series: series_index, x, seed, job, wanted, over_time };
                         plan.places.push(place);
                     }
@@ -81,7 +81,7 @@ impl Scenario {
         &self,
         panel: &Panel,
         series: &Series,
-        swept: Option<(Swept, f64)>,
+        swept: Option<(SweepAxis, f64)>,
         seed: u64,
     ) -> Result<Option<(Job, Wanted)>, Unfit> {
         let measure = *panel.measure.get_ref();
@@ -122,10 +122,10 @@ impl Scenario {
 }
 
 /// What is shown on the horizontal axis, and what is swept there.
-fn points(panel: &Panel) -> Vec<(f64, Option<(Swept, f64)>)> {
+fn points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],
-        Some(sweep) if *sweep.parameter.get_ref() == Swept::Time => vec![(0.0, Some((Swept::Time, 0.0)))],
+        Some(sweep) if *sweep.parameter.get_ref() == SweepAxis::Time => vec![(0.0, Some((SweepAxis::Time, 0.0)))],
         Some(sweep) => {
             let parameter = *sweep.parameter.get_ref();
             sweep.values.iter().map(|value| (value * sweep.scale, Some((parameter, *value)))).collect()

@@ -9,7 +9,7 @@ use super::expand::{Place, Plan};
 use super::job::Outcome;
 use super::scenario::Scenario;
 use super::table::{Cell, Curve, PanelTable, Table};
-use crate::spread::Spread;
+use crate::seed_summary::SeedSummary;
 
 /// Runs everything that `scenario` needs. `done` is told how many of how many runs are done.
 ///
@@ -88,7 +88,7 @@ fn cells(mut values: Vec<Value>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
     let cell = |group: &[Value]| {
         let seeds: Vec<f64> = group.iter().map(|value| value.y * y_scale).collect();
-        Some(Cell { x: group[0].x, spread: Spread::of(&seeds)?, seeds })
+        Some(Cell { x: group[0].x, spread: SeedSummary::of(&seeds)?, seeds })
     };
     groups.filter_map(cell).collect()
 }

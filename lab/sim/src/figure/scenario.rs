@@ -10,7 +10,7 @@ use std::fmt;
 use coreward_config::{Diagnostic, Source, Spanned};
 use serde::Deserialize;
 
-use super::claim::Claim;
+use super::claim::Assertion;
 use super::parameters::{Lb, Path, Pcc, Rpc};
 
 /// One experiment: what is simulated, what is drawn, what was published and what the paper states about it.
@@ -53,7 +53,7 @@ pub struct Scenario {
     pub published: Vec<Published>,
     /// The statements, as checks.
     #[serde(default)]
-    pub claim: Vec<Claim>,
+    pub claim: Vec<Assertion>,
 }
 
 /// Of a figure whose numbers are measured on this machine; its `seeds` are runs.
@@ -152,7 +152,7 @@ pub enum Draw {
 #[serde(deny_unknown_fields)]
 pub struct Sweep {
     /// What changes from point to point.
-    pub parameter: Spanned<Swept>,
+    pub parameter: Spanned<SweepAxis>,
     /// Its values; none for `time`, whose values come out of the run.
     #[serde(default)]
     pub values: Vec<f64>,
@@ -243,7 +243,7 @@ fn one() -> f64 {
 /// What is swept along the horizontal axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Swept {
+pub enum SweepAxis {
     /// Offered load as a part of what the cores can serve.
     Load,
     /// The bound on p99, in multiples of the short service time.

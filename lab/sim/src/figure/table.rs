@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use super::claim::same_point;
 use super::scenario::Scenario;
 use crate::output::csv;
-use crate::spread::Spread;
+use crate::seed_summary::SeedSummary;
 
 /// Everything that was measured for one figure, in shown units.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub struct Cell {
     /// Each seed's value, by seed.
     pub seeds: Vec<f64>,
     /// Over the seeds.
-    pub spread: Spread,
+    pub spread: SeedSummary,
 }
 
 /// One published point.
@@ -99,7 +99,7 @@ fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
     let head = |x: f64| vec![panel.title.clone(), curve.label.clone(), number(x)];
     let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
     for cell in &curve.cells {
-        let Spread { median, low, high, .. } = cell.spread;
+        let SeedSummary { median, low, high, .. } = cell.spread;
         let published = curve.published_at(cell.x).map_or(String::new(), |published| number(published.y));
         let rest = [median, low, high].map(number).into_iter().chain([published]);
         rows.push((cell.x, head(cell.x).into_iter().chain(rest).collect()));
@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn a_published_point_has_a_row_even_where_nothing_was_simulated() {
-        let cell = Cell { x: 1.0, seeds: vec![2.0], spread: Spread::of(&[2.0]).unwrap() };
+        let cell = Cell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::of(&[2.0]).unwrap() };
         let published = |x, y| PublishedCell { x, y, spread: None };
         let curve =
             Curve { label: "a".into(), cells: vec![cell], published: vec![published(0.5, 9.0), published(1.0, 2.5)] };

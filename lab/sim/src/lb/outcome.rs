@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::output::Printed;
-use crate::spread::Spread;
+use crate::seed_summary::SeedSummary;
 use crate::trace::Skipped;
 
 /// One policy and seed: means over the measured windows, that is all whole ones but the first.
@@ -29,17 +29,17 @@ pub struct PolicyOutcome {
     /// Its name.
     pub policy: String,
     /// See [`Measured::server_variance_pct`].
-    pub server_variance_pct: Spread,
+    pub server_variance_pct: SeedSummary,
     /// See [`Measured::core_variance_pct`].
-    pub core_variance_pct: Spread,
+    pub core_variance_pct: SeedSummary,
     /// See [`Measured::max_over_mean`].
-    pub max_over_mean: Spread,
+    pub max_over_mean: SeedSummary,
     /// See [`Measured::dropped_pct`].
-    pub dropped_pct: Spread,
+    pub dropped_pct: SeedSummary,
     /// See [`Measured::throughput_pps`].
-    pub throughput_pps: Spread,
+    pub throughput_pps: SeedSummary,
     /// See [`Measured::throughput_gbps`].
-    pub throughput_gbps: Spread,
+    pub throughput_gbps: SeedSummary,
     /// Each seed's figures, in the order of the seeds.
     pub seeds: Vec<Measured>,
 }
@@ -47,7 +47,7 @@ pub struct PolicyOutcome {
 impl PolicyOutcome {
     /// `None` without seeds.
     pub fn new(policy: &str, seeds: Vec<Measured>) -> Option<Self> {
-        let spread = |of: fn(&Measured) -> f64| Spread::of(&seeds.iter().map(of).collect::<Vec<_>>());
+        let spread = |of: fn(&Measured) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
             policy: policy.to_owned(),
             server_variance_pct: spread(|seed| seed.server_variance_pct)?,

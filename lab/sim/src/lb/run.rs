@@ -7,7 +7,7 @@ use super::oracle::ORACLE;
 use super::outcome::{Measured, Outcome, PolicyOutcome};
 use super::simulation::{Simulation, unknown_policy};
 use super::{Config, Error};
-use crate::side_by_side;
+use crate::par_map_ordered;
 use crate::trace::{Batch, Skipped, Trace};
 
 /// What a packet costs a core that serves as fast as packets come (ns). Policies compare loads and do not mind the unit; 1 us
@@ -26,7 +26,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     }
     let runs: Vec<Run> = if config.trace.varies_with_seed() {
         let of_seed = |seed: &u64| Run::of_seeds(config, std::slice::from_ref(seed));
-        side_by_side(&config.seeds, of_seed).into_iter().collect::<Result<_, _>>()?
+        par_map_ordered(&config.seeds, of_seed).into_iter().collect::<Result<_, _>>()?
     } else {
         vec![Run::of_seeds(config, &config.seeds)?]
     };

@@ -22,10 +22,10 @@ use coreward_model::policy;
 pub use outcome::{Combination, Measured, Outcome};
 
 use crate::names::UnknownName;
+use crate::par_map_ordered;
 use crate::range::OutOfRange;
 use crate::rpc::ticks::{Tick, ticks};
 use crate::rpc::{self, Policy, Service};
-use crate::side_by_side;
 use simulation::Simulation;
 
 /// What to simulate. Times without a unit in their name are in units of service time (see [`Service`]).
@@ -201,7 +201,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
         .iter()
         .flat_map(|(policy, dispatch)| config.seeds.iter().map(move |seed| (*policy, *dispatch, *seed)))
         .collect();
-    let measured = side_by_side(&runs, |(policy, dispatch, seed)| {
+    let measured = par_map_ordered(&runs, |(policy, dispatch, seed)| {
         Ok::<_, Error>(Simulation::new(config, policy, dispatch, *seed)?.run())
     });
     let measured: Vec<Measured> = measured.into_iter().collect::<Result<_, _>>()?;

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use crate::output::Printed;
 use crate::rpc::Quantiles;
-use crate::spread::Spread;
+use crate::seed_summary::SeedSummary;
 
 /// One combination of policies, and one seed.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,25 +27,25 @@ pub struct Combination {
     /// Inside the servers.
     pub dispatch: String,
     /// Mean latency.
-    pub mean: Spread,
+    pub mean: SeedSummary,
     /// Half of the requests take at most this.
-    pub p50: Spread,
+    pub p50: SeedSummary,
     /// 90 % take at most this.
-    pub p90: Spread,
+    pub p90: SeedSummary,
     /// 99 % take at most this.
-    pub p99: Spread,
+    pub p99: SeedSummary,
     /// 99.9 % take at most this.
-    pub p999: Spread,
+    pub p999: SeedSummary,
     /// See [`Measured::server_variance_pct`].
-    pub server_variance_pct: Spread,
+    pub server_variance_pct: SeedSummary,
     /// See [`Measured::core_variance_pct`].
-    pub core_variance_pct: Spread,
+    pub core_variance_pct: SeedSummary,
 }
 
 impl Combination {
     /// `None` without seeds.
     pub fn new(policy: &str, dispatch: &str, seeds: &[Measured]) -> Option<Self> {
-        let spread = |of: fn(&Measured) -> f64| Spread::of(&seeds.iter().map(of).collect::<Vec<_>>());
+        let spread = |of: fn(&Measured) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
             policy: policy.to_owned(),
             dispatch: dispatch.to_owned(),

@@ -11,7 +11,7 @@ use super::traffic::{Event, Id, Traffic};
 use super::{Config, Error, Measured, Readings};
 use crate::names::UnknownName;
 use crate::rpc::outcome::{Observer as _, Recorder};
-use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, Visitor};
+use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
 use crate::rpc::ticks::{NEVER, Tick, ticks};
 use crate::rpc::{Policy, Sampler};
 
@@ -105,7 +105,7 @@ struct Windows {
 /// Puts a server in a box.
 struct Boxed;
 
-impl<S: Sink> Visitor<S> for Boxed {
+impl<S: Sink> WithServer<S> for Boxed {
     type Output = Box<dyn Server<S>>;
 
     fn visit(self, server: impl Server<S> + 'static) -> Box<dyn Server<S>> {

@@ -28,13 +28,13 @@ pub enum Arrivals {
         /// How many clients.
         clients: u32,
         /// Requests per second, in all.
-        per_second: Wave,
+        per_second: RateStep,
     },
 }
 
 /// A rate that rises and falls once.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Wave {
+pub struct RateStep {
     /// At the start, at the end, and outside.
     pub low: f64,
     /// In the middle.
@@ -43,7 +43,7 @@ pub struct Wave {
     pub length: f64,
 }
 
-impl Wave {
+impl RateStep {
     /// Half a sine wave above `low`.
     fn at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.length {
@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_request_is_sent_again_when_it_has_ended() {
-        let wave = Wave { low: 1_000.0, high: 2_000.0, length: 40.0 };
+        let wave = RateStep { low: 1_000.0, high: 2_000.0, length: 40.0 };
         let mix = Mix::of_one(10.0);
         let mut source = Source::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);
         assert!(source.take().is_some() && source.take().is_some() && source.take().is_none());

@@ -25,7 +25,7 @@ const PURPOSE_MOVES: u64 = 204;
 
 /// What a server is to the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Standing {
+enum EntryState {
     /// Not in the pool.
     Outside,
     /// Gets new connections.
@@ -38,7 +38,7 @@ enum Standing {
 #[derive(Debug)]
 pub struct Beamer {
     table: BucketTable,
-    standing: Vec<Standing>,
+    standing: Vec<EntryState>,
     /// By server, the buckets that are its own: with it while it serves, with others while it is relieved.
     own: Vec<Vec<u32>>,
     /// By server, the buckets that it has of relieved ones.
@@ -70,11 +70,11 @@ impl Beamer {
         &self.table
     }
 
-    fn is(&self, server: u16, standing: Standing) -> bool {
+    fn is(&self, server: u16, standing: EntryState) -> bool {
         self.standing[usize::from(server)] == standing
     }
 
-    fn servers_that_are(&self, wanted: impl Fn(Standing) -> bool) -> Vec<u16> {
+    fn servers_that_are(&self, wanted: impl Fn(EntryState) -> bool) -> Vec<u16> {
         (0..self.standing.len() as u16).filter(|server| wanted(self.standing[usize::from(*server)])).collect()
     }
 
@@ -88,7 +88,7 @@ impl Beamer {
         let count = |beamer: &Self, server: u16| {
             beamer.own[usize::from(server)].len() + beamer.borrowed[usize::from(server)].len()
         };
-        let serving = self.servers_that_are(|standing| standing == Standing::Serving);
+        let serving = self.servers_that_are(|standing| standing == EntryState::Serving);
         let mut fewest: BinaryHeap<_> =
             serving.into_iter().map(|server| Reverse(self.rank(count(self, server), server))).collect();
         for bucket in buckets {
@@ -100,14 +100,14 @@ impl Beamer {
     }
 
     fn relieve(&mut self, server: u16) {
-        self.standing[usize::from(server)] = Standing::Relieved;
+        self.standing[usize::from(server)] = EntryState::Relieved;
         let mut buckets = std::mem::take(&mut self.borrowed[usize::from(server)]);
         buckets.extend_from_slice(&self.own[usize::from(server)]);
         self.lend(buckets);
     }
 
     fn serve_again(&mut self, server: u16) {
-        self.standing[usize::from(server)] = Standing::Serving;
+        self.standing[usize::from(server)] = EntryState::Serving;
         for position in 0..self.own[usize::from(server)].len() {
             let bucket = self.own[usize::from(server)][position];
             self.give_back(bucket);
@@ -126,26 +126,28 @@ impl Beamer {
 
     /// A server leaves the pool: its own buckets become those of the servers that own fewest.
     fn leave(&mut self, server: u16) {
-        if self.is(server, Standing::Serving) && self.servers_that_are(|other| other == Standing::Serving).len() == 1 {
+        if self.is(server, EntryState::Serving)
+            && self.servers_that_are(|other| other == EntryState::Serving).len() == 1
+        {
             // All others are above the threshold: one must serve.
-            let relieved = self.servers_that_are(|other| other == Standing::Relieved);
+            let relieved = self.servers_that_are(|other| other == EntryState::Relieved);
             let drawn = uniform_below(&mut self.rng, relieved.len() as u32);
             self.serve_again(relieved[drawn as usize]);
         }
-        let was_relieved = self.is(server, Standing::Relieved);
-        self.standing[usize::from(server)] = Standing::Outside;
+        let was_relieved = self.is(server, EntryState::Relieved);
+        self.standing[usize::from(server)] = EntryState::Outside;
         let borrowed = std::mem::take(&mut self.borrowed[usize::from(server)]);
         self.lend(borrowed);
-        let heirs = self.servers_that_are(|standing| standing != Standing::Outside);
+        let heirs = self.servers_that_are(|standing| standing != EntryState::Outside);
         let mut fewest: BinaryHeap<_> =
             heirs.into_iter().map(|heir| Reverse(self.rank(self.own[usize::from(heir)].len(), heir))).collect();
         for bucket in std::mem::take(&mut self.own[usize::from(server)]) {
             let Reverse((had, _, heir)) = fewest.pop().expect("the last server never leaves");
-            if was_relieved && self.is(heir, Standing::Serving) {
+            if was_relieved && self.is(heir, EntryState::Serving) {
                 self.give_back(bucket);
             }
             self.own[usize::from(heir)].push(bucket);
-            match self.is(heir, Standing::Serving) {
+            match self.is(heir, EntryState::Serving) {
                 true => self.table.assign(bucket as usize, heir),
                 false if was_relieved => (),
                 false => self.lend(vec![bucket]),
@@ -156,8 +158,8 @@ impl Beamer {
 
     /// A server comes in: it gets its share from the servers that own most.
     fn join(&mut self, server: u16) {
-        let others = self.servers_that_are(|standing| standing != Standing::Outside);
-        self.standing[usize::from(server)] = Standing::Serving;
+        let others = self.servers_that_are(|standing| standing != EntryState::Outside);
+        self.standing[usize::from(server)] = EntryState::Serving;
         let share = self.table.len() / (others.len() + 1);
         let mut most: BinaryHeap<_> =
             others.into_iter().map(|other| self.rank(self.own[usize::from(other)].len(), other)).collect();
@@ -165,7 +167,7 @@ impl Beamer {
             let (had, _, giver) = most.pop().expect("there are other servers");
             let position = uniform_below(&mut self.rng, had as u32) as usize;
             let bucket = self.own[usize::from(giver)].swap_remove(position);
-            if self.is(giver, Standing::Relieved) {
+            if self.is(giver, EntryState::Relieved) {
                 self.give_back(bucket);
             }
             self.own[usize::from(server)].push(bucket);
@@ -176,7 +178,7 @@ impl Beamer {
 
     fn fill(&mut self, cluster: &Cluster) {
         let count = cluster.server_count();
-        let standing = |server: u16| if cluster.is_member(server) { Standing::Serving } else { Standing::Outside };
+        let standing = |server: u16| if cluster.is_member(server) { EntryState::Serving } else { EntryState::Outside };
         self.standing = (0..count as u16).map(standing).collect();
         self.own = vec![Vec::new(); count];
         self.borrowed = vec![Vec::new(); count];
@@ -199,7 +201,7 @@ impl Balancer for Beamer {
             return self.fill(cluster);
         }
         for server in 0..self.standing.len() as u16 {
-            match (self.is(server, Standing::Outside), cluster.is_member(server)) {
+            match (self.is(server, EntryState::Outside), cluster.is_member(server)) {
                 (true, true) => self.join(server),
                 (false, false) => self.leave(server),
                 _ => (),
@@ -211,9 +213,9 @@ impl Balancer for Beamer {
         let Some(control) = self.control.filter(|control| cluster.now >= control.starts) else { return };
         let server = connection.server;
         let load = f64::from(cluster.open(server));
-        let others_serve = || self.servers_that_are(|standing| standing == Standing::Serving).len() > 1;
+        let others_serve = || self.servers_that_are(|standing| standing == EntryState::Serving).len() > 1;
         if load > (1.0 + control.threshold) * cluster.mean_open()
-            && self.is(server, Standing::Serving)
+            && self.is(server, EntryState::Serving)
             && others_serve()
         {
             self.table.begin_change(cluster.now);
@@ -223,7 +225,7 @@ impl Balancer for Beamer {
 
     fn closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let server = connection.server;
-        if self.control.is_none() || !self.is(server, Standing::Relieved) {
+        if self.control.is_none() || !self.is(server, EntryState::Relieved) {
             return;
         }
         let load = cluster.open(server);

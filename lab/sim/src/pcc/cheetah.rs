@@ -13,7 +13,7 @@ use super::balancer::{Balancer, Placed};
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, LOAD_BALANCERS_MAX, id_of};
 use super::connections::Connection;
-use super::{Config, Knowledge};
+use super::{Config, LoadInfo};
 
 /// [`seeded_rng`]'s streams for the fleet's keys.
 const PURPOSE_RSS_KEY: u64 = 202;
@@ -28,7 +28,7 @@ const MEAN_LOAD: f64 = 0.5;
 /// The load balancers, with one policy.
 pub struct Cheetah {
     policy: Box<dyn Policy>,
-    knowledge: Knowledge,
+    knowledge: LoadInfo,
     buckets: BucketCount,
     table: PlacementTable,
     /// One per load balancer: their turns and what they have assigned.
@@ -47,7 +47,7 @@ pub struct Cheetah {
 impl Cheetah {
     /// `name` is one of [`policy::names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
-        let by_counts = config.knowledge == Knowledge::Current && name == LEAST;
+        let by_counts = config.knowledge == LoadInfo::Current && name == LEAST;
         let policy: Box<dyn Policy> = match by_counts {
             // All servers' counts are known, so all can be compared, and no bucket is needed.
             true => Box::new(Least::of_all(seed)),
@@ -98,7 +98,7 @@ impl Cheetah {
 
     /// Whether [`PlacementState::assigned`] stands for the open connections of this moment.
     fn counts_assigned(&self) -> bool {
-        self.knowledge == Knowledge::Current && self.policy.name() == LEAST
+        self.knowledge == LoadInfo::Current && self.policy.name() == LEAST
     }
 
     /// A new table for all load balancers. Turns go on.
@@ -113,7 +113,7 @@ impl Cheetah {
             let turns = state.round_robin;
             *state = PlacementState { round_robin: turns, ..PlacementState::for_table(&self.table) };
         }
-        if self.knowledge == Knowledge::Current {
+        if self.knowledge == LoadInfo::Current {
             self.take_counts(cluster);
         }
     }
@@ -214,7 +214,7 @@ impl Balancer for Cheetah {
 
     fn takes_reports(&self) -> bool {
         let by_counts = self.counts_assigned() || self.table.rule == Rule::PowerOfTwo;
-        self.policy.reads_loads() && !(self.knowledge == Knowledge::Current && by_counts)
+        self.policy.reads_loads() && !(self.knowledge == LoadInfo::Current && by_counts)
     }
 
     fn report(&mut self, cluster: &Cluster) {

@@ -2,7 +2,7 @@
 
 use coreward_model::placement::BucketCount;
 
-use super::{Arrivals, Config, DEFAULT_METHODS, Knowledge, Method, Updates, run};
+use super::{Arrivals, Config, DEFAULT_METHODS, LoadInfo, Method, Updates, run};
 use crate::output::{Format, Printed as _};
 
 /// Arguments of `coreward-lab sim pcc`.
@@ -34,8 +34,8 @@ pub struct PccArgs {
     #[arg(long, default_value_t = 3)]
     seeds: u64,
     /// What policies know of the servers' connections
-    #[arg(long, value_enum, default_value_t = Knowledge::Current)]
-    knowledge: Knowledge,
+    #[arg(long, value_enum, default_value_t = LoadInfo::Current)]
+    knowledge: LoadInfo,
     /// Time between two reports of the servers
     #[arg(long, default_value_t = 100)]
     report_ms: u64,

@@ -9,7 +9,7 @@ use super::buckets::BucketTable;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, id_of};
 use super::connections::{Connection, Connections};
-use super::method::Layout;
+use super::method::HashLayout;
 
 /// A power of two that gives every server at least `per_server` buckets.
 pub fn bucket_count(servers: usize, per_server: u32) -> usize {
@@ -22,22 +22,22 @@ const MAGLEV_PER_SERVER: usize = 100;
 /// Maglev's larger size (its paper's Sect. 5.3), for pools that the usual one is too small for.
 const MAGLEV_LARGE_SIZE: usize = 655_373;
 
-impl Layout {
+impl HashLayout {
     /// Buckets of a table.
     pub fn size(self, servers: usize, per_server: u32) -> usize {
         match self {
-            Layout::Striped | Layout::Ring => bucket_count(servers, per_server),
-            Layout::Maglev if servers * MAGLEV_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
-            Layout::Maglev => MAGLEV_LARGE_SIZE,
+            HashLayout::Striped | HashLayout::Ring => bucket_count(servers, per_server),
+            HashLayout::Maglev if servers * MAGLEV_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
+            HashLayout::Maglev => MAGLEV_LARGE_SIZE,
         }
     }
 
     /// By bucket, the position of its server among `servers`.
     pub fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
         match self {
-            Layout::Striped => striped_table(servers.len(), size),
-            Layout::Ring => ring_table(servers, size),
-            Layout::Maglev => maglev_table(servers, size),
+            HashLayout::Striped => striped_table(servers.len(), size),
+            HashLayout::Ring => ring_table(servers, size),
+            HashLayout::Maglev => maglev_table(servers, size),
         }
     }
 }
@@ -45,13 +45,13 @@ impl Layout {
 /// Every packet goes where its bucket points at that moment.
 #[derive(Debug)]
 pub struct Hashed {
-    layout: Layout,
+    layout: HashLayout,
     table: BucketTable,
 }
 
 impl Hashed {
     /// For the configured cluster.
-    pub fn new(layout: Layout, config: &Config) -> Self {
+    pub fn new(layout: HashLayout, config: &Config) -> Self {
         let size = layout.size(config.servers, config.buckets_per_server);
         Self { layout, table: BucketTable::new(size, false, config.by_second) }
     }
@@ -90,7 +90,7 @@ pub struct Stateful {
 
 impl Stateful {
     /// For the configured cluster.
-    pub fn new(layout: Layout, config: &Config) -> Self {
+    pub fn new(layout: HashLayout, config: &Config) -> Self {
         Self { hashed: Hashed::new(layout, config), running: 0 }
     }
 

@@ -11,7 +11,7 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Method {
     /// By a table of buckets that depends on the pool only.
-    Hashed(Layout),
+    Hashed(HashLayout),
     /// `beamer[:THRESHOLD]`: stable hashing with daisy chaining; a server whose load is above (1 + threshold) x the mean gets
     /// no new connections until it is below the mean.
     Beamer {
@@ -19,7 +19,7 @@ pub enum Method {
         threshold: Option<f64>,
     },
     /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
-    Stateful(Layout),
+    Stateful(HashLayout),
     /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie says by which of the last configurations its connection is hashed.
     HistoryTag {
         /// Of the tag, 0 to [`TAG_BITS_MAX`].
@@ -27,7 +27,7 @@ pub enum Method {
         /// Whether connections get fresher tags while they are open.
         fresh: bool,
         /// Of the table of buckets.
-        layout: Layout,
+        layout: HashLayout,
     },
     /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie says by which hash function its server, the least loaded of all that
     /// they named, was found.
@@ -37,7 +37,7 @@ pub enum Method {
         /// Of a history tag beside it, 0 to [`TAG_BITS_MAX`].
         tag_bits: u8,
         /// Of the table of buckets.
-        layout: Layout,
+        layout: HashLayout,
     },
     /// `cheetah:POLICY`: the cookie names the server, which a policy of the load balancer chose.
     Cheetah {
@@ -53,7 +53,7 @@ pub const INDEX_BITS_MAX: u8 = 4;
 
 /// How a table of buckets is filled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
+pub enum HashLayout {
     /// `hash`: bucket i goes to server i modulo their number.
     Striped,
     /// `consistent-hash`: to the next point on a ring.
@@ -63,14 +63,14 @@ pub enum Layout {
 }
 
 /// All layouts.
-const LAYOUTS: [Layout; 3] = [Layout::Striped, Layout::Ring, Layout::Maglev];
+const LAYOUTS: [HashLayout; 3] = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev];
 
-impl Layout {
+impl HashLayout {
     fn name(self) -> &'static str {
         match self {
-            Layout::Striped => "hash",
-            Layout::Ring => "consistent-hash",
-            Layout::Maglev => "maglev",
+            HashLayout::Striped => "hash",
+            HashLayout::Ring => "consistent-hash",
+            HashLayout::Maglev => "maglev",
         }
     }
 
@@ -79,12 +79,12 @@ impl Layout {
     }
 
     fn required(name: &str) -> Result<Self, UnknownName> {
-        Self::named(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(Layout::name)))
+        Self::named(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
     /// As a method's last parameter, which may be left out for `hash`.
     fn suffix(self) -> String {
-        if self == Layout::Striped { String::new() } else { format!(":{}", self.name()) }
+        if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }
 }
 
@@ -132,10 +132,10 @@ const HISTORY_TAG_KEPT: &str = "history-tag-kept";
 const HASH_INDEX: &str = "hash-index";
 
 /// `BITS[:LAYOUT]`, the bits not yet read.
-fn bits_and_layout(parameter: &str) -> Result<(&str, Layout), MethodError> {
+fn bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
     match parameter.split_once(':') {
-        None => Ok((parameter, Layout::Striped)),
-        Some((bits, layout)) => Ok((bits, Layout::required(layout)?)),
+        None => Ok((parameter, HashLayout::Striped)),
+        Some((bits, layout)) => Ok((bits, HashLayout::required(layout)?)),
     }
 }
 
@@ -155,8 +155,8 @@ impl FromStr for Method {
                 let threshold = threshold.ok_or_else(|| MethodError::Threshold(text.to_owned()))?;
                 Ok(Method::Beamer { threshold: Some(threshold) })
             }
-            ("stateful-hash", None) => Ok(Method::Stateful(Layout::Striped)),
-            ("stateful-hash", Some(layout)) => Ok(Method::Stateful(Layout::required(layout)?)),
+            ("stateful-hash", None) => Ok(Method::Stateful(HashLayout::Striped)),
+            ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::required(layout)?)),
             (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
                 let (bits, layout) = bits_and_layout(parameter.unwrap_or_default())?;
                 let bits = bits_up_to(TAG_BITS_MAX, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
@@ -175,7 +175,7 @@ impl FromStr for Method {
                 let policy = known.ok_or_else(|| UnknownName::new("policy", wanted, policy::names()))?;
                 Ok(Method::Cheetah { policy })
             }
-            (name, parameter) => match (Layout::named(name), parameter) {
+            (name, parameter) => match (HashLayout::named(name), parameter) {
                 (Some(layout), None) => Ok(Method::Hashed(layout)),
                 (Some(_), Some(_)) => Err(MethodError::Parameter(given.to_owned())),
                 (None, _) => Err(UnknownName::new("method", given, FORMS).into()),

@@ -4,8 +4,6 @@
 mod arrivals;
 mod balancer;
 mod beamer;
-#[cfg(test)]
-mod brute_force;
 mod buckets;
 mod cheetah;
 pub mod cli;
@@ -18,26 +16,28 @@ mod imbalance;
 mod method;
 mod mix;
 mod outcome;
+#[cfg(test)]
+mod reference_tests;
 mod schedule;
 mod small_cookies;
 
-pub use arrivals::{Arrivals, Source, Wave};
+pub use arrivals::{Arrivals, RateStep, Source};
 use beamer::{Beamer, Control};
 use cheetah::Cheetah;
 pub use cluster::{Change, LOAD_BALANCERS_MAX};
 use coreward_model::placement::BucketCount;
 use hashed::{Hashed, Stateful};
-pub use method::{INDEX_BITS_MAX, Layout, Method, MethodError, TAG_BITS_MAX};
+pub use method::{HashLayout, INDEX_BITS_MAX, Method, MethodError, TAG_BITS_MAX};
 pub use mix::{Kind, Mix};
 pub use outcome::{MethodOutcome, Outcome, Run, Second};
 pub use schedule::Updates;
 use small_cookies::{Fields, SmallCookies};
 
-use crate::side_by_side;
+use crate::par_map_ordered;
 
 /// What a policy under `cheetah` knows of the servers' connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Knowledge {
+pub enum LoadInfo {
     /// pow2 and least compare the counts of the moment; awrr, crossrss and crossrss-plus have reports
     Current,
     /// All have reports
@@ -62,7 +62,7 @@ pub struct Config {
     /// Seeds 1 to this one.
     pub seeds: u64,
     /// What policies know.
-    pub knowledge: Knowledge,
+    pub knowledge: LoadInfo,
     /// Time between two reports, and between two tables computed from them: 10 to 60000 ms.
     pub report_ms: u64,
     /// Buckets per server, at least, of hash, consistent-hash and beamer: 1 to 1000. (maglev has its published sizes.)
@@ -86,7 +86,7 @@ impl Default for Config {
             load_balancers: 1,
             methods: DEFAULT_METHODS.iter().map(|name| name.parse().expect("it exists")).collect(),
             seeds: 3,
-            knowledge: Knowledge::Current,
+            knowledge: LoadInfo::Current,
             report_ms: 100,
             buckets_per_server: 100,
             buckets: BucketCount::new(2048).expect("a power of two"),
@@ -113,7 +113,7 @@ impl Config {
             arrivals: Arrivals::Recycled {
                 // Four machines generated the load.
                 clients: 4,
-                per_second: Wave { low: 1_500.0, high: 2_500.0, length: 40.0 },
+                per_second: RateStep { low: 1_500.0, high: 2_500.0, length: 40.0 },
             },
             updates: Updates::At(changes.collect()),
             minutes: 45.0 / 60.0,
@@ -189,7 +189,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     let seeds = 1..=config.seeds;
     let inputs: Vec<(Method, u64)> =
         config.methods.iter().flat_map(|method| seeds.clone().map(|seed| (*method, seed))).collect();
-    let runs = side_by_side(&inputs, |(method, seed)| run_one(config, &mix, *method, *seed));
+    let runs = par_map_ordered(&inputs, |(method, seed)| run_one(config, &mix, *method, *seed));
     let methods = config.methods.iter().zip(runs.chunks(config.seeds as usize));
     Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::of(*method, runs.to_vec())).collect() })
 }

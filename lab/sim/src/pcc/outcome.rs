@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::method::Method;
 use crate::output::Printed;
-use crate::spread::Spread;
+use crate::seed_summary::SeedSummary;
 
 /// One method with one seed.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -54,9 +54,9 @@ pub struct MethodOutcome {
     /// The method.
     pub method: Method,
     /// Connections that were mapped to at least two servers between start and end, in percent of all.
-    pub broken_pct: Spread,
+    pub broken_pct: SeedSummary,
     /// Max over mean of the servers' connections, averaged over time: 1 is perfect.
-    pub imbalance: Spread,
+    pub imbalance: SeedSummary,
     /// Connections that ended after the warm-up, of all seeds.
     pub connections: u64,
     /// Changes of servers and load balancers after the warm-up, of all seeds.
@@ -70,7 +70,7 @@ impl MethodOutcome {
     /// `runs` of at least one seed.
     pub(super) fn of(method: Method, runs: Vec<Run>) -> Self {
         let spread = |value: fn(&Run) -> f64| {
-            Spread::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
+            SeedSummary::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
         };
         Self {
             method,

@@ -18,8 +18,8 @@ use super::buckets::bucket_of;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, id_of};
 use super::connections::Connection;
-use super::method::Layout;
-use super::{Config, Knowledge};
+use super::method::HashLayout;
+use super::{Config, LoadInfo};
 
 /// A cookie's fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +46,7 @@ struct Configuration {
 #[derive(Debug)]
 pub struct SmallCookies {
     fields: Fields,
-    layout: Layout,
+    layout: HashLayout,
     buckets: usize,
     /// Those that an open connection may have seen, the present one last.
     configurations: VecDeque<Configuration>,
@@ -59,7 +59,7 @@ pub struct SmallCookies {
 
 impl SmallCookies {
     /// For the configured cluster, whose connections live for `longest` at most.
-    pub fn new(fields: Fields, layout: Layout, config: &Config, servers: usize, longest: Nanoseconds) -> Self {
+    pub fn new(fields: Fields, layout: HashLayout, config: &Config, servers: usize, longest: Nanoseconds) -> Self {
         Self {
             fields,
             layout,
@@ -67,7 +67,7 @@ impl SmallCookies {
             configurations: VecDeque::new(),
             first: 0,
             longest,
-            reported: (config.knowledge == Knowledge::Reported).then(|| vec![0; servers]),
+            reported: (config.knowledge == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
 
@@ -127,7 +127,7 @@ impl Balancer for SmallCookies {
 
     fn servers_changed(&mut self, cluster: &Cluster) {
         let ids: Vec<ServerId> = cluster.members().iter().copied().map(id_of).collect();
-        let size = if self.layout == Layout::Striped { ids.len() } else { self.buckets };
+        let size = if self.layout == HashLayout::Striped { ids.len() } else { self.buckets };
         let positions = self.layout.positions(&ids, size);
         let servers = positions.into_iter().map(|position| cluster.members()[position]).collect();
         self.configurations.push_back(Configuration { at: cluster.now, servers });

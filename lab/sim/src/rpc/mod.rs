@@ -25,7 +25,7 @@ pub use outcome::{Class, Quantiles, Window};
 use outcome::{Observer, Recorder};
 pub use peak::{Measure, Peak, PeakConfig, SloUnit, peak};
 pub use policy::{FORMS, Policy, PolicyError};
-use server::{Server, ServerSpec, Visitor};
+use server::{Server, ServerSpec, WithServer};
 pub use service::{LongClass, Sampler, Service, ServiceError};
 use ticks::{NEVER, ticks};
 use workload::Workload;
@@ -77,17 +77,17 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
         latency: ticks(config.latency),
         indirection_table: &table,
     };
-    spec.build(Drive { config, load, observer })
+    spec.build(Runner { config, load, observer })
 }
 
 /// Lets requests come in at a server.
-struct Drive<'a, O> {
+struct Runner<'a, O> {
     config: &'a Config,
     load: f64,
     observer: &'a mut O,
 }
 
-impl<O: Observer> Visitor<O> for Drive<'_, O> {
+impl<O: Observer> WithServer<O> for Runner<'_, O> {
     /// Requests that the server dropped.
     type Output = u64;
 

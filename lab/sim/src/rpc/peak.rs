@@ -8,7 +8,7 @@ use super::outcome::Observer;
 use super::server::{Response, Sink};
 use super::ticks::{NEVER, Tick, ticks};
 use super::{Config, Error, simulate};
-use crate::side_by_side;
+use crate::par_map_ordered;
 
 /// A search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
@@ -89,7 +89,7 @@ pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
     Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check()?;
     let configs: Vec<Config> =
         search.seeds.clone().map(|seed| Config { seed, queue: None, window: None, ..search.config.clone() }).collect();
-    let peaks = side_by_side(&configs, |config| bisect(search, config));
+    let peaks = par_map_ordered(&configs, |config| bisect(search, config));
     Ok(interval(&peaks, 0.5f64.powi(search.steps as i32)))
 }
 

@@ -5,16 +5,16 @@
 //! * [`burst`]: connections that are opened all at once
 //! * [`capture`]: pcap and pcapng files
 //! * [`arrivals`]: the arrival logs of the demo
-//! * [`overlay`]: several copies of a trace at once
+//! * [`amplify`]: several copies of a trace at once
 //!
 //! A [`Trace`] is read in [`Batch`]es and never held whole. Numbers of flows are dense and used again once a flow has ended, so
 //! that whoever keeps an array with an entry per flow needs memory for the flows that are open at once, not for all.
 
+pub mod amplify;
 pub mod arrivals;
 pub mod burst;
 pub mod campus;
 pub mod capture;
-pub mod overlay;
 mod settings;
 mod source;
 

@@ -4,11 +4,11 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use super::amplify::{Cut, Overlay};
 use super::arrivals::ArrivalTrace;
 use super::burst::{Burst, BurstTrace};
 use super::campus::{Campus, CampusTrace};
-use super::capture::{Begins, CaptureTrace, ReadOptions, input};
-use super::overlay::{Cut, Overlay};
+use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
 use super::settings::SettingError;
 use super::{Batch, Trace, TraceError};
 
@@ -120,7 +120,7 @@ impl Source {
 
 fn open_file(path: &Path, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
     let mut input = input::open(path)?;
-    if input.begins != Begins::ArrivalLog {
+    if input.begins != FileFormat::ArrivalLog {
         return Ok(Box::new(CaptureTrace::start(input, path, options)));
     }
     let shown = path.display().to_string();

@@ -4,7 +4,7 @@
 use coreward_model::placement::BucketCount;
 use coreward_sim::output::{Format, Printed as _};
 use coreward_sim::pcc::{Arrivals, Config, MethodOutcome, Second, Updates, run};
-use coreward_sim::spread::Spread;
+use coreward_sim::seed_summary::SeedSummary;
 
 fn config(methods: &[&str], connections: f64, updates_per_minute: f64) -> Config {
     Config {
@@ -35,7 +35,7 @@ fn figure_2a_what_reconfiguration_breaks() {
     // in 468 does (consistent hash).
     assert!((49.0..54.0).contains(&hash.median), "{hash:?}");
     assert!((5.0..7.0).contains(&ring.median), "{ring:?}");
-    assert_eq!(cheetah, Spread { median: 0.0, mean: 0.0, low: 0.0, high: 0.0 });
+    assert_eq!(cheetah, SeedSummary { median: 0.0, mean: 0.0, low: 0.0, high: 0.0 });
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn figure_9_second_by_second() {
     let methods = outcomes(&config);
     let median = |method: &MethodOutcome, second: usize, of: fn(&Second) -> f64| {
         let values: Vec<f64> = method.runs.iter().map(|run| of(&run.seconds[second])).collect();
-        Spread::of(&values).unwrap().median
+        SeedSummary::of(&values).unwrap().median
     };
     let peak = |method: &MethodOutcome, from: usize, to: usize| {
         (from..to).map(|second| median(method, second, Second::broken_pct)).fold(0.0, f64::max)

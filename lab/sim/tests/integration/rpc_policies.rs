@@ -1,7 +1,7 @@
 //! Every policy by its name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
 
 use coreward_model::rss::IndirectionTable;
-use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, Sink, Visitor};
+use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
 use coreward_sim::rpc::{Config, Outcome, Policy, run};
 use proptest::prelude::*;
 
@@ -17,7 +17,7 @@ impl Sink for Answered {
 /// Serves the requests; the responses, and what each core was busy for.
 struct Serve<'a>(&'a [Request]);
 
-impl Visitor<Answered> for Serve<'_> {
+impl WithServer<Answered> for Serve<'_> {
     type Output = (Vec<Response>, Vec<u64>);
 
     fn visit(self, mut server: impl Server<Answered>) -> Self::Output {

@@ -7,7 +7,7 @@ use coreward_model::dispatch::{
     Dispatcher, JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, Lambda, RoundRobinCore,
 };
 use coreward_sim::rpc::server::{
-    Cores, FifoCores, NicServer, PriorityCores, QueuedCores, Request, Response, Server, SharedCores, Sink,
+    Cores, DisciplineCores, FifoCores, NicServer, PriorityCores, ProcessorSharing, Request, Response, Server, Sink,
     StealingCores,
 };
 use proptest::prelude::*;
@@ -136,7 +136,7 @@ proptest! {
         let requests = alike(&requests);
         let depth = depth.try_into().unwrap();
         let ranked = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PUBLISHED, depth);
-        let cores_of_ranked = QueuedCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
+        let cores_of_ranked = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
         let bounded = JoinShortestQueue::bounded(cores, depth);
         prop_assert_eq!(
             simulated(&requests, ranked, cores_of_ranked),
@@ -154,8 +154,8 @@ proptest! {
         cost in 0u64..30,
     ) {
         let ranked = JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, 4.try_into().unwrap());
-        let yielding = QueuedCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
-        let stealing = QueuedCores::new(cores, latency, StealingCores::new(cores, cost));
+        let yielding = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
+        let stealing = DisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
         let answers =
             [simulated(&requests, ranked, yielding), simulated(&requests, RoundRobinCore::new(cores), stealing)];
         for left in answers {
@@ -174,7 +174,7 @@ proptest! {
     #[test]
     fn free_stealing_conserves_work(requests in requests(), cores in 1u16..5) {
         let equal: Vec<Request> = requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
-        let stealing = QueuedCores::new(cores, 0, StealingCores::new(cores, 0));
+        let stealing = DisciplineCores::new(cores, 0, StealingCores::new(cores, 0));
         let central = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
         let times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
         prop_assert_eq!(
@@ -202,7 +202,7 @@ fn busy_time_is_counted_as_it_passes() {
     }
     let requests = [request(10, 100), request(20, 50)];
     check(FifoCores::new(1, 5), &requests);
-    check(QueuedCores::new(1, 5, StealingCores::new(1, 0)), &requests);
-    check(QueuedCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
-    check(SharedCores::new(1, 5), &requests);
+    check(DisciplineCores::new(1, 5, StealingCores::new(1, 0)), &requests);
+    check(DisciplineCores::new(1, 5, PriorityCores::new(1, 1, 10, 0)), &requests);
+    check(ProcessorSharing::new(1, 5), &requests);
 }

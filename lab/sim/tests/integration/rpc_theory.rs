@@ -1,8 +1,8 @@
 //! Queues whose exact solutions are known: the theory must lie in the confidence interval of what is simulated, and that
 //! interval must be narrow enough to exclude a wrong model.
 
+use coreward_sim::par_map_ordered;
 use coreward_sim::rpc::{Config, Outcome, Policy, Service, run};
-use coreward_sim::side_by_side;
 
 /// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence, so that all of the two dozen
 /// comparisons below hold by 97 %.
@@ -13,7 +13,7 @@ fn outcomes(policy: &str, cores: u16, service: &str, latency: f64, load: f64) ->
     let service: Service = service.parse().unwrap();
     let config = Config { policy, cores, service, latency, load, requests: 800_000, ..Config::default() };
     let seeds: Vec<u64> = (1..=10).collect();
-    side_by_side(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
+    par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
 }
 
 /// `theory` lies in the 99.9 % interval of `measure`, which is narrower than `width` times the theory on either side.

@@ -2,28 +2,30 @@
 //! somebody changes the configuration all the time. No connection may break, and whatever the controller acknowledged
 //! must be there.
 //!
-//! * [`schedule`], [`fault`]: what goes wrong when; [`site`] makes it so: [`network`], [`disk`], [`etcd`], [`liar`], [`crate::preload`]
+//! * [`schedule`], [`fault`]: the faults and their times; [`site`] causes them: [`network`], [`disk`], [`etcd`],
+//!   [`byzantine_agent`], [`crate::preload`]
 //! * [`traffic`]: the clients
-//! * [`writer`]: who changes the configuration, by [`document`], drains servers, and remembers what was acknowledged ([`drains`])
+//! * [`config_mutator`]: changes the configuration, by [`document`], drains servers, and stores what was
+//!   acknowledged ([`drains`])
 //! * [`byzantine_share`]: what a server draws whose agent lies about its load
-//! * [`watch`]: what must only grow or stay; [`ask`]: by the operator's commands
+//! * [`invariants`]: what must only grow or stay; [`cli_probe`]: by the operator's commands
 //! * [`outcome`]: what was seen, in words
 
-pub mod ask;
+pub mod byzantine_agent;
 pub mod byzantine_share;
+pub mod cli_probe;
+pub mod config_mutator;
 pub mod disk;
 pub mod document;
 pub mod drains;
 pub mod etcd;
 pub mod fault;
-pub mod liar;
+pub mod invariants;
 pub mod network;
 pub mod outcome;
 pub mod schedule;
 pub mod site;
 pub mod traffic;
-pub mod watch;
-pub mod writer;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -39,18 +41,18 @@ use crate::interrupt;
 use crate::nginx::Nginx;
 use crate::preload::Preload;
 use crate::topology::{SERVICE, Testbed, TestbedOptions};
+use byzantine_agent::Lie;
 use byzantine_share::ByzantineShare;
+use config_mutator::{Model, Writer};
 use disk::Disk;
 use document::Documents;
 use etcd::Etcd;
 use fault::FaultKind;
-use liar::Lie;
+use invariants::{ResourceUsage, Watch};
 use outcome::{Outcome, Recovery};
 use schedule::{Parts, Planned, Schedule};
 use site::Site;
 use traffic::{STREAM_SERVICE, Traffic};
-use watch::{Taken, Watch};
-use writer::{Model, Writer};
 
 /// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
@@ -160,7 +162,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         racks_of,
         tls: true,
         etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
-        more_of_load_balancers: format!("metrics = \"{}\"\n", watch::METRICS),
+        more_of_load_balancers: format!("metrics = \"{}\"\n", invariants::METRICS),
         ..FleetOptions::default()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
@@ -179,7 +181,7 @@ struct Run<'a> {
     recoveries: Vec<Recovery>,
     violations: Vec<String>,
     pins: usize,
-    taken: BTreeMap<String, Taken>,
+    taken: BTreeMap<String, ResourceUsage>,
 }
 
 impl<'a> Run<'a> {
@@ -223,7 +225,7 @@ impl<'a> Run<'a> {
             // What was acknowledged must outlive the process that acknowledged it.
             self.say("at last: SIGKILL of every controller");
             self.site.restart_controllers()?;
-            self.wait_until_whole(&["kill"], &watch)?;
+            self.wait_until_converged(&["kill"], &watch)?;
             writer.look_again(&mut written)?;
             let byzantine_share = self.byzantine_share(&writer, &mut written)?;
             Ok::<_, anyhow::Error>((self.site.taken()?, byzantine_share))
@@ -261,7 +263,7 @@ impl<'a> Run<'a> {
             let round = schedule.round();
             self.round(&round)?;
             let kinds: Vec<&'static str> = round.iter().map(|planned| planned.fault.kind().name()).collect();
-            self.wait_until_whole(&kinds, watch)?;
+            self.wait_until_converged(&kinds, watch)?;
             let (writes, seen) = (writer.writes(), traffic.seen());
             self.say(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
@@ -318,16 +320,15 @@ impl<'a> Run<'a> {
     }
 
     /// Waits until everybody reports and is heard again, and new tables are in force.
-    fn wait_until_whole(&mut self, kinds: &[&'static str], watch: &Watch<'_>) -> anyhow::Result<()> {
+    fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &Watch<'_>) -> anyhow::Result<()> {
         let since = Instant::now();
         let mut waited_for = None;
         loop {
             interrupt::check()?;
             self.site.maintain()?;
             let missing = match watch.status() {
-                Ok(status) => {
-                    watch::not_whole(self.testbed, &status, since).or_else(|| watch.without_table(&status, since))
-                }
+                Ok(status) => invariants::not_converged(self.testbed, &status, since)
+                    .or_else(|| watch.without_table(&status, since)),
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(missing) = missing else { break };
@@ -352,7 +353,7 @@ impl<'a> Run<'a> {
     }
 
     /// What is pinned, and what the daemons take, is what it was.
-    fn check_growth(&mut self, after: &BTreeMap<String, Taken>) {
+    fn check_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
         let pins = count_files(&self.testbed.pin_directory());
         if pins != self.pins {
             self.violations.push(format!("{pins} objects are pinned, {} at the beginning", self.pins));

@@ -7,11 +7,11 @@ use std::sync::atomic::Ordering;
 use serde::Serialize;
 
 use super::LIAR;
+use super::byzantine_agent::FalseReports;
 use super::byzantine_share::ByzantineShare;
-use super::liar::Lies;
-use super::traffic::Seen;
-use super::watch::{Taken, Watched};
-use super::writer::Writes;
+use super::config_mutator::Writes;
+use super::invariants::{ResourceUsage, Watched};
+use super::traffic::TrafficCounts;
 
 /// What was seen.
 #[derive(Debug, Clone, Serialize)]
@@ -23,7 +23,7 @@ pub struct Outcome {
     /// Faults by kind.
     pub faults: BTreeMap<String, u64>,
     /// What was told by those who lie.
-    pub lies: LiesTold,
+    pub lies: FalseReportCounts,
     /// Connections drawn by a server whose agent reported idle cores; `None`: no lies.
     pub byzantine_share: Option<ByzantineShare>,
     /// After each round: how long it took until everything was whole again.
@@ -33,11 +33,11 @@ pub struct Outcome {
     /// What is to grow or to stay.
     pub watched: Watched,
     /// What the clients saw.
-    pub seen: Seen,
+    pub seen: TrafficCounts,
     /// What daemons took at the beginning.
-    pub taken_before: BTreeMap<String, Taken>,
+    pub taken_before: BTreeMap<String, ResourceUsage>,
     /// And at the end.
-    pub taken_after: BTreeMap<String, Taken>,
+    pub taken_after: BTreeMap<String, ResourceUsage>,
     /// All that did not hold, in words.
     pub violations: Vec<String>,
 }
@@ -57,15 +57,15 @@ pub struct Recovery {
 
 /// How many lies were told.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub struct LiesTold {
+pub struct FalseReportCounts {
     /// Reports.
     pub reports: u64,
     /// Connections that said nothing, or nonsense.
     pub connections: u64,
 }
 
-impl From<&Lies> for LiesTold {
-    fn from(lies: &Lies) -> Self {
+impl From<&FalseReports> for FalseReportCounts {
+    fn from(lies: &FalseReports) -> Self {
         Self { reports: lies.reports.load(Ordering::Relaxed), connections: lies.connections.load(Ordering::Relaxed) }
     }
 }

@@ -11,12 +11,12 @@ use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 use nix::sys::signal::Signal;
 
+use super::byzantine_agent::{FalseReports, Liar, Lie};
 use super::disk::Disk;
 use super::etcd::Etcd;
 use super::fault::Fault;
-use super::liar::{Liar, Lie, Lies};
+use super::invariants::{ResourceUsage, taken};
 use super::network::Network;
-use super::watch::{Taken, taken};
 use crate::fleet::{
     CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs, rack_listens_at,
 };
@@ -45,7 +45,7 @@ pub struct Site<'a> {
     /// Daemons that are to be down.
     down: BTreeSet<String>,
     liars: BTreeMap<u16, Lying>,
-    lies: Arc<Lies>,
+    lies: Arc<FalseReports>,
     /// What did not hold, in words.
     pub violations: Vec<String>,
 }
@@ -88,7 +88,7 @@ impl<'a> Site<'a> {
     }
 
     /// What was told by those who lie.
-    pub fn lies(&self) -> &Lies {
+    pub fn lies(&self) -> &FalseReports {
         &self.lies
     }
 
@@ -167,7 +167,7 @@ impl<'a> Site<'a> {
     ///
     /// # Errors
     /// When one has ended.
-    pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, Taken>> {
+    pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemons().into_iter();
         daemons.map(|name| Ok((name.clone(), taken(self.fleet.daemon(&name)?.pid())?))).collect()
     }

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::Serialize;
 
-use crate::broken::Broken;
 use crate::conformity::{download_once, parse_wrk};
+use crate::connection_errors::Broken;
 use crate::http::{Answerer, Connection};
 use crate::nginx::WHO;
 use crate::stream::client::{StreamClient, Streams};
@@ -44,7 +44,7 @@ const STREAMS_LIMIT: Duration = Duration::from_secs(60);
 
 /// What the clients saw.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
-pub struct Seen {
+pub struct TrafficCounts {
     /// Downloads of a megabyte by curl, each with a connection of its own.
     pub downloads: Count,
     /// Requests of wrk on connections that are kept.
@@ -70,7 +70,7 @@ pub struct Count {
     pub broken: u64,
 }
 
-impl Seen {
+impl TrafficCounts {
     /// All kinds together.
     pub fn broken(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
@@ -89,12 +89,12 @@ impl Seen {
 pub struct Traffic<'a> {
     testbed: &'a Testbed,
     start: Instant,
-    seen: Mutex<Seen>,
+    seen: Mutex<TrafficCounts>,
     streams: Option<StreamClient>,
     delay_script: PathBuf,
 }
 
-type CountOf = fn(&mut Seen) -> &mut Count;
+type CountOf = fn(&mut TrafficCounts) -> &mut Count;
 
 impl<'a> Traffic<'a> {
     /// The streams begin. `seconds`: how long new ones do.
@@ -112,7 +112,7 @@ impl<'a> Traffic<'a> {
     }
 
     /// What was seen so far; of the streams nothing before [`Traffic::finish`].
-    pub fn seen(&self) -> Seen {
+    pub fn seen(&self) -> TrafficCounts {
         self.seen.lock().expect("no client panics").clone()
     }
 
@@ -146,7 +146,7 @@ impl<'a> Traffic<'a> {
     ///
     /// # Errors
     /// When their client fails.
-    pub fn finish(mut self) -> anyhow::Result<Seen> {
+    pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
         let mut seen = self.seen();
         if let Some(streams) = self.streams.take() {
             let report = streams.finish(STREAMS_LIMIT)?;

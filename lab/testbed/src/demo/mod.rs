@@ -5,18 +5,18 @@
 //! drains after two thirds. What is emulated: RSS (veth has none) and the cores (paced workers).
 //!
 //! * [`options`]: what can be asked for
-//! * [`lane`]: one policy's testbed
+//! * [`policy_run`]: one policy's testbed
 //! * [`timeline`]: what happens when, and which windows count
 //! * [`measure`]: from busy times to variances
 //! * [`simulated`]: the same in the simulator
 //! * [`results`]: the JSON and the table; [`picture`]: the SVG
-//! * [`machine`]: how busy the machine itself was
+//! * [`host_cpu`]: how busy the machine itself was
 
-pub mod lane;
-pub mod machine;
+pub mod host_cpu;
 pub mod measure;
 pub mod options;
 pub mod picture;
+pub mod policy_run;
 pub mod results;
 pub mod simulated;
 pub mod timeline;
@@ -34,10 +34,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::interrupt;
 use crate::topology::missing_privilege;
 use coreward_load::event_loop::now_ns;
-use lane::Lane;
-use machine::Machine;
+use host_cpu::HostCpu;
 use measure::SeedMeasures;
 pub use options::{DemoOptions, Format};
+use policy_run::Lane;
 use results::{DemoResults, PolicyRuns};
 use simulated::Simulated;
 use timeline::Timeline;
@@ -111,7 +111,7 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
         progress.inc(1);
         interrupt::check()?;
     }
-    let mut machine = Machine::new()?;
+    let mut machine = HostCpu::new()?;
     let mut runs: Vec<PolicyRuns> = lanes.iter().map(|lane| PolicyRuns::new(lane.policy())).collect();
     let first_generations = generations(&lanes)?;
     for (position, log) in logs.iter().enumerate() {
@@ -155,7 +155,7 @@ fn run_seed(
     position: usize,
     log: &Log,
     timeline: &Timeline,
-    machine: &mut Machine,
+    machine: &mut HostCpu,
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<SeedMeasures>> {
     let seed = log.log.seed;

@@ -30,27 +30,27 @@ impl PolicyRuns {
         Self { policy, seeds: Vec::new(), table_generations: 0 }
     }
 
-    fn spread(&self, value: impl Fn(&SeedMeasures) -> f64) -> Spread {
-        Spread::of(&self.seeds.iter().map(value).collect::<Vec<_>>())
+    fn spread(&self, value: impl Fn(&SeedMeasures) -> f64) -> SeedSummary {
+        SeedSummary::of(&self.seeds.iter().map(value).collect::<Vec<_>>())
     }
 
     /// Per-core variance % over the seeds.
-    pub fn core_variance_pct(&self) -> Spread {
+    pub fn core_variance_pct(&self) -> SeedSummary {
         self.spread(|seed| seed.core_variance_pct)
     }
 
     /// Server variance % over the seeds.
-    pub fn server_variance_pct(&self) -> Spread {
+    pub fn server_variance_pct(&self) -> SeedSummary {
         self.spread(|seed| seed.server_variance_pct)
     }
 
     /// Median latency over the seeds (ms).
-    pub fn p50_ms(&self) -> Spread {
+    pub fn p50_ms(&self) -> SeedSummary {
         self.spread(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
     }
 
     /// 99th percentile of the latency over the seeds (ms).
-    pub fn p99_ms(&self) -> Spread {
+    pub fn p99_ms(&self) -> SeedSummary {
         self.spread(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
     }
 
@@ -64,8 +64,9 @@ impl PolicyRuns {
 
     /// Kinds of broken connections that there were, in words; empty when there were none.
     fn broken_kinds(&self) -> String {
-        let kinds =
-            |kind: fn(&crate::broken::Broken) -> u64| self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum();
+        let kinds = |kind: fn(&crate::connection_errors::Broken) -> u64| {
+            self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum()
+        };
         let all: [(u64, &str); 6] = [
             (kinds(|b| b.refused), "refused"),
             (kinds(|b| b.reset), "reset"),
@@ -82,7 +83,7 @@ impl PolicyRuns {
 
 /// A value over the seeds, or over the draws of a simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Spread {
+pub struct SeedSummary {
     /// The median.
     pub median: f64,
     /// The lowest.
@@ -91,7 +92,7 @@ pub struct Spread {
     pub highest: f64,
 }
 
-impl Spread {
+impl SeedSummary {
     /// Of these values.
     pub fn of(values: &[f64]) -> Self {
         Self {
@@ -161,7 +162,7 @@ struct JsonSimulated {
 #[derive(Serialize)]
 struct JsonCompared {
     #[serde(flatten)]
-    simulated: Spread,
+    simulated: SeedSummary,
     live_is_within: bool,
 }
 
@@ -183,8 +184,10 @@ impl DemoResults {
     /// # Errors
     /// When a value is no number.
     pub fn json(&self) -> anyhow::Result<String> {
-        let compared =
-            |live: Spread, simulated: Spread| JsonCompared { simulated, live_is_within: simulated.holds(live.median) };
+        let compared = |live: SeedSummary, simulated: SeedSummary| JsonCompared {
+            simulated,
+            live_is_within: simulated.holds(live.median),
+        };
         let policy = |(runs, simulated): (&'_ PolicyRuns, &Simulated)| JsonPolicy {
             simulated: JsonSimulated {
                 server_variance_pct: compared(runs.server_variance_pct(), simulated.server_variance_pct),
@@ -264,7 +267,7 @@ impl DemoResults {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header(["policy", "per-core variance %", "simulated", "", "server variance %", "simulated", ""]);
-        let cells = |live: Spread, simulated: Spread| {
+        let cells = |live: SeedSummary, simulated: SeedSummary| {
             let verdict = if simulated.holds(live.median) { "within the noise" } else { "NOT within the noise" };
             [format!("{:.2}", live.median), simulated.cell(2), verdict.to_owned()]
         };
@@ -323,7 +326,7 @@ pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::broken::Broken;
+    use crate::connection_errors::Broken;
     use crate::demo::measure::Window;
     use crate::load::{Latency, LoadReport};
 
@@ -349,7 +352,7 @@ pub(super) mod tests {
             seeds: (1..).zip(variances).map(|(number, variance)| seed(number, variance)).collect(),
             table_generations: 540,
         };
-        let spread = |median, lowest, highest| Spread { median, lowest, highest };
+        let spread = |median, lowest, highest| SeedSummary { median, lowest, highest };
         let simulated = |core_variance_pct| Simulated { core_variance_pct, server_variance_pct: spread(0.6, 0.4, 0.7) };
         DemoResults {
             simulated: vec![simulated(spread(9.0, 7.0, 11.0)), simulated(spread(0.5, 0.4, 0.9))],

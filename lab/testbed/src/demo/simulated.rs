@@ -14,7 +14,7 @@ use coreward_model::statistics::median;
 
 use super::measure::{Sample, Variances, windows};
 use super::options::DemoOptions;
-use super::results::Spread;
+use super::results::SeedSummary;
 use super::timeline::{Event, Timeline};
 
 /// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is as
@@ -25,9 +25,9 @@ pub const DRAWS: usize = 19;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulated {
     /// Per-core variance %: medians over the seeds, their spread over the draws.
-    pub core_variance_pct: Spread,
+    pub core_variance_pct: SeedSummary,
     /// The same of servers.
-    pub server_variance_pct: Spread,
+    pub server_variance_pct: SeedSummary,
 }
 
 /// Replays the logs under each policy on all CPUs; the same in the order of `policies`.
@@ -40,8 +40,9 @@ pub fn simulate(
     let jobs: Vec<(&str, usize)> =
         policies.iter().flat_map(|policy| (0..DRAWS).map(move |draw| (*policy, draw))).collect();
     let medians = on_all_cpus(&jobs, |(policy, draw)| draw_of(options, policy, *draw as u64 + 1, logs, timeline));
-    let spread =
-        |draws: &[Variances], value: fn(&Variances) -> f64| Spread::of(&draws.iter().map(value).collect::<Vec<_>>());
+    let spread = |draws: &[Variances], value: fn(&Variances) -> f64| {
+        SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
+    };
     let of_policy = |draws: &[Variances]| Simulated {
         core_variance_pct: spread(draws, |draw| draw.core_pct),
         server_variance_pct: spread(draws, |draw| draw.server_pct),

@@ -11,7 +11,7 @@ use coreward_sim::path;
 
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, found, key};
-use super::requests::{Requests, Seen, allow_sockets};
+use super::requests::{Measurement, Requests, allow_sockets};
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
@@ -36,7 +36,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut configs: Vec<&path::Config> = plan.jobs.iter().filter_map(|job| as_path(job)).collect();
     // Run by run, so that whatever else the machine does meets all series; then by what must be started anew.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
-    let mut measured: HashMap<String, Seen> = HashMap::new();
+    let mut measured: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());
     let Some(first) = configs.first() else { return Ok(Vec::new()) };
     let alike = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
@@ -99,7 +99,7 @@ impl Site {
         )
     }
 
-    fn measure(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Seen> {
+    fn measure(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Measurement> {
         let path::Config { service, unit_us, load, cores, servers, .. } = config;
         ensure!(config.requests_per_connection == 1.0, "requests_per_connection: expected 1");
         let [policy] = &config.dispatch[..] else { anyhow::bail!("dispatch policies of one run: expected one") };

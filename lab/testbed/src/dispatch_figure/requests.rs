@@ -89,7 +89,7 @@ pub struct Report {
 
 /// What became of the requests.
 #[derive(Debug, Clone)]
-pub struct Seen {
+pub struct Measurement {
     report: Report,
     unit_us: f64,
 }
@@ -110,10 +110,10 @@ impl Requests {
     ///
     /// # Errors
     /// When the generator fails, the machine is busy all the time, or nothing was answered.
-    pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Seen> {
+    pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
         let report = undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
-        Ok(Seen { report, unit_us: self.unit_us })
+        Ok(Measurement { report, unit_us: self.unit_us })
     }
 }
 
@@ -178,7 +178,7 @@ fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Durati
     Ok(serde_json::from_reader(load.child().stdout.take().context("stdout")?)?)
 }
 
-impl Seen {
+impl Measurement {
     /// The value of a measure, times in units of service time.
     ///
     /// # Errors

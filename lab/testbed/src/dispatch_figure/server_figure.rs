@@ -12,7 +12,7 @@ use coreward_sim::rpc;
 
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, found, key, of_one_curve};
-use super::requests::{Requests, Seen, allow_sockets};
+use super::requests::{Measurement, Requests, allow_sockets};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
@@ -36,7 +36,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
     // Run by run, so that whatever else the machine does meets all series.
     configs.sort_by_key(|config| config.seed);
-    let mut measured: HashMap<String, Seen> = HashMap::new();
+    let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut site = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| of_one_curve(a, b)) {
@@ -103,7 +103,7 @@ impl Site {
         dispatcher: &Dispatcher<'_>,
         unit_us: f64,
         seconds: f64,
-    ) -> anyhow::Result<Seen> {
+    ) -> anyhow::Result<Measurement> {
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
         let before = dispatcher.dispatched()?;

@@ -2,15 +2,15 @@
 //! dispatch is detached and attached, and datagrams come that nobody asked for. At the end the books must be right to
 //! the datagram, and every request that was lost must be one that the kernel had already queued, or could not queue.
 //!
-//! It goes in segments. In each `coreward-lab load` sends the whole time while [`trouble`] makes trouble; one second
-//! after the last request the books are compared with what the kernel counts by itself ([`accounts`]). In every
+//! It goes in segments. In each `coreward-lab load` sends all the time while [`fault_injector`] runs; one second
+//! after the last request the books are compared with what the kernel counts by itself ([`counter_audit`]). In every
 //! second segment the dispatch is also detached and attached, and the server restarted: its books then begin in the
 //! middle.
 
-pub mod accounts;
+pub mod counter_audit;
+pub mod fault_injector;
 pub mod site;
 pub mod spoof;
-pub mod trouble;
 
 use std::time::{Duration, Instant};
 
@@ -19,9 +19,9 @@ use coreward_model::rss::seeded_rng;
 use serde::Serialize;
 
 use crate::{instance, interrupt};
-use accounts::{Reading, Segment};
+use counter_audit::{Reading, Segment};
+use fault_injector::{FaultCounts, FaultInjector};
 use site::Site;
-use trouble::{Trouble, Troubles};
 
 /// [`seeded_rng`]'s stream for what goes wrong when.
 const PURPOSE_TROUBLE: u64 = 0x6469_7301;
@@ -52,7 +52,7 @@ pub struct Outcome {
     /// Segment by segment.
     pub segments: Vec<Segment>,
     /// All that was done.
-    pub troubles: Troubles,
+    pub troubles: FaultCounts,
     /// Requests and other datagrams that were sent to the service.
     pub sent: u64,
     /// Requests of the load alone, and those of them that were not answered.
@@ -86,9 +86,9 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;
     let length = (total / count).max(SHORTEST_SEGMENT);
     let mut segments = Vec::new();
-    let mut troubles = Troubles::default();
+    let mut troubles = FaultCounts::default();
     for number in 0..count {
-        let mut trouble = Trouble::new(&mut site, &mut rng, number % 2 == 1)?;
+        let mut trouble = FaultInjector::new(&mut site, &mut rng, number % 2 == 1)?;
         let before = Reading::take(trouble.site())?;
         let load = trouble.site().start_load(length, options.seed.wrapping_add(number.into()))?;
         let end = Instant::now() + length;

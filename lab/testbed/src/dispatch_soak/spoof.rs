@@ -13,12 +13,12 @@ pub const FIRST_ID: u32 = 1 << 31;
 
 /// Sends requests to which a key-value server has no response, each with an id of its own.
 #[derive(Debug)]
-pub struct Nuisance {
+pub struct UnansweredClient {
     socket: UdpSocket,
     next_id: u32,
 }
 
-impl Nuisance {
+impl UnansweredClient {
     /// At a host of the client.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use anyhow::Context as _;
 
 use super::server::WorkerCounters;
 use super::worker::Counters;
-use crate::busy::read_busy_file;
+use crate::core_load_file::read_busy_file;
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::{SERVICE, Testbed};

@@ -18,7 +18,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::store::Store;
 use super::worker::{Counters, Pace, Worker, set_receive_buffer};
-use crate::busy::BusyFile;
+use crate::core_load_file::BusyFile;
 use crate::interrupt;
 
 /// Further keys that clients may add to those that are there from the start.

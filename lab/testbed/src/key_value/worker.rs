@@ -1,7 +1,7 @@
 //! A worker: reads one request, serves it, answers it, and only then reads the next.
 //!
 //! What waits, waits in the socket's receive queue, as with any server that knows nothing of coreward. With paced service
-//! times the worker is a core in virtual time ([`crate::busy::VirtualCore`]): a request that arrived at t, by the kernel's
+//! times the worker is a core in virtual time ([`crate::core_load_file::VirtualCore`]): a request that arrived at t, by the kernel's
 //! own time stamp, is done at max(t, busy until) + its service time, and then it is answered. So a late wake-up delays
 //! answers but takes nothing away from the core's capacity.
 
@@ -19,7 +19,7 @@ use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 
 use super::store::Store;
-use crate::busy::VirtualCore;
+use crate::core_load_file::VirtualCore;
 
 /// How far behind the clock a core may be and still catch up (ns). The machine wakes us microseconds to milliseconds late,
 /// which is none of the core's time; a worker that was stopped for longer has lost that time.

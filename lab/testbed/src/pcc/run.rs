@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use super::method::Method;
 use super::timeline::{self, Change};
-use crate::broken::Broken;
-use crate::demo::machine::Machine;
+use crate::connection_errors::Broken;
+use crate::demo::host_cpu::HostCpu;
 use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing};
 use crate::load::Latency;
 use crate::process::TIMEOUT;
@@ -64,7 +64,7 @@ impl Run {
             anyhow::bail!(missing);
         }
         let mut site = Site::start(method, streams.seed)?;
-        let mut machine = Machine::new()?;
+        let mut machine = HostCpu::new()?;
         let warm_up = u64::from(streams.warm_up_seconds);
         let start_ns = now_ns() + LEAD.as_nanos() as u64;
         let client = site.testbed.start_stream_client(streams, Some(start_ns))?;

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use anyhow::ensure;
 use coreward_sim::output::{Format, Printed};
-use coreward_sim::spread::Spread;
+use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
 use crate::dispatch_figure::dispatcher::Dispatcher;
@@ -69,13 +69,13 @@ pub struct Measured {
     /// The policy, or `kernel`.
     pub policy: String,
     /// Answers a second.
-    pub answered_rps: Spread,
+    pub answered_rps: SeedSummary,
     /// Median latency of queries that are answered from memory (us).
-    pub plain_p50_us: Spread,
+    pub plain_p50_us: SeedSummary,
     /// Their 99th percentile (us).
-    pub plain_p99_us: Spread,
+    pub plain_p99_us: SeedSummary,
     /// 99th percentile of those that are signed (us).
-    pub signed_p99_us: Spread,
+    pub signed_p99_us: SeedSummary,
     /// Queries without an answer, in all runs.
     pub lost: u64,
 }
@@ -160,7 +160,7 @@ impl Measured {
         let spread = |of: &dyn Fn(&Report) -> Option<f64>| {
             let values: Vec<f64> = reports.iter().filter_map(of).collect();
             ensure!(values.len() == reports.len(), "{policy}: queries of one kind were not answered");
-            Spread::of(&values).ok_or_else(|| anyhow::anyhow!("no run"))
+            SeedSummary::of(&values).ok_or_else(|| anyhow::anyhow!("no run"))
         };
         Ok(Self {
             policy: policy.to_owned(),

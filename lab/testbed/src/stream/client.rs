@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{Arrivals, Mix, Source, Wave};
+use coreward_sim::pcc::{Arrivals, Mix, RateStep, Source};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::broken::{Broken, Failure};
+use crate::connection_errors::{Broken, Failure};
 use crate::fleet::lab_command;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram};
@@ -212,7 +212,7 @@ impl<'a> Client<'a> {
     fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
         let streams = &args.streams;
         let (mix, warm_up_ns) = (Mix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
-        let per_second = Wave { low: streams.low, high: streams.high, length: streams.wave_seconds.into() };
+        let per_second = RateStep { low: streams.low, high: streams.high, length: streams.wave_seconds.into() };
         let arrivals = Arrivals::Recycled { clients: streams.clients, per_second };
         let seconds = streams.warm_up_seconds + streams.seconds;
         let start_ns = args.start_at.unwrap_or_else(now_ns);

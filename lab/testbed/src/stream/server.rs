@@ -18,7 +18,7 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::busy::{BusyFile, VirtualCore};
+use crate::core_load_file::{BusyFile, VirtualCore};
 use crate::fleet;
 use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};

@@ -5,10 +5,10 @@ use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use coreward_testbed::baseline_lb::{self, Kind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::other_balancer::{self, Kind};
 use coreward_testbed::topology::{SERVICE, server_address};
 use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
 
@@ -24,7 +24,7 @@ struct Site {
 
 impl Site {
     /// Servers at work, and another load balancer in front of them; no agent yet.
-    fn behind(kind: Kind, instance: &str) -> (other_balancer::OtherBalancer, Self) {
+    fn behind(kind: Kind, instance: &str) -> (baseline_lb::OtherBalancer, Self) {
         let options =
             TestbedOptions { instance: instance.to_owned(), servers: SERVERS, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();

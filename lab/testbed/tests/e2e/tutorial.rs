@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use coreward_testbed::walkthrough::{Machine, blocks};
+use coreward_testbed::doc_runner::{Host, blocks};
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 
 const UNITS: [(&str, &str); 3] = [
@@ -53,8 +53,8 @@ fn the_tutorials_commands_work_as_they_are_written() {
             std::fs::write(units.join(format!("{unit}.service")), text).unwrap();
         }
     }
-    let machines: BTreeMap<&str, Machine> =
-        hosts.into_iter().map(|(name, namespace)| (name, Machine::start(&testbed, name, namespace).unwrap())).collect();
+    let machines: BTreeMap<&str, Host> =
+        hosts.into_iter().map(|(name, namespace)| (name, Host::start(&testbed, name, namespace).unwrap())).collect();
     let blocks = blocks(include_str!("../../../../docs/tutorial.md")).unwrap();
     assert!(blocks.len() > 10, "{blocks:?}");
     for (number, block) in blocks.iter().enumerate() {

@@ -1,8 +1,9 @@
 use super::*;
-use crate::spread::Spread;
+use crate::seed_summary::SeedSummary;
 
 fn curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
-    let cell = |(x, seeds): &(f64, [f64; 3])| Cell { x: *x, seeds: seeds.to_vec(), spread: Spread::of(seeds).unwrap() };
+    let cell =
+        |(x, seeds): &(f64, [f64; 3])| Cell { x: *x, seeds: seeds.to_vec(), spread: SeedSummary::of(seeds).unwrap() };
     Curve { label: label.into(), cells: points.iter().map(cell).collect(), published: Vec::new() }
 }
 
@@ -19,7 +20,7 @@ fn table() -> Table {
 }
 
 fn judge(claim: &str) -> Verdict {
-    let claim: Claim = toml::from_str(&format!("statement = \"s\"\n{claim}")).unwrap();
+    let claim: Assertion = toml::from_str(&format!("statement = \"s\"\n{claim}")).unwrap();
     claim.judge(&table())
 }
 

@@ -16,7 +16,7 @@ const MARKER: i32 = 4;
 
 /// Text is put by one of its edges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Hold {
+pub enum Anchor {
     /// The left edge, middle height.
     Left,
     /// The middle of the top edge.
@@ -30,16 +30,16 @@ pub enum Hold {
 }
 
 /// Writes `text` of `size` pixels.
-pub fn text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Hold) -> Drawn {
+pub fn text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Anchor) -> Drawn {
     let pos = match hold {
-        Hold::Left => Pos::new(HPos::Left, VPos::Center),
-        Hold::Top => Pos::new(HPos::Center, VPos::Top),
-        Hold::Bottom => Pos::new(HPos::Center, VPos::Bottom),
-        Hold::Right => Pos::new(HPos::Right, VPos::Center),
-        Hold::Upwards => Pos::new(HPos::Center, VPos::Center),
+        Anchor::Left => Pos::new(HPos::Left, VPos::Center),
+        Anchor::Top => Pos::new(HPos::Center, VPos::Top),
+        Anchor::Bottom => Pos::new(HPos::Center, VPos::Bottom),
+        Anchor::Right => Pos::new(HPos::Right, VPos::Center),
+        Anchor::Upwards => Pos::new(HPos::Center, VPos::Center),
     };
     let font = ("sans-serif", size).into_font();
-    let font = if hold == Hold::Upwards { font.transform(FontTransform::Rotate270) } else { font };
+    let font = if hold == Anchor::Upwards { font.transform(FontTransform::Rotate270) } else { font };
     let style = TextStyle::from(font).color(&colour).pos(pos);
     area.draw(&Text::new(text.to_owned(), at, style))
 }

@@ -2,7 +2,7 @@
 
 use plotters::style::Color;
 
-use super::canvas::{Area, Drawn, Hold, dashed, line, marker, text};
+use super::canvas::{Anchor, Area, Drawn, dashed, line, marker, text};
 use super::style::{self, SMALL, TEXT};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::Table;
@@ -57,11 +57,11 @@ impl Legend {
                 line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
             }
             marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(like), colour, open)?;
-            text(area, label, (x + SAMPLE, y), TEXT, style::INK, Hold::Left)?;
+            text(area, label, (x + SAMPLE, y), TEXT, style::INK, Anchor::Left)?;
         }
         for (index, remark) in self.remark.iter().enumerate() {
             let y = origin.1 + (self.rows + index as i32) * ROW + ROW / 2;
-            text(area, remark, (origin.0, y), SMALL, style::MARK, Hold::Left)?;
+            text(area, remark, (origin.0, y), SMALL, style::MARK, Anchor::Left)?;
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use plotters::prelude::*;
 
 use super::scenario::Scenario;
 use super::table::Table;
-use canvas::{Area, Drawn, Hold, text};
+use canvas::{Anchor, Area, Drawn, text};
 
 /// Pixels of one panel in a figure of several, and of the only one.
 const PANEL: (i32, i32) = (520, 390);
@@ -59,7 +59,7 @@ fn draw(
     let middle = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title.iter().enumerate() {
         let y = MARGIN + index as i32 * (style::TITLE as i32 + 5);
-        text(area, line, (middle, y), style::TITLE, style::INK, Hold::Top)?;
+        text(area, line, (middle, y), style::TITLE, style::INK, Anchor::Top)?;
     }
     for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % COLUMNS) as i32, (index / COLUMNS) as i32);

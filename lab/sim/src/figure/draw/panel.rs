@@ -2,7 +2,7 @@
 
 use plotters::prelude::*;
 
-use super::canvas::{Area, Drawn, Hold, dashed, line, marker, text, whisker};
+use super::canvas::{Anchor, Area, Drawn, dashed, line, marker, text, whisker};
 use super::scale::Scale;
 use super::style::{self, GRID, INK, MARK, SMALL, TEXT, colour, shape};
 use crate::figure::scenario::{Draw, Panel, Scenario};
@@ -86,21 +86,21 @@ impl<'a> Frame<'a> {
     fn draw_axes(&self, area: &Area<'_>) -> Drawn {
         let (left, top, right, bottom) = self.data;
         let middle = (left + right) / 2;
-        text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT, INK, Hold::Top)?;
+        text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT, INK, Anchor::Top)?;
         for (value, label) in self.y.ticks() {
             let y = self.y.pixel(value);
             line(area, vec![(left, y), (right, y)], GRID.stroke_width(1))?;
-            text(area, &label, (left - 8, y), SMALL, INK, Hold::Right)?;
+            text(area, &label, (left - 8, y), SMALL, INK, Anchor::Right)?;
         }
-        text(area, &self.panel.y.label, (self.origin.0 + NAME, (top + bottom) / 2), TEXT, INK, Hold::Upwards)?;
+        text(area, &self.panel.y.label, (self.origin.0 + NAME, (top + bottom) / 2), TEXT, INK, Anchor::Upwards)?;
         for (x, label) in self.x_ticks() {
             if self.panel.draw == Draw::Lines {
                 line(area, vec![(x, bottom), (x, bottom + 5)], INK.stroke_width(1))?;
             }
-            text(area, &label, (x, bottom + 9), SMALL, INK, Hold::Top)?;
+            text(area, &label, (x, bottom + 9), SMALL, INK, Anchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            text(area, &sweep.label, (middle, bottom + 32), TEXT, INK, Hold::Top)?;
+            text(area, &sweep.label, (middle, bottom + 32), TEXT, INK, Anchor::Top)?;
         }
         line(area, vec![(left, top), (left, bottom), (right, bottom)], INK.stroke_width(1))?;
         self.draw_marks(area)
@@ -111,7 +111,7 @@ impl<'a> Frame<'a> {
         for mark in self.panel.mark.iter().filter(|mark| self.y.shows(mark.y)) {
             let y = self.y.pixel(mark.y);
             dashed(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
-            text(area, &mark.label, (right + 6, y), SMALL, MARK, Hold::Left)?;
+            text(area, &mark.label, (right + 6, y), SMALL, MARK, Anchor::Left)?;
         }
         Ok(())
     }
@@ -233,7 +233,7 @@ impl<'a> Frame<'a> {
             whisker(area, middle, self.y.pixel(low), self.y.pixel(high), INK)?;
         }
         if with_value {
-            text(area, &short(height), (middle, above - 3), SMALL, INK, Hold::Bottom)?;
+            text(area, &short(height), (middle, above - 3), SMALL, INK, Anchor::Bottom)?;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::{Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, Swept};
+use crate::figure::scenario::{Measure, SweepAxis};
 use crate::lb::Config;
 use crate::trace::Source;
 
@@ -50,12 +50,12 @@ parameters! {
 
 impl Lb {
     /// These parameters with one replaced.
-    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {
-            Swept::SpeedPct => with.replay_speed = Some(value / 100.0),
-            Swept::RackCandidates => with.rack_candidates = Some(whole(swept, value)?),
-            Swept::TableDelayMs => with.table_delay_ms = Some(whole(swept, value)?),
+            SweepAxis::SpeedPct => with.replay_speed = Some(value / 100.0),
+            SweepAxis::RackCandidates => with.rack_candidates = Some(whole(swept, value)?),
+            SweepAxis::TableDelayMs => with.table_delay_ms = Some(whole(swept, value)?),
             _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)

@@ -15,7 +15,7 @@ pub use path::Path;
 pub use pcc::Pcc;
 pub use rpc::{Rpc, throughput};
 
-use super::scenario::{Measure, Swept};
+use super::scenario::{Measure, SweepAxis};
 use crate::names::UnknownName;
 
 /// Why parameters make no simulation.
@@ -35,7 +35,7 @@ pub enum Unfit {
         /// The kind of simulation.
         kind: &'static str,
         /// What was to be swept.
-        swept: Swept,
+        swept: SweepAxis,
         /// Why not, if there is more to say.
         detail: &'static str,
     },
@@ -43,7 +43,7 @@ pub enum Unfit {
     #[error("`{}` cannot be {value}", word(swept))]
     Value {
         /// What was to be swept.
-        swept: Swept,
+        swept: SweepAxis,
         /// The value.
         value: f64,
     },
@@ -115,7 +115,7 @@ macro_rules! parameters {
 use parameters;
 
 /// `value` as a whole number.
-fn whole<T: TryFrom<u64>>(swept: Swept, value: f64) -> Result<T, Unfit> {
+fn whole<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, Unfit> {
     let unfit = Unfit::Value { swept, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(unfit);

@@ -2,7 +2,7 @@
 
 use super::{Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, Swept};
+use crate::figure::scenario::{Measure, SweepAxis};
 use crate::path::{Config, Readings};
 use crate::rpc::{Policy, Service};
 
@@ -46,13 +46,13 @@ parameters! {
 
 impl Path {
     /// These parameters with one replaced.
-    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {
-            Swept::Load => with.load = Some(value),
-            Swept::Servers => with.servers = Some(whole(swept, value)?),
-            Swept::Cores => with.cores = Some(whole(swept, value)?),
-            Swept::RequestsPerServer => with.load = Some(self.load_of(value)?),
+            SweepAxis::Load => with.load = Some(value),
+            SweepAxis::Servers => with.servers = Some(whole(swept, value)?),
+            SweepAxis::Cores => with.cores = Some(whole(swept, value)?),
+            SweepAxis::RequestsPerServer => with.load = Some(self.load_of(value)?),
             _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)

@@ -4,8 +4,8 @@ use serde::Deserialize;
 
 use super::{Choice, Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, Swept};
-use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, Knowledge, Method, TAG_BITS_MAX, Updates};
+use crate::figure::scenario::{Measure, SweepAxis};
+use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
 /// The name of this kind in scenario files.
 pub const KIND: &str = "pcc";
@@ -41,21 +41,23 @@ parameters! {
         /// Length of each run after its warm-up.
         pub minutes: f64,
         /// What policies know of the servers' connections.
-        pub knowledge: Choice<Knowledge>,
+        pub knowledge: Choice<LoadInfo>,
     }
 }
 
 impl Pcc {
     /// These parameters with one replaced.
-    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {
-            Swept::Servers => with.servers = Some(whole(swept, value)?),
-            Swept::Connections => with.connections = Some(value),
-            Swept::UpdatesPerMinute => with.updates_per_minute = Some(value),
-            Swept::ThresholdPct => with.method = Some(Text(with_threshold(with.method, value)?)),
-            Swept::TagBits | Swept::IndexBits => with.method = Some(Text(with_bits(with.method, swept, value)?)),
-            Swept::Time => {}
+            SweepAxis::Servers => with.servers = Some(whole(swept, value)?),
+            SweepAxis::Connections => with.connections = Some(value),
+            SweepAxis::UpdatesPerMinute => with.updates_per_minute = Some(value),
+            SweepAxis::ThresholdPct => with.method = Some(Text(with_threshold(with.method, value)?)),
+            SweepAxis::TagBits | SweepAxis::IndexBits => {
+                with.method = Some(Text(with_bits(with.method, swept, value)?))
+            }
+            SweepAxis::Time => {}
             _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
@@ -97,7 +99,7 @@ impl Pcc {
 }
 
 fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, Unfit> {
-    let swept = Swept::ThresholdPct;
+    let swept = SweepAxis::ThresholdPct;
     match method {
         Some(Text(Method::Beamer { .. })) if percent > 0.0 => Ok(Method::Beamer { threshold: Some(percent / 100.0) }),
         Some(Text(Method::Beamer { .. })) => Err(Unfit::Value { swept, value: percent }),
@@ -105,18 +107,18 @@ fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, 
     }
 }
 
-fn with_bits(method: Option<Text<Method>>, swept: Swept, value: f64) -> Result<Method, Unfit> {
+fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Result<Method, Unfit> {
     let bits: u8 = whole(swept, value)?;
     let unfit = Unfit::Value { swept, value };
     let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
     match (swept, method) {
-        (Swept::TagBits, Some(Text(Method::HistoryTag { fresh, layout, .. }))) => {
+        (SweepAxis::TagBits, Some(Text(Method::HistoryTag { fresh, layout, .. }))) => {
             Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, fresh, layout })
         }
-        (Swept::TagBits, Some(Text(Method::HashIndex { bits, layout, .. }))) => {
+        (SweepAxis::TagBits, Some(Text(Method::HashIndex { bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits, tag_bits: up_to(TAG_BITS_MAX)?, layout })
         }
-        (Swept::IndexBits, Some(Text(Method::HashIndex { tag_bits, layout, .. }))) => {
+        (SweepAxis::IndexBits, Some(Text(Method::HashIndex { tag_bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits: up_to(INDEX_BITS_MAX)?, tag_bits, layout })
         }
         _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the method's cookie has no such bits" }),

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use super::{Choice, Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, Swept};
+use crate::figure::scenario::{Measure, SweepAxis};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
 use coreward_model::dispatch::Lambda;
 
@@ -46,16 +46,16 @@ parameters! {
 
 impl Rpc {
     /// These parameters with one replaced.
-    pub fn with(&self, swept: Swept, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {
-            Swept::Load => with.load = Some(value),
-            Swept::Slo => with.slo = Some(value),
-            Swept::Cores => with.cores = Some(whole(swept, value)?),
-            Swept::Latency => with.latency = Some(value),
-            Swept::LongFactor => with.service = Some(Text(with_long_factor(with.service, value)?)),
-            Swept::Lambda => with.policy = Some(Text(with_lambda(with.policy, value)?)),
-            Swept::Time => {}
+            SweepAxis::Load => with.load = Some(value),
+            SweepAxis::Slo => with.slo = Some(value),
+            SweepAxis::Cores => with.cores = Some(whole(swept, value)?),
+            SweepAxis::Latency => with.latency = Some(value),
+            SweepAxis::LongFactor => with.service = Some(Text(with_long_factor(with.service, value)?)),
+            SweepAxis::Lambda => with.policy = Some(Text(with_lambda(with.policy, value)?)),
+            SweepAxis::Time => {}
             _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
@@ -112,7 +112,7 @@ pub fn throughput(config: &Config, load: f64) -> f64 {
 }
 
 fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Service, Unfit> {
-    let swept = Swept::LongFactor;
+    let swept = SweepAxis::LongFactor;
     match service {
         Some(Text(Service::Classes(mut classes))) if factor >= 1.0 => {
             classes[0].factor = factor;
@@ -124,7 +124,7 @@ fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Servi
 }
 
 fn with_lambda(policy: Option<Text<Policy>>, lambda: f64) -> Result<Policy, Unfit> {
-    let swept = Swept::Lambda;
+    let swept = SweepAxis::Lambda;
     match policy {
         Some(Text(Policy::RankedQueue(options))) => {
             let lambda = Lambda::new(lambda).map_err(|_| Unfit::Value { swept, value: lambda })?;

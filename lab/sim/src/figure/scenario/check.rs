@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use coreward_config::{Diagnostic, Source, Spanned};
 
-use super::{Draw, Panel, Scenario, Swept};
-use crate::figure::claim::{Claim, Quantity, Ratio, same_point};
+use super::{Draw, Panel, Scenario, SweepAxis};
+use crate::figure::claim::{Assertion, Quantity, Ratio, same_point};
 use crate::names::UnknownName;
 
 const MOST_SEEDS: u64 = 1_000;
@@ -109,7 +109,7 @@ fn axes(scenario: &Scenario) -> Result<(), Wrong> {
             }
             continue;
         };
-        let over_time = *sweep.parameter.get_ref() == Swept::Time;
+        let over_time = *sweep.parameter.get_ref() == SweepAxis::Time;
         if over_time != sweep.values.is_empty() {
             return wrong("x.values: expected values to sweep, and none for time, whose values come out of the run");
         }
@@ -152,12 +152,12 @@ fn claims(scenario: &Scenario) -> Result<(), Wrong> {
 
 impl Scenario {
     /// Whether everything is there that the claim names.
-    pub fn can_judge(&self, claim: &Claim) -> bool {
+    pub fn can_judge(&self, claim: &Assertion) -> bool {
         check_claim(self, claim).is_ok()
     }
 }
 
-fn check_claim(scenario: &Scenario, claim: &Claim) -> Result<(), Wrong> {
+fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), Wrong> {
     let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let ways = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
     if ways.iter().filter(|there| **there).count() != 1 {
@@ -180,7 +180,7 @@ fn check_claim(scenario: &Scenario, claim: &Claim) -> Result<(), Wrong> {
     quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
 }
 
-fn check_quantity(scenario: &Scenario, claim: &Claim, quantity: &Quantity) -> Result<(), Wrong> {
+fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), Wrong> {
     let wrong = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let ways = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
     if ways.iter().filter(|there| **there).count() != 1 {
@@ -196,7 +196,7 @@ fn check_quantity(scenario: &Scenario, claim: &Claim, quantity: &Quantity) -> Re
 /// The panels must measure the same, and the point must be one that is simulated.
 fn check_place(
     scenario: &Scenario,
-    claim: &Claim,
+    claim: &Assertion,
     panel: Option<&Spanned<String>>,
     at: Option<&Spanned<f64>>,
 ) -> Result<(), Wrong> {
@@ -208,7 +208,7 @@ fn check_place(
     let Some(at) = at else { return Ok(()) };
     for sweep in panels.iter().filter_map(|panel| panel.x.as_ref()) {
         let simulated = |value: &f64| same_point(value * sweep.scale, *at.get_ref());
-        if *sweep.parameter.get_ref() != Swept::Time && !sweep.values.iter().any(simulated) {
+        if *sweep.parameter.get_ref() != SweepAxis::Time && !sweep.values.iter().any(simulated) {
             return Err((at.span(), format!("nothing is simulated at {}: expected one of x.values", at.get_ref())));
         }
     }

@@ -8,16 +8,16 @@ use coreward_model::dispatch::{
 
 use super::delay::DelayLine;
 use super::priority::PriorityCores;
-use super::queued::QueuedCores;
+use super::queued::DisciplineCores;
 use super::{NicServer, Request, Server, Sink};
 use crate::rpc::ticks::{NEVER, Tick};
 
-type RankedServer = NicServer<JoinBoundedShortestRankedQueue, QueuedCores<PriorityCores>>;
+type RankedServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
 
 /// The NIC's monitors send hints to the cores, the core allocator there decides, and its answer goes back to the NIC; each
 /// way takes the latency of the interface. A core that changes hands first serves what it has.
 #[derive(Debug)]
-pub struct AllocatedServer {
+pub struct RingLeaderServer {
     server: RankedServer,
     allocation: CoreAllocation,
     monitors: [LoadMonitor; 2],
@@ -30,7 +30,7 @@ pub struct AllocatedServer {
 /// RingLeader gives no number.
 const CALM_EPOCHS: u32 = 4;
 
-impl AllocatedServer {
+impl RingLeaderServer {
     /// `interval`: between two checks of the load monitors. `latency`: of the interface, one way.
     pub fn new(
         mut server: RankedServer,
@@ -90,7 +90,7 @@ impl AllocatedServer {
     }
 }
 
-impl<S: Sink> Server<S> for AllocatedServer {
+impl<S: Sink> Server<S> for RingLeaderServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         // At the end of a run, until everything is answered.
         let ending = until == NEVER - 1;

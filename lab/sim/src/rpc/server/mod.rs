@@ -5,8 +5,8 @@
 
 mod allocated;
 mod delay;
+mod dfcfs;
 mod fifo;
-mod grouped;
 mod priority;
 mod queued;
 mod rebalance;
@@ -16,15 +16,15 @@ mod stealing;
 
 use std::collections::VecDeque;
 
-pub use allocated::AllocatedServer;
+pub use allocated::RingLeaderServer;
 use coreward_model::dispatch::{Dispatcher, Header};
+pub use dfcfs::IdealGroups;
 pub use fifo::FifoCores;
-pub use grouped::IdealGroups;
 pub use priority::PriorityCores;
-pub use queued::QueuedCores;
+pub use queued::DisciplineCores;
 pub use rebalance::RebalancedServer;
-pub use sharing::SharedCores;
-pub use spec::{ServerSpec, Visitor};
+pub use sharing::ProcessorSharing;
+pub use spec::{ServerSpec, WithServer};
 pub use stealing::StealingCores;
 
 use super::ticks::Tick;

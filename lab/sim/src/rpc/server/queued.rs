@@ -21,14 +21,14 @@ pub trait Discipline {
 
 /// Cores behind the interface, one timer each.
 #[derive(Debug)]
-pub struct QueuedCores<Q> {
+pub struct DisciplineCores<Q> {
     discipline: Q,
     arriving: DelayLine<(u16, Request)>,
     leaving: DelayLine<(u16, Request)>,
     timers: LeastTree<Tick>,
 }
 
-impl<Q: Discipline> QueuedCores<Q> {
+impl<Q: Discipline> DisciplineCores<Q> {
     /// `latency`: of the interface between NIC and cores, one way.
     pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
         Self {
@@ -40,7 +40,7 @@ impl<Q: Discipline> QueuedCores<Q> {
     }
 }
 
-impl<Q: Discipline> Cores for QueuedCores<Q> {
+impl<Q: Discipline> Cores for DisciplineCores<Q> {
     #[inline]
     fn dispatch(&mut self, now: Tick, core: u16, request: Request) {
         self.arriving.send(now, (core, request));

@@ -13,7 +13,7 @@ use crate::rpc::ticks::{NEVER, Tick};
 /// In virtual time, which runs at the rate that each request is served with, a request ends its work after it came
 /// whatever comes later (Demers, Keshav and Shenker, SIGCOMM'89), so that a heap of virtual ends is all there is to keep.
 #[derive(Debug)]
-pub struct SharedCores {
+pub struct ProcessorSharing {
     cores: u64,
     arriving: DelayLine<Request>,
     leaving: DelayLine<Request>,
@@ -52,7 +52,7 @@ impl PartialOrd for Job {
     }
 }
 
-impl SharedCores {
+impl ProcessorSharing {
     /// `latency`: of the interface between NIC and cores, one way.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
@@ -89,7 +89,7 @@ impl SharedCores {
     }
 }
 
-impl Cores for SharedCores {
+impl Cores for ProcessorSharing {
     fn dispatch(&mut self, now: Tick, _core: u16, request: Request) {
         self.arriving.send(now, request);
     }

@@ -9,8 +9,8 @@ use coreward_model::dispatch::{
 use coreward_model::rss::IndirectionTable;
 
 use super::{
-    AllocatedServer, Cores, FifoCores, IdealGroups, NicServer, PriorityCores, QueuedCores, RebalancedServer, Server,
-    SharedCores, Sink, StealingCores,
+    Cores, DisciplineCores, FifoCores, IdealGroups, NicServer, PriorityCores, ProcessorSharing, RebalancedServer,
+    RingLeaderServer, Server, Sink, StealingCores,
 };
 use crate::rpc::ticks::{Tick, ticks};
 use crate::rpc::{JbsrqOptions, Policy};
@@ -31,7 +31,7 @@ pub struct ServerSpec<'a> {
 }
 
 /// Does something with a server, whichever type it is: each type gets code of its own, without calls through tables.
-pub trait Visitor<S: Sink> {
+pub trait WithServer<S: Sink> {
     /// What comes of it.
     type Output;
 
@@ -41,7 +41,7 @@ pub trait Visitor<S: Sink> {
 
 impl ServerSpec<'_> {
     /// Builds the server and hands it to `visitor`.
-    pub fn build<S: Sink, V: Visitor<S>>(&self, visitor: V) -> V::Output {
+    pub fn build<S: Sink, V: WithServer<S>>(&self, visitor: V) -> V::Output {
         let Self { cores, latency, .. } = *self;
         let fifo = || FifoCores::new(cores, latency);
         match self.policy {
@@ -61,9 +61,9 @@ impl ServerSpec<'_> {
             }
             Policy::WorkStealing(cost) => {
                 let stealing = StealingCores::new(cores, ticks(*cost));
-                nic(visitor, self.bucket_hash(), QueuedCores::new(cores, latency, stealing))
+                nic(visitor, self.bucket_hash(), DisciplineCores::new(cores, latency, stealing))
             }
-            Policy::ProcessorSharing => nic(visitor, RoundRobinCore::new(1), SharedCores::new(cores, latency)),
+            Policy::ProcessorSharing => nic(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency)),
             Policy::GroupedFcfs { groups, cores_each } => {
                 nic(visitor, IdealGroups::new(groups.get(), cores_each.get(), latency), fifo())
             }
@@ -74,21 +74,21 @@ impl ServerSpec<'_> {
         BucketHash::new(self.indirection_table.clone())
     }
 
-    fn ranked<S: Sink, V: Visitor<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
+    fn ranked<S: Sink, V: WithServer<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
         let Self { cores, latency, classes, .. } = *self;
         let services = options.priorities.services(classes);
         let behind = PriorityCores::new(cores, services, ticks(options.quantum), ticks(options.switch_cost));
         let dispatcher = JoinBoundedShortestRankedQueue::new(cores, services, options.lambda, options.depth);
-        let server = NicServer::new(dispatcher, QueuedCores::new(cores, latency, behind), services);
+        let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, behind), services);
         if options.assignment == Assignment::CompleteShare {
             return visitor.visit(server);
         }
         let allocation = CoreAllocation::new(options.assignment, cores, options.reserved.get());
-        visitor.visit(AllocatedServer::new(server, cores, allocation, ticks(options.interval), latency))
+        visitor.visit(RingLeaderServer::new(server, cores, allocation, ticks(options.interval), latency))
     }
 }
 
-fn nic<S: Sink, V: Visitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
+fn nic<S: Sink, V: WithServer<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
 where
     D: Dispatcher + 'static,
     C: Cores + 'static,

@@ -14,7 +14,7 @@ use crate::trace::TraceError;
 
 /// What a file's first bytes say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Begins {
+pub enum FileFormat {
     /// A classic capture file.
     Pcap,
     /// A next-generation capture file.
@@ -35,17 +35,17 @@ pub enum Begins {
 const MARK_BYTES: usize = 6;
 
 /// What the file is, by its first bytes.
-pub fn begins(mark: &[u8]) -> Begins {
+pub fn begins(mark: &[u8]) -> FileFormat {
     match mark {
         // In both byte orders: microseconds, nanoseconds.
-        [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => Begins::Pcap,
-        [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => Begins::Pcap,
-        [0x0a, 0x0d, 0x0d, 0x0a, ..] => Begins::Pcapng,
-        [b'c', b'o', b'r', b'e', b'w', b'a', ..] => Begins::ArrivalLog,
-        [0x1f, 0x8b, ..] => Begins::Gzip,
-        [0xfd, b'7', b'z', b'X', b'Z', 0x00, ..] => Begins::Xz,
-        [0x28, 0xb5, 0x2f, 0xfd, ..] => Begins::Zstd,
-        _ => Begins::Unknown,
+        [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => FileFormat::Pcap,
+        [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => FileFormat::Pcap,
+        [0x0a, 0x0d, 0x0d, 0x0a, ..] => FileFormat::Pcapng,
+        [b'c', b'o', b'r', b'e', b'w', b'a', ..] => FileFormat::ArrivalLog,
+        [0x1f, 0x8b, ..] => FileFormat::Gzip,
+        [0xfd, b'7', b'z', b'X', b'Z', 0x00, ..] => FileFormat::Xz,
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => FileFormat::Zstd,
+        _ => FileFormat::Unknown,
     }
 }
 
@@ -57,7 +57,7 @@ pub struct Input {
     /// All its bytes, decompressed.
     pub reader: Reader,
     /// What it is: never one of the compressed kinds.
-    pub begins: Begins,
+    pub begins: FileFormat,
 }
 
 /// Opens a file and looks into it as often as it is compressed.
@@ -71,21 +71,21 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
     let (mark, mut reader) = peek(file).map_err(failed)?;
     let mut found = begins(&mark);
     let mut mark = mark;
-    if matches!(found, Begins::Gzip | Begins::Xz | Begins::Zstd) {
+    if matches!(found, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
         let (inner_mark, inner) = peek(decompressed(found, reader)).map_err(failed)?;
         (found, mark, reader) = (begins(&inner_mark), inner_mark, inner);
     }
     match found {
-        Begins::Pcap | Begins::Pcapng | Begins::ArrivalLog => Ok(Input { reader, begins: found }),
+        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, begins: found }),
         _ => Err(TraceError::Capture { path: shown(), error: CaptureError::Foreign { mark } }),
     }
 }
 
-fn decompressed(begins: Begins, reader: Reader) -> Reader {
+fn decompressed(begins: FileFormat, reader: Reader) -> Reader {
     let reader = BufReader::with_capacity(1 << 16, reader);
     match begins {
-        Begins::Gzip => Box::new(MultiGzDecoder::new(reader)),
-        Begins::Xz => Box::new(XzReader::new(reader, true)),
+        FileFormat::Gzip => Box::new(MultiGzDecoder::new(reader)),
+        FileFormat::Xz => Box::new(XzReader::new(reader, true)),
         _ => Box::new(ZstdReader { source: reader, decoder: FrameDecoder::new(), in_frame: false }),
     }
 }

@@ -27,7 +27,7 @@ use super::{Batch, Skipped, Trace, TraceError};
 
 use self::input::Input;
 
-pub use input::Begins;
+pub use input::FileFormat;
 pub use records::CaptureError;
 
 /// Batches that are under way between the two threads.
@@ -69,7 +69,7 @@ impl CaptureTrace {
         let read = move || {
             let mut out = records::Recorder::new(fill, emptied);
             let result = match input.begins {
-                Begins::Pcap => pcap::read(input.reader, &mut out),
+                FileFormat::Pcap => pcap::read(input.reader, &mut out),
                 _ => pcapng::read(input.reader, &mut out),
             };
             match result.and_then(|()| out.finish()) {

@@ -7,8 +7,8 @@
 use serde::Serialize;
 use serde_json::Value;
 
+use super::fault_injector::FaultCounts;
 use super::site::{Site, WORKERS, eligible};
-use super::trouble::Troubles;
 use crate::counters::{self, Counters};
 
 /// Everything at one moment.
@@ -82,7 +82,7 @@ pub struct Segment {
     /// From 0.
     pub number: u32,
     /// What was made to go wrong.
-    pub troubles: Troubles,
+    pub troubles: FaultCounts,
     /// Datagrams that the client sent to the service.
     pub sent: u64,
     /// Of these: read by workers.
@@ -129,7 +129,7 @@ impl Segment {
         before: &Reading,
         at_once: &Reading,
         after: &Reading,
-        made: &Troubles,
+        made: &FaultCounts,
         load: &Value,
     ) -> Self {
         let server = |name: &str| after.server(name) - before.server(name);
@@ -215,7 +215,7 @@ impl Segment {
 }
 
 impl Books {
-    fn new(before: &Reading, after: &Reading, made: &Troubles) -> Self {
+    fn new(before: &Reading, after: &Reading, made: &FaultCounts) -> Self {
         let sum = |name: &str| after.sum(name) - before.sum(name);
         let unmatched = after.counter("unmatched") - before.counter("unmatched");
         Self {

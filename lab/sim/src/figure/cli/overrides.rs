@@ -10,7 +10,7 @@ use crate::names::UnknownName;
 /// What is to be different from the scenario; for live figures only.
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
-pub struct Smaller {
+pub struct Overrides {
     /// So many runs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100), conflicts_with_all = ["all", "list", "scenario"])]
     runs: Option<u64>,
@@ -30,7 +30,7 @@ fn seconds(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "expected a number from 0.1 to 3600".to_owned())
 }
 
-impl Smaller {
+impl Overrides {
     /// Whether nothing is to be different.
     fn is_nothing(&self) -> bool {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
@@ -141,7 +141,7 @@ mod tests {
         #[arg(long)]
         scenario: bool,
         #[command(flatten)]
-        smaller: Smaller,
+        smaller: Overrides,
     }
 
     fn applied(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {

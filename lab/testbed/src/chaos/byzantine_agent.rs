@@ -36,7 +36,7 @@ const FLOOD: usize = 64;
 
 /// How many lies were told.
 #[derive(Debug, Default)]
-pub struct Lies {
+pub struct FalseReports {
     /// Reports.
     pub reports: AtomicU64,
     /// Connections that said nothing, or nonsense.
@@ -70,7 +70,7 @@ impl Liar {
     ///
     /// # Errors
     /// When the machine cannot be entered, or its kernel refuses what every program gets.
-    pub fn run(self, machine: &Namespace, lies: &Lies, done: &AtomicBool) -> anyhow::Result<()> {
+    pub fn run(self, machine: &Namespace, lies: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
         let tls = Tls::load(self.stolen.clone())?;
         machine.within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -92,7 +92,7 @@ impl Liar {
         to: SocketAddr,
         tls: &Arc<Tls>,
         rng: &mut Xoshiro256PlusPlus,
-        lies: &Lies,
+        lies: &FalseReports,
         done: &AtomicBool,
     ) -> anyhow::Result<()> {
         let itself = format!("s{}", self.server);
@@ -113,7 +113,7 @@ impl Liar {
 }
 
 /// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
-fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, lies: &Lies) {
+fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, lies: &FalseReports) {
     let mut open = Vec::with_capacity(FLOOD);
     for _ in 0..FLOOD {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
@@ -131,7 +131,7 @@ async fn speak(
     to: SocketAddr,
     tls: &Arc<Tls>,
     (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
-    lies: &Lies,
+    lies: &FalseReports,
     done: &AtomicBool,
 ) -> anyhow::Result<()> {
     let endpoint = Endpoint::from_shared(format!("http://{to}"))?.connect_timeout(CONNECT_LIMIT);

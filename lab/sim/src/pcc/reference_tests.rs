@@ -16,7 +16,7 @@ use super::engine::{server_count, simulate};
 use super::hashed::{Hashed, Stateful};
 use super::mix::Mix;
 use super::small_cookies::{Fields, SmallCookies};
-use super::{Arrivals, Config, Layout, Run, Updates};
+use super::{Arrivals, Config, HashLayout, Run, Updates};
 
 /// Where packets of a connection go, said as plainly as can be.
 trait Network<B> {
@@ -239,7 +239,7 @@ proptest! {
     #[test]
     fn tables_of_buckets(seed: u64, servers in 2usize..12, layout in 0usize..3) {
         let config = restless(servers, 2);
-        let layout = [Layout::Striped, Layout::Ring, Layout::Maglev][layout];
+        let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let run = check(&config, seed, Hashed::new(layout, &config), ByBucket);
         prop_assert!(run.broken > 0);
     }
@@ -254,13 +254,13 @@ proptest! {
     #[test]
     fn connection_tables(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
         let config = restless(servers, load_balancers);
-        check(&config, seed, Stateful::new(Layout::Striped, &config), ConnectionTables::default());
+        check(&config, seed, Stateful::new(HashLayout::Striped, &config), ConnectionTables::default());
     }
 
     #[test]
     fn small_cookies(seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, fresh: bool, index_bits in 0u8..3) {
         let config = restless(servers, 2);
-        let layout = [Layout::Striped, Layout::Ring, Layout::Maglev][layout];
+        let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let (fields, mix) = (Fields { tag_bits, fresh, index_bits }, Mix::web_server());
         let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest());
         check(&config, seed, cookies, TablesByTag::default());

@@ -19,7 +19,7 @@ use tonic::transport::Channel;
 use crate::controller::name;
 
 /// One agent, until the controller ends. `sent`: reports of all agents.
-pub(crate) async fn pretend(
+pub(crate) async fn fake_agent(
     mut client: ControlClient<Channel>,
     agent: u32,
     cores: u16,
@@ -36,7 +36,7 @@ pub(crate) async fn pretend(
     let Ok(answers) = client.agent(ReceiverStream::new(receiver)).await else { return };
     let mut answers = answers.into_inner();
     tokio::spawn(async move { while let Ok(Some(_)) = answers.message().await {} });
-    let mut server = PretendedServer::new(agent, cores, interval);
+    let mut server = FakeAgent::new(agent, cores, interval);
     let mut due = start;
     loop {
         sleep_until(due).await;
@@ -54,7 +54,7 @@ pub(crate) async fn pretend(
 const REPORTS_PER_DETAILS: u64 = 10;
 
 /// Cores with random loads that have been up for weeks: busy times are numbers of eight bytes.
-pub(crate) struct PretendedServer {
+pub(crate) struct FakeAgent {
     sequence: u64,
     random: Xoshiro256PlusPlus,
     busy_ns: Vec<u64>,
@@ -62,7 +62,7 @@ pub(crate) struct PretendedServer {
     rss: v1::Rss,
 }
 
-impl PretendedServer {
+impl FakeAgent {
     pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
         let table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
         let indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();

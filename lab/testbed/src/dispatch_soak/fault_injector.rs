@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::net::SocketAddrV4;
 
 use super::site::{FIRST_PORT, FLOWS, Site, WORKERS};
-use super::spoof::{FIRST_ID, Nuisance, Spoofer};
+use super::spoof::{FIRST_ID, Spoofer, UnansweredClient};
 use crate::interrupt;
 
 /// Between two events (ms).
@@ -26,7 +26,7 @@ const ON_ITS_WAY: Duration = Duration::from_millis(20);
 
 /// How often something was done.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
-pub struct Troubles {
+pub struct FaultCounts {
     /// One worker killed; the server starts another.
     pub kills: u64,
     /// One worker stopped for one to three seconds.
@@ -47,7 +47,7 @@ pub struct Troubles {
     pub spoofed: u64,
 }
 
-impl Troubles {
+impl FaultCounts {
     /// Adds another segment's.
     pub fn add(&mut self, other: &Self) {
         let Self { kills, stops, restarts, detachments, upgrades, .. } = other;
@@ -65,27 +65,27 @@ impl Troubles {
 
 /// What makes trouble in one segment.
 #[derive(Debug)]
-pub struct Trouble<'a> {
+pub struct FaultInjector<'a> {
     site: &'a mut Site,
     rng: &'a mut Xoshiro256PlusPlus,
     /// Whether books may begin anew.
     anew: bool,
-    nuisance: Nuisance,
+    nuisance: UnansweredClient,
     spoofer: Spoofer,
     /// When each goes on.
     stopped: Vec<(u32, Instant)>,
-    made: Troubles,
+    made: FaultCounts,
 }
 
-impl<'a> Trouble<'a> {
+impl<'a> FaultInjector<'a> {
     /// `anew`: the dispatch may be detached, and the whole server restarted.
     ///
     /// # Errors
     /// When sockets cannot be had.
     pub fn new(site: &'a mut Site, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
-        let nuisance = Nuisance::open(site.testbed().client())?;
+        let nuisance = UnansweredClient::open(site.testbed().client())?;
         let spoofer = Spoofer::open(site.testbed().server(1)?)?;
-        Ok(Self { site, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: Troubles::default() })
+        Ok(Self { site, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: FaultCounts::default() })
     }
 
     /// Where it is made.
@@ -117,7 +117,7 @@ impl<'a> Trouble<'a> {
     ///
     /// # Errors
     /// None so far.
-    pub fn finish(mut self) -> anyhow::Result<Troubles> {
+    pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
         Ok(self.made)
     }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
-use super::ask::Operator;
+use super::cli_probe::Operator;
 use super::document::Documents;
 use super::drains::Drains;
 use crate::topology::Testbed;

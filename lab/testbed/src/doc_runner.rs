@@ -54,12 +54,12 @@ pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
 
 /// A machine: a namespace of the testbed and, held by a process that sleeps, file systems of its own.
 #[derive(Debug)]
-pub struct Machine {
+pub struct Host {
     name: String,
     holder: Process,
 }
 
-impl Machine {
+impl Host {
     /// # Errors
     /// When the kernel has no overlay file system, or refuses a mount.
     pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {

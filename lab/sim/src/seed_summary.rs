@@ -5,7 +5,7 @@ use serde::Serialize;
 
 /// A figure over several seeds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, serde::Deserialize)]
-pub struct Spread {
+pub struct SeedSummary {
     /// The median over the seeds.
     pub median: f64,
     /// The mean over the seeds.
@@ -16,7 +16,7 @@ pub struct Spread {
     pub high: f64,
 }
 
-impl Spread {
+impl SeedSummary {
     /// `None` without values.
     pub fn of(values: &[f64]) -> Option<Self> {
         Some(Self {
@@ -34,8 +34,8 @@ mod tests {
 
     #[test]
     fn of_several_values() {
-        let expected = Spread { median: 2.0, mean: 3.0, low: 1.0, high: 6.0 };
-        assert_eq!(Spread::of(&[6.0, 1.0, 2.0]), Some(expected));
-        assert_eq!(Spread::of(&[]), None);
+        let expected = SeedSummary { median: 2.0, mean: 3.0, low: 1.0, high: 6.0 };
+        assert_eq!(SeedSummary::of(&[6.0, 1.0, 2.0]), Some(expected));
+        assert_eq!(SeedSummary::of(&[]), None);
     }
 }

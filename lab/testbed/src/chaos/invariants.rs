@@ -13,7 +13,7 @@ use anyhow::Context as _;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::ask::Operator;
+use super::cli_probe::Operator;
 use crate::topology::{Testbed, load_balancer_name, rack_name};
 
 /// Where every load balancer serves its metrics, in its own namespace.
@@ -236,7 +236,7 @@ impl Known {
 /// Why the fleet is not whole, by its status; `None`: every server that is in the document reports and is well, every rack is there, every
 /// load balancer has heard of the newest configuration and knows all servers. `since`: the load balancers must have said so after this
 /// moment.
-pub fn not_whole(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
+pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
             return Some(format!("{} reports {}", server["name"], server["reports"]));
@@ -287,7 +287,7 @@ fn scrape() -> anyhow::Result<String> {
 
 /// What a process takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct Taken {
+pub struct ResourceUsage {
     /// Memory that is its own and in RAM (kB).
     pub memory_kb: u64,
     /// Open files.
@@ -298,9 +298,9 @@ pub struct Taken {
 ///
 /// # Errors
 /// When it has ended.
-pub fn taken(pid: u32) -> anyhow::Result<Taken> {
+pub fn taken(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
     let memory_kb = memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;
-    Ok(Taken { memory_kb, files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
+    Ok(ResourceUsage { memory_kb, files: fs::read_dir(format!("/proc/{pid}/fd"))?.count() as u64 })
 }

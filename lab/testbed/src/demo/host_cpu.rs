@@ -4,7 +4,7 @@ use anyhow::Context as _;
 
 /// The share of CPU time that was not idle while it was measured.
 #[derive(Debug, Default)]
-pub struct Machine {
+pub struct HostCpu {
     started: Ticks,
     total: Ticks,
 }
@@ -15,7 +15,7 @@ struct Ticks {
     idle: u64,
 }
 
-impl Machine {
+impl HostCpu {
     /// # Errors
     /// When /proc/stat is not as expected.
     pub fn new() -> anyhow::Result<Self> {
