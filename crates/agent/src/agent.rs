@@ -110,7 +110,13 @@ impl Agent {
             sample_every_syn: false,
         })?;
         let verb = if programs.taken_over() { "taken over" } else { "attached" };
-        tracing::info!("{}: programs {verb} at {} ({:?})", config.server, config.interface, programs.attachment());
+        tracing::info!(
+            event = "programs-attached",
+            server = config.server,
+            interface = config.interface,
+            attachment = ?programs.attachment(),
+            "programs {verb}"
+        );
         let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
         let load: Box<dyn LoadSource> = match &config.load {
             config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
@@ -201,10 +207,12 @@ impl Agent {
     pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[RefusedService]) {
         let generation = configuration.generation;
         for service in refused {
-            tracing::error!(
-                "refused: configuration generation={generation} service={:?}: {}",
-                service.name,
-                service.reason
+            tracing::warn!(
+                event = "service-rejected",
+                generation,
+                service = service.name,
+                reason = %service.reason,
+                "the configuration of a service is rejected; the one in force stays"
             );
         }
         // What cannot be used stays as it is.
@@ -217,11 +225,21 @@ impl Agent {
         self.refused = refused.iter().map(|service| service.message(generation)).collect();
         if let Err(error) = self.try_configure(&configuration) {
             self.refuse_all(generation, format!("{error:#}"));
-            tracing::error!("the controller's configuration {} cannot be used: {error:#}", configuration.generation);
+            tracing::warn!(
+                event = "configuration-rejected",
+                generation = configuration.generation,
+                error = format!("{error:#}"),
+                "the controller's configuration is rejected; the one in force stays"
+            );
             return;
         }
         let names: Vec<&str> = configuration.services.iter().map(|service| service.name.as_str()).collect();
-        tracing::info!("configuration {}: serves {}", configuration.generation, names.join(", "));
+        tracing::info!(
+            event = "configuration-applied",
+            generation = configuration.generation,
+            services = names.join(","),
+            "configuration applied"
+        );
         self.confirmed = configuration.generation;
         self.configuration = Some(configuration);
         self.maintain();
@@ -384,8 +402,14 @@ impl Agent {
         let problem = self.load.read(&mut self.readings).err().map(|error| format!("{error:#}"));
         if problem != self.load_problem {
             match &problem {
-                Some(text) => tracing::warn!("no reports, the cores' load is not known: {text}"),
-                None => tracing::info!("the cores' load is known again"),
+                Some(text) => {
+                    tracing::warn!(
+                        event = "load-unknown",
+                        error = text,
+                        "no reports: the load of the cores is unknown"
+                    );
+                }
+                None => tracing::info!(event = "load-known", "the load of the cores is known again"),
             }
             self.load_problem = problem;
         }
@@ -429,7 +453,7 @@ impl Agent {
     /// When the kernel refuses something; what was in force stays.
     pub fn reload(&mut self, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
-            tracing::warn!("only [dispatch] is read again: the rest of the file needs a restart");
+            tracing::warn!(event = "restart-required", "only [dispatch] is reloaded: other changes need a restart");
         }
         match (&self.dispatcher, &config.dispatch) {
             (Some(dispatcher), Some(wanted)) if dispatcher.is_running() => dispatcher.replace(wanted.clone())?,
@@ -453,7 +477,10 @@ impl Agent {
         self.rss.restore(&mut self.memory);
         self.rss_changed();
         if self.programs.has_services() {
-            tracing::info!("stamping goes on without the agent; `coreward agent --detach` ends it");
+            tracing::info!(
+                event = "programs-kept",
+                "stamping continues without the agent; `coreward agent --detach` ends it"
+            );
             return Ok(());
         }
         self.detach()

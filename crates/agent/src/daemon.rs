@@ -122,8 +122,13 @@ impl Chore {
         };
         let outcome = Config::load(&path).map_err(anyhow::Error::from).and_then(|config| agent.reload(config));
         match outcome {
-            Ok(()) => tracing::info!("{}: [dispatch] is in force", path.display()),
-            Err(error) => tracing::error!("what was in force stays: {error:#}"),
+            Ok(()) => tracing::info!(event = "dispatch-reloaded", file = %path.display(), "[dispatch] is reloaded"),
+            Err(error) => tracing::warn!(
+                event = "reload-failed",
+                file = %path.display(),
+                error = format!("{error:#}"),
+                "reload failed; the settings in force stay"
+            ),
         }
     }
 }
@@ -165,7 +170,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
     let begun = chores.run_while(agent, connection, stream).await?;
     let mut updates = connection.begun(begun)?;
     agent.begin_stream();
-    tracing::info!("connected to controller {}", connection.controller());
+    tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
     let mut tick = every(agent.report_interval());
     let mut sent = ReportState::default();
     loop {
@@ -179,7 +184,12 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
                         match AgentConfiguration::read(configuration) {
                             Ok((configuration, refused)) => agent.configure(configuration, &refused),
                             Err(error) => {
-                                tracing::error!("the controller's configuration cannot be used: {error}");
+                                tracing::warn!(
+                                    event = "configuration-rejected",
+                                    generation,
+                                    %error,
+                                    "the controller's configuration is rejected; the one in force stays"
+                                );
                                 agent.refuse_all(generation, error.to_string());
                             }
                         }
@@ -190,7 +200,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
                             let _ = messages.try_send(message(Message::SocketAnswer(answer)));
                         }
                     }
-                    None => tracing::error!("the controller's update is of a kind that this version does not know"),
+                    None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this agent"),
                 }
                 if tick.period() != agent.report_interval() {
                     tick = every(agent.report_interval());
@@ -214,7 +224,11 @@ fn answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
     match answer {
         Ok(answer) => Some(answer.into()),
         Err(error) => {
-            tracing::error!("a question for sockets cannot be answered: {error:#}");
+            tracing::warn!(
+                event = "socket-query-failed",
+                error = format!("{error:#}"),
+                "cannot answer a query for sockets"
+            );
             None
         }
     }

@@ -38,7 +38,12 @@ impl DaisyChain {
             match server.address {
                 IpAddr::V4(address) => self.ids.entry(address).or_default().push(server.id),
                 IpAddr::V6(address) => {
-                    tracing::warn!("server {} at {address}: packets are handed on by IPv4", server.id)
+                    tracing::warn!(
+                        event = "previous-server-unreachable",
+                        server_id = %server.id,
+                        %address,
+                        "packets for a previous server are forwarded by IPv4 only"
+                    );
                 }
             }
         }

@@ -48,7 +48,7 @@ impl SettingsStore {
                 return Ok(Self { map, pin, content: SavedSettings::default() });
             }
             let content = serde_json::from_slice(text).unwrap_or_else(|error| {
-                tracing::warn!("{}: {error}: original settings are not known", pin.display());
+                tracing::warn!(event = "settings-unknown", pin = %pin.display(), %error, "original settings unknown");
                 SavedSettings::default()
             });
             return Ok(Self { map, pin, content });

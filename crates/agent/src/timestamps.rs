@@ -37,7 +37,7 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
             memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
         }
         write(wanted)?;
-        tracing::info!("net.ipv4.tcp_timestamps: {found} -> {wanted}");
+        tracing::info!(event = "sysctl-set", before = found, value = wanted, "net.ipv4.tcp_timestamps is set");
     }
     Ok(())
 }
@@ -49,7 +49,7 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
 pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     if let Some(original) = memory.get().tcp_timestamps.clone() {
         write(&original)?;
-        tracing::info!("net.ipv4.tcp_timestamps: back to {original}");
+        tracing::info!(event = "sysctl-restored", value = original, "net.ipv4.tcp_timestamps is restored");
         memory.change(|settings| settings.tcp_timestamps = None)?;
     }
     Ok(())

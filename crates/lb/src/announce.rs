@@ -76,14 +76,14 @@ impl Announcer {
             let deleted = self.handle.route().del(self.route(vip)).execute().await;
             deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
             self.announced.remove(&vip);
-            tracing::info!("VIP {vip} is withdrawn");
+            tracing::info!(event = "vip-withdrawn", %vip, "VIP is withdrawn");
         }
         let new: Vec<Ipv4Addr> = wanted.difference(&self.announced).copied().collect();
         for vip in new {
             let added = self.handle.route().add(self.route(vip)).replace().execute().await;
             added.with_context(|| format!("VIP {vip} cannot be announced"))?;
             self.announced.insert(vip);
-            tracing::info!("VIP {vip} is announced");
+            tracing::info!(event = "vip-announced", %vip, "VIP is announced");
         }
         Ok(())
     }

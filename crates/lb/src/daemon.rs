@@ -53,10 +53,16 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let attachment = balancer.attach(&config.interface, config.xdp_mode.into())?;
     let verb = match (balancer.taken_over(), balancer.is_upgrade_pending()) {
         (true, _) => "taken over",
-        (_, true) => "to take another version's place",
+        (_, true) => "loaded to replace another version",
         _ => "attached",
     };
-    tracing::info!("{} {verb} at {} ({attachment:?})", config.name, config.interface);
+    tracing::info!(
+        event = "program-attached",
+        load_balancer = config.name,
+        interface = config.interface,
+        ?attachment,
+        "program {verb}"
+    );
     let (resolver, changes) = Resolver::start(&config.interface)?;
     let timers = config.connection_timers;
     let health = Health::start(config.interface.clone())?;
@@ -74,7 +80,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
     if !balancer.taken_over() && !balancer.is_upgrade_pending() {
-        tracing::info!("nothing was pinned in {}", config.pin_directory.display());
+        tracing::info!(event = "nothing-pinned", directory = %config.pin_directory.display(), "no pins to remove");
     } else {
         balancer.attach(&config.interface, config.xdp_mode.into())?;
     }
@@ -131,7 +137,7 @@ async fn serve(
         && let Some(mut announcer) = tasks.announcer.take()
     {
         announcer.announce(&BTreeSet::new()).await?;
-        tracing::info!("packets go on until routers have heard of it: {:?}", announce.drain);
+        tracing::info!(event = "drain-started", drain = ?announce.drain, "VIPs are withdrawn; forwarding continues");
         tasks.run_while(&mut forwarder, &connection, tokio::time::sleep(announce.drain)).await?;
     }
     outcome
@@ -184,7 +190,7 @@ impl BackgroundTasks {
             };
         }
         if let Err(error) = announcer.announce(&state.announceable).await {
-            tracing::error!("{error:#}");
+            tracing::warn!(event = "announcement-failed", error = format!("{error:#}"), "cannot announce VIPs");
             state.blocked.push(format!("{error:#}"));
         }
         forwarder.announced(announcer.count(), state.blocked);
@@ -255,7 +261,7 @@ async fn run_session(
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = tasks.run_while(forwarder, connection, stream).await??;
     let mut updates = connection.begun(begun)?;
-    tracing::info!("connected to controller {}", connection.controller());
+    tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -388,14 +394,14 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
                 .and_then(|answer| forwarder.free(&sweeper.answer(&answer, since_start())));
             logged(freed);
         }
-        None => tracing::error!("the controller's update is of a kind that this version does not know"),
+        None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this load balancer"),
     }
     None
 }
 
 fn logged(outcome: anyhow::Result<()>) {
     if let Err(error) = outcome {
-        tracing::error!("the controller's update cannot be used: {error:#}");
+        tracing::warn!(event = "update-rejected", error = format!("{error:#}"), "the controller's update is rejected");
     }
 }
 

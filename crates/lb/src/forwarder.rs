@@ -183,8 +183,15 @@ impl Forwarder {
         let moved = |peer: &&Peer| peer.address == Some(change.address.into()) && peer.name != self.name;
         for peer in self.peers.iter().filter(moved) {
             match change.mac {
-                Some(mac) => tracing::info!("load balancer {} is at {mac}", peer.name),
-                None => tracing::warn!("load balancer {} ({}) does not answer ARP", peer.name, change.address),
+                Some(mac) => {
+                    tracing::info!(event = "peer-resolved", load_balancer = peer.name, %mac, "peer answers ARP");
+                }
+                None => tracing::warn!(
+                    event = "peer-unresolved",
+                    load_balancer = peer.name,
+                    address = %change.address,
+                    "load balancer does not answer ARP"
+                ),
             }
             if let Some(owner) = peer.owner.filter(|_| peer.alive) {
                 self.balancer.set_owner_mac(owner, change.mac);
@@ -221,11 +228,17 @@ impl Forwarder {
             self.balancer.set_masked(*place, server.id, masked.contains(&target));
             match (self.masked.contains(&target), masked.contains(&target)) {
                 (false, true) => tracing::warn!(
-                    "server {} of service {} gets no new connections from here: it is down by this load balancer's checks",
-                    server.name,
-                    service.name
+                    event = "server-masked",
+                    server = server.name,
+                    service = service.name,
+                    "server is down by this load balancer's checks: it gets no new connections from here"
                 ),
-                (true, false) => tracing::info!("server {} of service {} is masked no more", server.name, service.name),
+                (true, false) => tracing::info!(
+                    event = "server-unmasked",
+                    server = server.name,
+                    service = service.name,
+                    "server gets new connections from here again"
+                ),
                 _ => {}
             }
         }
@@ -267,7 +280,7 @@ impl Forwarder {
     /// When the kernel offers no grace period.
     pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
-        tracing::debug!("{freed} of {} connections freed", connections.len());
+        tracing::debug!(event = "connections-freed", freed, checked = connections.len(), "connections are freed");
         Ok(())
     }
 
@@ -303,8 +316,15 @@ impl Forwarder {
             let server = &service.servers[*position];
             match change.mac {
                 _ if nth > 0 => {}
-                Some(mac) => tracing::info!("server {} is at {mac}", server.name),
-                None => tracing::warn!("server {} ({}) does not answer ARP", server.name, server.address),
+                Some(mac) => {
+                    tracing::info!(event = "server-resolved", server = server.name, %mac, "server answers ARP")
+                }
+                None => tracing::warn!(
+                    event = "server-unresolved",
+                    server = server.name,
+                    address = %server.address,
+                    "server does not answer ARP"
+                ),
             }
             let server_now = lb::Server { mac: change.mac, eligible: self.is_eligible(*service_index, server) };
             self.balancer.set_server(*index, server.id, server_now);
@@ -321,7 +341,12 @@ impl Forwarder {
         };
         self.balancer.install_table(*index, table)?;
         if self.table_ages.renew(service) {
-            tracing::info!("table renewed: service={} generation={}", configuration.name, table.generation);
+            tracing::info!(
+                event = "table-renewed",
+                service = configuration.name,
+                generation = table.generation,
+                "a new table replaces an expired one"
+            );
         }
         Ok(())
     }
@@ -334,7 +359,7 @@ impl Forwarder {
         let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
         if ready || waited > UPGRADE_TIMEOUT {
             self.balancer.switch_over()?;
-            tracing::info!("in the place of the other version's program, {waited:?} after the first configuration");
+            tracing::info!(event = "upgrade-finished", ?waited, "this version's program replaces the other one");
         }
         Ok(())
     }
@@ -384,7 +409,7 @@ impl Forwarder {
         };
         let problems: BTreeSet<String> = self.routing_problems().into_iter().chain(clocks.map(server)).collect();
         for problem in problems.difference(&self.problems) {
-            tracing::warn!("{problem}");
+            tracing::warn!(event = "routing-problem", "{problem}");
         }
         self.problems = problems;
     }
@@ -398,7 +423,12 @@ impl Forwarder {
 
     fn server_clocks_of(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
         let clocks = self.balancer.server_clocks(index).unwrap_or_else(|error| {
-            tracing::warn!("service {}: {error:#}", service.name);
+            tracing::warn!(
+                event = "clocks-unreadable",
+                service = service.name,
+                error = format!("{error:#}"),
+                "cannot read the servers' clocks"
+            );
             Vec::new()
         });
         let named = |(id, clock): (ServerId, lb::ServerClock)| {

@@ -88,7 +88,7 @@ impl Health {
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
                 if self.problem.as_ref() != Some(&problem) {
-                    tracing::error!("{problem}");
+                    tracing::warn!(event = "checks-off", "{problem}");
                 }
                 self.problem = Some(problem);
             }

@@ -34,8 +34,10 @@ impl LastConfiguration {
             let generation = configuration.generation;
             forwarder.restore(configuration)?;
             tracing::info!(
-                "configuration {generation} of {} is in force until a controller sends one",
-                self.path.display()
+                event = "configuration-restored",
+                generation,
+                file = %self.path.display(),
+                "the saved configuration is in force until a controller sends one"
             );
             Ok(())
         });
@@ -56,7 +58,12 @@ impl LastConfiguration {
         if written.is_err() {
             self.unsaved = Some(configuration);
         } else if self.unsaved.take().is_some() || self.problem.is_some() {
-            tracing::info!("configuration {} is saved in {}", configuration.generation, self.path.display());
+            tracing::info!(
+                event = "configuration-saved",
+                generation = configuration.generation,
+                file = %self.path.display(),
+                "the configuration is saved for a restart"
+            );
         }
         self.note(written);
     }
@@ -87,7 +94,7 @@ impl LastConfiguration {
     fn note(&mut self, outcome: anyhow::Result<()>) {
         let problem = outcome.err().map(|error| format!("{error:#}"));
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
-            tracing::warn!("{problem}");
+            tracing::warn!(event = "configuration-not-saved", "{problem}");
         }
         self.problem = problem;
     }

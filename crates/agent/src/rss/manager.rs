@@ -65,8 +65,10 @@ impl RssManager {
     pub fn take_input(&mut self, input: InputTransform) {
         let source = self.device.source();
         tracing::warn!(
-            "RSS ({source}): packets arrive as if it hashed the input {}, which it does not report",
-            input.name()
+            event = "rss-input-differs",
+            source,
+            input = input.name(),
+            "packets arrive by another RSS input than the NIC reports"
         );
         self.shown_input = Some(input);
         self.refresh();
@@ -78,12 +80,18 @@ impl RssManager {
         let Some(original) = memory.get().rss.clone() else { return };
         let source = self.device.source();
         match self.device.write(&original) {
-            Ok(()) => tracing::info!("RSS ({source}): original key and table are back"),
+            Ok(()) => tracing::info!(event = "rss-restored", source, "original RSS key and table are restored"),
             // Since then the number of queues may have shrunk.
-            Err(error) => tracing::warn!("RSS ({source}): original key and table cannot be set: {error}"),
+            Err(error) => {
+                tracing::warn!(event = "rss-not-restored", source, %error, "cannot restore original RSS key and table");
+            }
         }
         if let Err(error) = memory.change(|settings| settings.rss = None) {
-            tracing::warn!("{error:#}");
+            tracing::warn!(
+                event = "settings-not-saved",
+                error = format!("{error:#}"),
+                "cannot save the original settings"
+            );
         }
         self.refresh();
     }
@@ -110,7 +118,7 @@ impl RssManager {
     fn note(&mut self, error: RssUnknown) {
         let text = format!("RSS is not known: {error}");
         if self.problem.as_ref() != Some(&text) {
-            tracing::warn!("{text}");
+            tracing::warn!(event = "rss-unknown", %error, "RSS is not known");
             self.problem = Some(text);
         }
     }
@@ -120,7 +128,7 @@ impl RssManager {
         if let Err(error) = self.try_apply(&wanted, memory) {
             let text = format!("RSS cannot be set: {error:#}");
             if self.problem.as_ref() != Some(&text) {
-                tracing::warn!("{text}");
+                tracing::warn!(event = "rss-not-set", error = format!("{error:#}"), "RSS cannot be set");
                 self.problem = Some(text);
             }
         }
@@ -145,9 +153,11 @@ impl RssManager {
         }
         self.device.write(&settings)?;
         tracing::info!(
-            "RSS ({}): the fleet's key and a balanced table of {entries} entries over {} receive queues are set",
-            self.device.source(),
-            self.receive_queues
+            event = "rss-set",
+            source = self.device.source(),
+            entries,
+            receive_queues = self.receive_queues,
+            "the fleet's RSS key and a balanced indirection table are set"
         );
         self.refresh();
         Ok(())

@@ -140,7 +140,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
         // Sockets that are not there any more have taken the program with them.
         for listener in listeners::waiting(&listeners::listening(address.into())?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
-                tracing::debug!("{address}: {error:#}");
+                tracing::debug!(event = "steering-kept", %address, error = format!("{error:#}"), "cannot detach");
             }
         }
     }

@@ -26,7 +26,14 @@ impl Refusals {
         if !self.0.get(&subject).is_some_and(same) {
             let RefusedUpdate { service, generation, reason, table } = &refused;
             let what = if *table { "table" } else { "configuration" };
-            tracing::error!("refused: {what} generation={generation} service={service:?}: {reason}");
+            tracing::warn!(
+                event = "update-rejected",
+                kind = what,
+                generation,
+                service,
+                reason,
+                "an update is rejected"
+            );
         }
         self.0.insert(subject, refused);
     }

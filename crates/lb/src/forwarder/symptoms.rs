@@ -42,11 +42,11 @@ impl Forwarder {
         found.extend(self.veth_without_peer_program());
         for (what, words) in &found {
             if !self.symptoms.found.contains_key(what) {
-                tracing::warn!("{words}");
+                tracing::warn!(event = "symptom-found", symptom = what, "{words}");
             }
         }
         for what in self.symptoms.found.keys().filter(|what| !found.contains_key(*what)) {
-            tracing::info!("not in the last {} s: {what}", WINDOW.as_secs());
+            tracing::info!(event = "symptom-gone", symptom = what, "not in the last {} s", WINDOW.as_secs());
         }
         self.symptoms.found = found;
     }

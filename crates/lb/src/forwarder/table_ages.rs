@@ -99,9 +99,10 @@ impl Forwarder {
         let before = self.table_ages.expired.insert(service_index, opened);
         if before.is_none() {
             tracing::warn!(
-                "table expired: service={} lifetime={:?}; new connections go by this load balancer's own counts",
-                service.name,
-                self.table_lifetime
+                event = "table-expired",
+                service = service.name,
+                lifetime = ?self.table_lifetime,
+                "table expired: new connections go by this load balancer's own counts"
             );
         }
         self.table_ages.choices += 1;
@@ -113,7 +114,12 @@ impl Forwarder {
             least.candidates(&pool.with_opened_connections(opened), table.bucket_count)
         };
         if let Err(error) = self.balancer.replace_candidates(*index, choose) {
-            tracing::error!("table expired: service={}; its candidates stay: {error:#}", service.name);
+            tracing::warn!(
+                event = "candidates-not-replaced",
+                service = service.name,
+                error = format!("{error:#}"),
+                "table expired: its candidates stay"
+            );
         }
     }
 

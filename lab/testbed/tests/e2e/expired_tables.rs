@@ -98,7 +98,7 @@ fn load_balancer_counts_itself_when_its_table_has_expired() {
     let died = SystemTime::now();
     env.nginx[1] = None;
     connections.retain(|(_, answerer)| answerer.server != 2);
-    let words = "server s2 of service web0 gets no new connections from here";
+    let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
     eventually(*TIMEOUT, words, || logged_after(&env.testbed, 1, words, died).is_some());
     connections.append(&mut open_slowly(&env.testbed, 30));
     println!("s2 down: {:?}", counts(&connections));

@@ -249,7 +249,7 @@ fn when_all_are_down() {
 
 /// Asserts that every load balancer has masked server 2 in the time that its checks take.
 fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
-    let words = "server s2 of service web0 gets no new connections from here";
+    let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
     for number in site.testbed.load_balancer_numbers() {
         let masked = || logged_after(&site.testbed, number, words, died);
         eventually(LIMIT, words, || masked().is_some());
@@ -310,7 +310,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     // All are down: nobody is masked, as the load balancer may be at fault.
     let before = site.log_lengths();
     (1..=3).for_each(|number| site.set_well(number, false));
-    site.wait_for_log(before, "server s2 of service web0 is masked no more");
+    site.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(LIMIT, "s1 and s3 get new connections", || {
         let found = served_by(&site);
         found.contains(&Some(1)) && found.contains(&Some(3))

@@ -177,12 +177,13 @@ fn every_unit_starts_with_what_it_leaves_its_daemon() {
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         lb_pins.0
     );
-    Started::start("lb", &[("lb.toml", &balancer)]).says("lb1 attached at eth0");
+    Started::start("lb", &[("lb.toml", &balancer)])
+        .says("event=\"program-attached\" load_balancer=\"lb1\" interface=\"eth0\"");
     let agent = format!(
         "server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         agent_pins.0
     );
-    Started::start("agent", &[("agent.toml", &agent)]).says("programs attached at eth0");
+    Started::start("agent", &[("agent.toml", &agent)]).says("programs attached event=\"programs-attached\"");
     for pins in [lb_pins, agent_pins] {
         fs::remove_dir_all(&pins.0).unwrap();
     }

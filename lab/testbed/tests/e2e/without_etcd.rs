@@ -123,7 +123,7 @@ impl Site {
     fn stop_server(&mut self, number: u16) {
         let died = SystemTime::now();
         self.nginx[usize::from(number) - 1] = None;
-        let words = format!("server s{number} of service web0 gets no new connections from here");
+        let words = format!("event=\"server-masked\" server=\"s{number}\" service=\"web0\"");
         for balancer in self.testbed.load_balancer_numbers() {
             let masked = || logged_after(&self.testbed, balancer, &words, died);
             eventually(*TIMEOUT, &words, || masked().is_some());
