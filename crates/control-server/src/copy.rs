@@ -71,7 +71,7 @@ impl Drop for Opened {
         if let Some((cluster, leadership)) = &self.held
             && let Err(error) = cluster.block_on(leadership.resign())
         {
-            tracing::warn!("controllers wait until the lease of this copy has ended: {error}");
+            tracing::warn!(event = "lease-kept", %error, "controllers wait until the lease of this copy ends");
         }
     }
 }

@@ -141,9 +141,12 @@ impl Controller {
             let name = &server.name;
             match limited.contains(id) {
                 true => tracing::warn!(
-                    "server {name} took more than {TIMES_FAIR} times its fair part of new connections: it is limited to that"
+                    event = "share-limited",
+                    server = name,
+                    times_fair = TIMES_FAIR,
+                    "a server exceeded its fair share of new connections: it is limited"
                 ),
-                false => tracing::info!("server {name} is no longer limited in its part of new connections"),
+                false => tracing::info!(event = "share-unlimited", server = name, "a server is no longer limited"),
             }
             self.racks.changes += 1;
         }

@@ -6,7 +6,8 @@ impl Controller {
     /// A load balancer had this configuration in force when its stream began.
     pub fn load_balancer_had(&mut self, session: u64, generation: u64) {
         if let Some(name) = self.load_balancers.had(session, generation, &self.fleet) {
-            tracing::error!(
+            tracing::warn!(
+                event = "store-outdated",
                 load_balancer = name,
                 in_force = generation,
                 stored = self.fleet.generation,

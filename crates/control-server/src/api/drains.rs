@@ -93,7 +93,7 @@ async fn change(
         })?;
     if made.is_new {
         let event = format!("{caller}: {event}");
-        tracing::info!("server {server}: {event}");
+        tracing::info!(event = "drain-changed", server, "{event}");
         api.events.add((EventKind::Server, EventId::ServerDrain), server, event, shared.now().wall);
     }
     status(shared, server).map(Json)

@@ -70,7 +70,7 @@ impl Feed {
 fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
     match serde_json::to_string(document) {
         Ok(text) => drop(sender.send_replace(text.into())),
-        Err(error) => tracing::error!("API: {error}"),
+        Err(error) => tracing::warn!(event = "feed-failed", %error, "cannot encode an update of the feed"),
     }
 }
 

@@ -90,7 +90,7 @@ pub async fn put_fleet(
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: the document of generation {now_in_force} was applied");
-        tracing::info!("{message}");
+        tracing::info!(event = "document-applied", generation = now_in_force, %caller, "document applied");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
     // No turn is waited for: whoever were refused one would take the document for not applied.

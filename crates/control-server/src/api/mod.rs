@@ -167,7 +167,7 @@ pub fn serve(
 async fn follow_signal(guard: &Guard, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
-            tracing::error!("the old tokens stay valid: {error:#}");
+            tracing::warn!(event = "tokens-not-reloaded", error = format!("{error:#}"), "the old tokens stay valid");
         }
     }
 }
@@ -197,7 +197,7 @@ async fn poll_loop(api: Api) {
             api.feed.loads(|| shared.loads());
         });
         if let Err(problem) = looked.await {
-            tracing::error!("API: {problem}");
+            tracing::warn!(event = "feed-failed", error = %problem, "cannot update the feed");
         }
     }
 }

@@ -60,12 +60,12 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
     let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
-            tracing::warn!("{source} was refused: {}", status.message());
+            tracing::warn!(event = "agent-rejected", %source, error = status.message(), "an agent is rejected");
             refuse(status, &answers).await;
             return;
         }
     };
-    tracing::info!("the agent of {} has connected", session.server());
+    tracing::info!(event = "agent-connected", server = session.server(), "an agent is connected");
     let outcome = tokio::select! {
         outcome = converse(&shared, &session, &mut messages, &answers) => outcome,
         _ = shared.deposed() => Err(not_leading(None)),
@@ -73,9 +73,16 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
     shared.sockets.forget_agent(session.number());
     shared.controller().disconnect(&session);
     match outcome {
-        Ok(()) => tracing::info!("the agent of {} has disconnected", session.server()),
+        Ok(()) => {
+            tracing::info!(event = "agent-disconnected", server = session.server(), "an agent closed its stream");
+        }
         Err(status) => {
-            tracing::warn!("the agent of {} is gone: {}", session.server(), status.message());
+            tracing::warn!(
+                event = "agent-lost",
+                server = session.server(),
+                error = status.message(),
+                "an agent's stream failed"
+            );
             let _ = answers.send(Err(status)).await;
         }
     }
@@ -212,7 +219,13 @@ struct RefusalLog {
 impl RefusalLog {
     fn refused(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
         if self.newest != Some(refused.reason()) {
-            tracing::warn!("a report of {} was refused ({}): {refused}", session.server(), refused.reason());
+            tracing::warn!(
+                event = "report-rejected",
+                server = session.server(),
+                reason = refused.reason(),
+                error = %refused,
+                "a report is rejected"
+            );
         }
         self.newest = Some(refused.reason());
     }
@@ -221,7 +234,9 @@ impl RefusalLog {
         if !std::mem::replace(&mut self.was_delayed, true) {
             let server = session.server();
             tracing::warn!(
-                "the agent of {server} sends more than twice per report interval: its stream is read at that rate"
+                event = "reports-delayed",
+                server,
+                "the agent sends more than twice per report interval: its stream is read at that rate"
             );
         }
     }

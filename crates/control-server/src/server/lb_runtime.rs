@@ -55,7 +55,11 @@ impl LbRuntime {
         admitted.filter_map(move |admitted| match admitted {
             Ok(connection) if is_load_balancers(&connection) => {
                 if let Err(error) = hand_over(connection, &connections, &thread) {
-                    tracing::warn!("a load balancer has to connect again: {error:#}");
+                    tracing::warn!(
+                        event = "handover-failed",
+                        error = format!("{error:#}"),
+                        "a load balancer must connect again"
+                    );
                 }
                 None
             }

@@ -139,9 +139,9 @@ impl LeaderElection {
         let Some(cluster) = &self.cluster else { return };
         self.become_follower(None);
         match cluster.leave().await {
-            Ok(true) => tracing::info!("another controller may lead now"),
+            Ok(true) => tracing::info!(event = "resigned", "another controller can lead now"),
             Ok(false) => {}
-            Err(error) => tracing::warn!("the others wait until the lease has ended: {error}"),
+            Err(error) => tracing::warn!(event = "lease-kept", %error, "the others wait until the lease ends"),
         }
     }
 }
@@ -177,16 +177,17 @@ pub async fn campaign(
     let (election, cluster_of) = (election.clone(), cluster.clone());
     let seen = move |seen| match seen {
         LeaderState::Nobody => {
-            tracing::info!("no controller leads");
+            tracing::info!(event = "no-leader", "no controller leads");
             election.become_follower(None);
         }
         LeaderState::Leader(value) => {
             let leader = serde_json::from_str::<Leader>(&value).ok();
-            tracing::info!("this controller follows: {} leads", leader.as_ref().map_or(value, Leader::to_string));
+            let name = leader.as_ref().map_or(value, Leader::to_string);
+            tracing::info!(event = "following", leader = name, "another controller leads");
             election.become_follower(leader);
         }
         LeaderState::Unknown(problem) => {
-            tracing::warn!("who leads is not known: {problem}");
+            tracing::warn!(event = "leader-unknown", error = problem, "the leader is unknown");
             election.become_follower(None);
         }
     };
@@ -237,8 +238,14 @@ pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) 
             Err(error) => Err(error),
         };
         match renewed {
-            Ok(()) => tracing::info!("the files of [etcd.tls] were read again"),
-            Err(error) => tracing::error!("the certificates for etcd of before stay in use: {error:#}"),
+            Ok(()) => tracing::info!(event = "etcd-certificates-reloaded", "the files of [etcd.tls] are reloaded"),
+            Err(error) => {
+                tracing::warn!(
+                    event = "etcd-certificates-not-reloaded",
+                    error = format!("{error:#}"),
+                    "the old certificates for etcd stay in use"
+                );
+            }
         }
     }
 }

@@ -29,12 +29,17 @@ pub async fn serve(
     let (name, session) = match introduce(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!("the load balancer at {} was refused: {}", peer.caller, status.message());
+            tracing::warn!(
+                event = "load-balancer-rejected",
+                peer = %peer.caller,
+                error = status.message(),
+                "a load balancer is rejected"
+            );
             let _ = updates.send(Err(status)).await;
             return;
         }
     };
-    tracing::info!("load balancer {name} has connected");
+    tracing::info!(event = "load-balancer-connected", load_balancer = name, "a load balancer is connected");
     let answers = shared.sockets.expect_answers(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
@@ -51,9 +56,13 @@ pub async fn serve(
 async fn leave(shared: &ControllerState, name: String, session: u64) {
     let now = shared.now();
     if shared.controller().load_balancers.disconnect(session, now) {
-        tracing::info!("load balancer {name} has disconnected");
+        tracing::info!(event = "load-balancer-disconnected", load_balancer = name, "a load balancer is disconnected");
         if let Err(error) = shared.change(Change::Departed { name }).await {
-            tracing::error!("{error:#}");
+            tracing::warn!(
+                event = "departure-not-stored",
+                error = format!("{error:#}"),
+                "cannot store when the load balancer left"
+            );
         }
     }
 }
@@ -110,18 +119,22 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
                     shared.controller().load_balancer_traffic(session, &traffic, now);
                     shared.inputs_changed();
                 }
-                Err(error) => tracing::warn!("a load balancer's traffic cannot be used: {error}"),
+                Err(error) => {
+                    tracing::warn!(event = "traffic-rejected", %error, "a load balancer's traffic is rejected")
+                }
             },
             Some(Message::Health(health)) => match HealthMessage::try_from(&health) {
                 Ok(health) => {
                     shared.controller().load_balancers.health(session, health, now);
                     shared.poll_inputs();
                 }
-                Err(error) => tracing::warn!("a load balancer's health checks cannot be used: {error}"),
+                Err(error) => {
+                    tracing::warn!(event = "health-rejected", %error, "a load balancer's health checks are rejected")
+                }
             },
             Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
                 Ok(query) => ask(shared, session, query),
-                Err(error) => tracing::warn!("a load balancer's question cannot be used: {error}"),
+                Err(error) => tracing::warn!(event = "query-rejected", %error, "a load balancer's query is rejected"),
             },
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {

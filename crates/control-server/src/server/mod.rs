@@ -97,7 +97,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 
 async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     let server = Server::bind(&config).await?;
-    tracing::info!("listening on {}, the API at {}", server.address(), server.api_address());
+    tracing::info!(event = "listening", address = %server.address(), api = %server.api_address(), "listening");
     let election = server.election();
     let outcome = coreward_daemon::run_until_shutdown(server.serve()).await;
     election.resign().await;
@@ -107,7 +107,7 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
 /// Lowers the priority of the calling thread, so that reports and tables do not wait where all share one CPU.
 pub(crate) fn lower_thread_priority(thread: &str) {
     if let Err(error) = coreward_daemon::priority::yield_to_others() {
-        tracing::warn!(event = "thread_priority_unchanged", thread, %error, "cannot lower a thread's priority");
+        tracing::warn!(event = "thread-priority-unchanged", thread, %error, "cannot lower a thread's priority");
     }
 }
 
@@ -263,7 +263,9 @@ async fn take_turns(
         };
         match ControllerConfig::load(path) {
             Ok(changed) => config = changed,
-            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+            Err(mistakes) => {
+                tracing::warn!(event = "reload-failed", error = %mistakes, "the file of before stays in force");
+            }
         }
         let term = leadership.term();
         let (file, config) = (path.to_owned(), config.clone());
@@ -274,7 +276,7 @@ async fn take_turns(
         });
         let reason = match opened.await? {
             Ok(manager) => {
-                tracing::info!("this controller leads (term {term})");
+                tracing::info!(event = "leading", term, "this controller leads");
                 let term = Term::begin(manager, election, Some(leadership.clone()));
                 let shared = term.shared.clone();
                 let reason = tokio::select! {
@@ -287,10 +289,10 @@ async fn take_turns(
             // Perhaps another controller can.
             Err(error) => format!("what is on record cannot be used: {error:#}"),
         };
-        tracing::error!("this controller leads no more: {reason}");
+        tracing::warn!(event = "deposed", reason, "this controller no longer leads");
         election.become_follower(None);
         if let Err(error) = leadership.resign().await {
-            tracing::debug!("the lease ends by itself: {error}");
+            tracing::debug!(event = "lease-kept", %error, "the lease ends by itself");
         }
         tokio::time::sleep(AFTER_LEADING).await;
     }
@@ -302,7 +304,9 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
         hangup.recv().await;
         match ControllerConfig::load(path) {
             Ok(config) => revoked.set(config.revoked_certificates),
-            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+            Err(mistakes) => {
+                tracing::warn!(event = "reload-failed", error = %mistakes, "the file of before stays in force");
+            }
         }
     }
 }
@@ -356,7 +360,13 @@ async fn keep(
         match (waiting, outcome) {
             // Who has hung up meanwhile does not want to know.
             (Some(done), outcome) => drop(done.send(outcome)),
-            (None, Err(error)) => tracing::error!("the old configuration stays in force: {error:#}"),
+            (None, Err(error)) => {
+                tracing::warn!(
+                    event = "reload-failed",
+                    error = format!("{error:#}"),
+                    "the old configuration stays in force"
+                );
+            }
             (None, Ok(_)) => {}
         }
     }
@@ -390,7 +400,7 @@ pub(crate) async fn make(
     let outcome = outcome.map(|fleet| {
         let is_new = fleet.is_some();
         if let Some(fleet) = fleet {
-            tracing::info!("configuration generation {} is in force", fleet.generation);
+            tracing::info!(event = "configuration-applied", generation = fleet.generation, "configuration applied");
             shared.configure(fleet);
         }
         ChangeOutcome { is_new, document_generation }
@@ -410,18 +420,26 @@ async fn maintenance_loop(shared: &ControllerState) {
         if !histories.is_empty()
             && let Err(error) = shared.change(Change::Buckets(histories)).await
         {
-            tracing::error!("after a restart servers will not know whose buckets were before: {error:#}");
+            tracing::warn!(
+                event = "buckets-not-stored",
+                error = format!("{error:#}"),
+                "cannot store the buckets' previous servers"
+            );
         }
         let step = shared.controller().due_key_step(now);
         match step {
             Ok(None) => not_rotated = None,
             Ok(Some(step)) => match shared.change(Change::Keys(step)).await {
-                Ok(_) => tracing::info!("cookie keys: {}", step.words()),
-                Err(error) => tracing::error!("cookie keys: {error:#}"),
+                Ok(_) => tracing::info!(event = "key-step", step = step.words(), "cookie keys are rotated"),
+                Err(error) => tracing::warn!(
+                    event = "key-step-failed",
+                    error = format!("{error:#}"),
+                    "cannot rotate the cookie keys"
+                ),
             },
             Err(reason) => {
                 if not_rotated.as_ref() != Some(&reason) {
-                    tracing::warn!("the rotation of the cookie keys that is due waits: {reason}");
+                    tracing::warn!(event = "key-step-delayed", %reason, "the due rotation of the cookie keys waits");
                 }
                 not_rotated = Some(reason);
             }

@@ -38,16 +38,16 @@ pub async fn serve(
     let (name, session) = match register(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
         Err(status) => {
-            tracing::warn!("the rack at {} was refused: {}", peer.caller, status.message());
+            tracing::warn!(event = "rack-rejected", peer = %peer.caller, error = status.message(), "rack rejected");
             let _ = updates.send(Err(status)).await;
             return;
         }
     };
-    tracing::info!("rack {name} has connected");
+    tracing::info!(event = "rack-connected", rack = name, "a rack is connected");
     tokio::select! {
         () = listen(&shared, &name, session, &mut messages, &updates) => {}
         refused = send_updates(&shared, session, &updates) => if let Some(refused) = refused {
-            tracing::warn!("rack {name} is refused: {refused}");
+            tracing::warn!(event = "rack-rejected", rack = name, error = %refused, "a rack is rejected");
             let _ = updates.send(Err(rejection_status(&refused))).await;
         },
         _ = shared.deposed() => {
@@ -55,7 +55,7 @@ pub async fn serve(
         }
     }
     shared.controller().rack_goodbye(session);
-    tracing::info!("rack {name} has disconnected");
+    tracing::info!(event = "rack-disconnected", rack = name, "a rack is disconnected");
 }
 
 async fn register(
@@ -98,7 +98,7 @@ async fn listen(
                     if served.len() >= MOST_AGENTS && !served.contains_key(&stream) {
                         let refusal =
                             format!("stream {stream} of an agent is one more than {MOST_AGENTS}: expected fewer");
-                        tracing::warn!("rack {name} is refused: {refusal}");
+                        tracing::warn!(event = "rack-rejected", rack = name, error = refusal, "a rack is rejected");
                         let _ = updates.send(Err(Status::resource_exhausted(refusal))).await;
                         return;
                     }
@@ -118,7 +118,7 @@ async fn listen(
         if let Err(refused) = &outcome
             && newest_refusal.as_ref() != Some(refused)
         {
-            tracing::warn!("what rack {name} passes up was refused: {refused}");
+            tracing::warn!(event = "summary-rejected", rack = name, error = %refused, "a rack's summary is rejected");
         }
         newest_refusal = outcome.err();
     }

@@ -77,7 +77,7 @@ impl Sockets {
         if was_asked {
             self.reply(answer);
         } else {
-            tracing::debug!("an agent answers what it was not asked, or was asked long ago");
+            tracing::debug!(event = "answer-unexpected", "an agent answers an unknown or expired query");
         }
         was_asked
     }

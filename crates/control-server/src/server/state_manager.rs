@@ -190,9 +190,11 @@ impl StateManager {
             (Ok((fleet, records)), _) => (fleet, records, false),
             // A mistake that was made while the controller ran does not stop the next one.
             (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
-                tracing::error!(
-                    "the fleet of generation {}, the last good one, stays in force, and not what stands in the file: {error:#}",
-                    stored.document.generation
+                tracing::warn!(
+                    event = "fleet-file-rejected",
+                    generation = stored.document.generation,
+                    error = format!("{error:#}"),
+                    "the fleet's file is rejected: the last valid generation stays in force"
                 );
                 let (fleet, records) = begin(Ok(None), Some(stored), clock.now())?;
                 (fleet, records, true)
@@ -208,7 +210,7 @@ impl StateManager {
             (Ok(()), _) => {}
             // On a disk that is full a controller goes on by what is on record, and changes nothing.
             (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
-                tracing::error!("what is on record stays in force, nothing can be changed: {error}");
+                tracing::warn!(event = "store-read-only", %error, "stored state in force: nothing can be changed");
                 if stored.document.text != manager.records.document.text {
                     manager.fleet = applied(&stored.document)?;
                 }
@@ -231,7 +233,7 @@ impl StateManager {
             Ok(()) => {
                 self.counts.writes.fetch_add(1, Ordering::Relaxed);
                 if !was_writable {
-                    tracing::info!("the store can be written again");
+                    tracing::info!(event = "store-writable", "the store is writable again");
                 }
             }
             Err(_) => drop(self.counts.failed_writes.fetch_add(1, Ordering::Relaxed)),
@@ -352,7 +354,7 @@ impl StateManager {
                 // When who came and went is no configuration: it goes on record with the next change. A load balancer that
                 // comes back while the disk is full gets its tables.
                 Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
-                    tracing::error!("not on record yet: {error}")
+                    tracing::warn!(event = "change-not-stored", %error, "a change is not stored yet");
                 }
                 Err(error) => return Err(error).context("the change is not on record, and not in force"),
             }
@@ -402,7 +404,12 @@ impl StateManager {
         }
         self.save(&records)?;
         for key in self.config.restart_keys(&config) {
-            tracing::warn!("{}: `{key}` has changed: that needs a restart", self.path.display());
+            tracing::warn!(
+                event = "restart-required",
+                file = %self.path.display(),
+                key,
+                "a changed key needs a restart"
+            );
         }
         (self.config, self.fleet, self.records) = (config, fleet, records);
         Ok(self.fleet())

@@ -276,7 +276,7 @@ fn a_controller_that_etcd_does_not_let_in_says_why() {
         let log = || fs::read_to_string(file.with_extension("log")).unwrap();
         let says = || {
             let log = log();
-            log.contains("who leads is not known") && log.contains(&endpoint) && log.contains(expected)
+            log.contains("event=\"leader-unknown\"") && log.contains(&endpoint) && log.contains(expected)
         };
         eventually(TAKEN_OVER, expected, says);
         assert!(controller.terminate(ENDED).unwrap().success(), "{}", log());

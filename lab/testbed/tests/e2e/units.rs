@@ -167,10 +167,10 @@ fn every_unit_starts_with_what_it_leaves_its_daemon() {
     let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::of);
     let controller = "listen = \"10.1.1.1:7400\"\n";
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
-    Started::start("controller", &[("controller.toml", &alone)]).says("listening on 10.1.1.1:7400");
+    Started::start("controller", &[("controller.toml", &alone)]).says("event=\"listening\" address=10.1.1.1:7400");
     // As docs/deployment.md has it: no token_directory, and here no etcd that answers.
     let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
-    Started::start("controller", &[("controller.toml", &of_several)]).says("listening on 10.1.1.1:7400");
+    Started::start("controller", &[("controller.toml", &of_several)]).says("event=\"listening\" address=10.1.1.1:7400");
     let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
     Started::start("rack", &[("rack.toml", rack)]).says("listening on 10.1.1.1:7500");
     let balancer = format!(
