@@ -151,7 +151,7 @@ impl Listener {
             runtime.block_on(async move {
                 let listener = match tokio::net::TcpListener::from_std(self.listener) {
                     Ok(listener) => listener,
-                    Err(error) => return tracing::error!("the API is not served: {error}"),
+                    Err(error) => return tracing::error!(event = "api-failed", %error, "the API is not served"),
                 };
                 tokio::select! {
                     _ = &mut dropped => {}
@@ -177,7 +177,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
             Ok(accepted) => accepted,
             Err(error) => {
                 // Out of files, for one: others need time to end.
-                tracing::warn!("API: {error}");
+                tracing::warn!(event = "accept-failed", %error, "cannot accept a connection to the API");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -192,7 +192,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
                 () = permit.is_needed() => Err("others come, and it asks for nothing".into()),
             };
             if let Err(error) = ended {
-                tracing::debug!("API: {address}: {error}");
+                tracing::debug!(event = "api-connection-ended", %address, %error, "connection ended");
             }
         });
     }

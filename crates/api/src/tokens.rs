@@ -76,7 +76,7 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
         write_new(path, &random_text::<TOKEN_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
-        tracing::info!("a new token is in {}", path.display());
+        tracing::info!(event = "token-created", file = %path.display(), "a new token is created");
     }
     read_token(path)
 }

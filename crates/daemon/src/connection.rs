@@ -51,7 +51,9 @@ impl Connection {
             Some(tls) => drop(tokio::spawn(tls.clone().maintenance_loop())),
             None if controllers.addresses().iter().all(|address| address.ip().is_loopback()) => {}
             None => tracing::warn!(
-                "no `[tls]`: whoever is on the way to {controllers} can read the cookie keys, and change what comes from there"
+                event = "plaintext",
+                %controllers,
+                "no `[tls]`: anyone on the path to the controllers can read the cookie keys and change updates"
             ),
         }
         let turns = Turns::new(controllers.addresses().len());
@@ -108,16 +110,29 @@ impl Connection {
         let (controller, end) = (self.controller(), self.end(error));
         let pause = self.turns.ended(&end);
         let next = self.controller();
-        let then = if next == controller { "trying again".to_owned() } else { format!("trying {next}") };
+
         match (end, error) {
             (End::Rejected, Some(error)) => {
-                tracing::error!("controller {controller} refuses this daemon: {}; {then}", reason(error));
+                let error = reason(error);
+                tracing::warn!(event = "controller-rejects", %controller, %next, error, "rejected by the controller");
             }
             (_, Some(error)) => {
-                tracing::warn!("controller {controller}: {}; {then}, what is in force stays", reason(error));
+                let error = reason(error);
+                tracing::warn!(
+                    event = "controller-lost",
+                    %controller,
+                    %next,
+                    error,
+                    "no stream to the controller: what is in force stays"
+                );
             }
             (_, None) => {
-                tracing::warn!("controller {controller} ended the stream; {then}, what is in force stays");
+                tracing::warn!(
+                    event = "controller-lost",
+                    %controller,
+                    %next,
+                    "the controller ended the stream: what is in force stays"
+                );
             }
         }
         jittered(pause)

@@ -63,7 +63,7 @@ async fn tell_watchdog() -> std::convert::Infallible {
 
 fn tell(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(std::slice::from_ref(&state)) {
-        tracing::warn!("the service manager cannot be told {state}: {error}");
+        tracing::warn!(event = "service-manager-unreachable", %state, %error, "cannot notify the service manager");
     }
 }
 
@@ -74,7 +74,7 @@ pub fn raise_file_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, highest)| setrlimit(Resource::RLIMIT_NOFILE, highest, highest).map(|()| highest));
     match raised {
-        Ok(highest) => tracing::debug!("up to {highest} open files"),
-        Err(error) => tracing::warn!("the limit of open files stays as it is: {error}"),
+        Ok(highest) => tracing::debug!(event = "file-limit-raised", limit = highest, "limit of open files raised"),
+        Err(error) => tracing::warn!(event = "file-limit-unchanged", %error, "cannot raise the limit of open files"),
     }
 }

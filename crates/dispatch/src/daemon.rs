@@ -31,7 +31,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "nobody looks after the services any more");
     }
-    tracing::info!("requests go on being dispatched; `coreward dispatch --detach` ends that");
+    tracing::info!(event = "programs-kept", "dispatching continues; `coreward dispatch --detach` ends it");
     Ok(())
 }
 
@@ -43,7 +43,9 @@ fn page(pins: &[PathBuf]) -> Snapshot {
             let services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
             component::dispatch(&mut page, "", &services);
         }
-        Err(error) => tracing::warn!("metrics: {error:#}"),
+        Err(error) => {
+            tracing::warn!(event = "metrics-failed", error = format!("{error:#}"), "cannot read the counters")
+        }
     }
     page
 }

@@ -93,7 +93,7 @@ impl Drop for Dispatcher {
     fn drop(&mut self) {
         self.requests = None;
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that looked after the services had failed");
+            tracing::error!(event = "thread-panicked", "the thread of the services has panicked");
         }
     }
 }

@@ -46,8 +46,13 @@ impl Service {
             .with_context(|| format!("service {listen}"))?;
         let learned: Vec<LearnedTime> =
             config.expected.iter().map(|time| time.map_or_else(LearnedTime::default, LearnedTime::expected)).collect();
-        let taken_over = if dispatch.taken_over() { ", taken over from before" } else { "" };
-        tracing::info!("{listen}: requests are dispatched by {}{taken_over}", config.options.policy.name());
+        tracing::info!(
+            event = "dispatch-started",
+            service = %listen,
+            policy = config.options.policy.name(),
+            taken_over = dispatch.taken_over(),
+            "requests are dispatched"
+        );
         let observed = dispatch.books().observed(learned.len());
         let service = Self {
             config: config.clone(),
@@ -105,7 +110,7 @@ impl Service {
 
     fn warn(&mut self, warning: String) {
         if self.warned.as_ref() != Some(&warning) {
-            tracing::warn!("{}: {warning}", self.config.options.service);
+            tracing::warn!(event = "dispatch-problem", service = %self.config.options.service, "{warning}");
             self.warned = Some(warning);
         }
     }
@@ -166,7 +171,8 @@ impl Service {
         let socket = listeners::take(listener)?;
         if !steered.contains(&reuseport::socket_cookie(socket.as_fd())?) {
             let slot = self.dispatch.add_worker(socket.as_fd(), listener.pid as u32)?;
-            tracing::info!("{}: worker {slot} is process {}", self.config.options.service, listener.pid);
+            let service = self.config.options.service;
+            tracing::info!(event = "worker-added", %service, slot, pid = listener.pid, "worker is added");
         }
         // Of several groups (a server that was restarted) each needs the program.
         self.dispatch.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
@@ -196,10 +202,10 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
         // Sockets that are not there any more have taken the program with them.
         for listener in owners(&listeners::receiving(listen)?)? {
             if let Err(error) = listeners::take(&listener).and_then(|socket| reuseport::detach(socket.as_fd())) {
-                tracing::debug!("{listen}: {error:#}");
+                tracing::debug!(event = "not-detached", service = %listen, error = format!("{error:#}"), "cannot detach");
             }
         }
-        tracing::info!("{listen}: the kernel dispatches");
+        tracing::info!(event = "dispatch-ended", service = %listen, "the kernel selects the sockets again");
     }
     dispatch::remove(pins)
 }

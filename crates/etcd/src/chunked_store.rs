@@ -184,7 +184,7 @@ impl ChunkedStore {
         for batch in later.chunks(MOST_OPERATIONS) {
             // The change is in force; the next leader deletes what is left.
             if let Err(error) = self.leadership.guarded(None, batch).await {
-                tracing::warn!("parts that are of no use any more stay in etcd: {error}");
+                tracing::warn!(event = "chunks-left", %error, "unused chunks stay in etcd");
             }
         }
         Ok(())

@@ -244,7 +244,7 @@ async fn renew(
                 return;
             }
             // Retried until the lease ends.
-            Err(error) => tracing::warn!("the leader's lease is not renewed: {error}"),
+            Err(error) => tracing::warn!(event = "lease-not-renewed", %error, "cannot renew the leader's lease"),
         }
     }
 }

@@ -40,7 +40,7 @@ fn system() -> Result<Arc<RootCertStore>, String> {
     let roots = SYSTEM.get_or_init(|| {
         let loaded = rustls_native_certs::load_native_certs();
         for error in &loaded.errors {
-            tracing::warn!("a certificate that this system trusts cannot be read: {error}");
+            tracing::warn!(event = "ca-unreadable", %error, "cannot read a certificate of this system's store");
         }
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(loaded.certs);

@@ -92,7 +92,7 @@ struct Thread(Option<JoinHandle<()>>);
 impl Drop for Thread {
     fn drop(&mut self) {
         if self.0.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread of health checks has panicked");
+            tracing::error!(event = "thread-panicked", "the thread of health checks has panicked");
         }
     }
 }

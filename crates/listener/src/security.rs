@@ -44,9 +44,10 @@ impl Security {
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
-                "{} without TLS: whoever reaches it can read the cookie keys and speak for any server: expected `[tls]`, an \
-                 address of this host only (127.0.0.1), or `allow_plaintext = true`",
-                config.listen
+                event = "plaintext",
+                address = %config.listen,
+                "no TLS: any client can read the cookie keys and report for any server: expected `[tls]`, an address \
+                 of this host only (127.0.0.1), or `allow_plaintext = true`"
             );
         }
         let revoked = RevocationList::default();

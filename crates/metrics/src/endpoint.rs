@@ -73,7 +73,7 @@ fn bind(address: SocketAddr) -> anyhow::Result<TcpListener> {
     let expected = "expected a free port and an address of this host (`metrics`)";
     let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
     listener.set_nonblocking(true)?;
-    tracing::info!("metrics at http://{}/metrics", listener.local_addr()?);
+    tracing::info!(event = "metrics-served", address = %listener.local_addr()?, "metrics are served at /metrics");
     Ok(listener)
 }
 
@@ -89,7 +89,7 @@ fn start<F: Future<Output = Option<Snapshot>> + 'static>(
         local.block_on(&runtime, async move {
             match tokio::net::TcpListener::from_std(listener) {
                 Ok(listener) => accept(listener, collect).await,
-                Err(error) => tracing::error!("metrics are not served: {error}"),
+                Err(error) => tracing::warn!(event = "metrics-failed", %error, "metrics are not served"),
             }
         });
     };
@@ -108,7 +108,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
             Ok((stream, _)) => stream,
             Err(error) => {
                 // For example out of files: others need time to end.
-                tracing::warn!("metrics: {error}");
+                tracing::warn!(event = "accept-failed", %error, "cannot accept a connection for metrics");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }

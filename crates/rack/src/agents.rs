@@ -105,7 +105,7 @@ impl Shared {
                 up.reducer.configure((&configuration).try_into()?);
             }
             Some(v1::rack_update::Update::Agent(to_agent)) => up.tell(to_agent),
-            None => tracing::error!("the controller's update is of a kind that this version does not know"),
+            None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this rack"),
         }
         Ok(())
     }
@@ -144,7 +144,13 @@ impl Shared {
     /// Returns whether the certificate allows reports for `server`; answers the agent if not.
     fn may_speak_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
         let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
-        tracing::warn!("the agent at {} was refused: {}", peer.caller, refused.message());
+        tracing::warn!(
+            event = "agent-rejected",
+            peer = %peer.caller,
+            server,
+            error = refused.message(),
+            "an agent is rejected"
+        );
         if let Some(answers) = self.up().as_ref().and_then(|up| up.answers.get(&stream)) {
             let _ = answers.try_send(Err(refused));
         }
@@ -173,7 +179,7 @@ impl Shared {
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
         let (handed_on, outcome) = up.reducer.report(stream, report, now);
         if let Err(refused) = outcome {
-            tracing::debug!("a report was refused ({}): {refused}", refused.reason());
+            tracing::debug!(event = "report-rejected", reason = refused.reason(), error = %refused, "report rejected");
         }
         let Some(report) = handed_on else { return true };
         let has_room = up.handed_on.len() < WAITING * up.answers.len();

@@ -37,7 +37,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
         let rack = Rack::bind(config.clone()).await?;
-        tracing::info!("listening on {}", rack.address());
+        tracing::info!(event = "listening", address = %rack.address(), "listening");
         let security = rack.security.clone();
         coreward_daemon::run_until_shutdown(async {
             tokio::select! {
@@ -58,11 +58,16 @@ async fn reload_when_told(mut hangup: Signal, path: &Path, begun: Config, securi
                 security.revoked.set(config.revoked_certificates.iter().copied());
                 let unchanged = Config { revoked_certificates: begun.revoked_certificates.clone(), ..config } == begun;
                 match unchanged {
-                    true => tracing::info!("`revoked_certificates` is in force"),
-                    false => tracing::warn!("`revoked_certificates` is in force, other keys after a restart only"),
+                    true => tracing::info!(event = "revocations-reloaded", "`revoked_certificates` is in force"),
+                    false => tracing::warn!(
+                        event = "restart-required",
+                        "`revoked_certificates` is in force; other keys need a restart"
+                    ),
                 }
             }
-            Err(mistakes) => tracing::error!("what stood in the file before stays in force: {mistakes}"),
+            Err(mistakes) => {
+                tracing::warn!(event = "reload-failed", error = %mistakes, "the file of before stays in force");
+            }
         }
     }
 }
@@ -153,7 +158,8 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Shar
                 connection.heard();
                 if shared.report_interval().is_none() && !shared.counts().connected {
                     // The first update: the controller accepted this rack.
-                    tracing::info!("connected to controller {}", connection.controller());
+                    let controller = connection.controller();
+                    tracing::info!(event = "controller-connected", %controller, "connected to controller");
                     shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
                 }
                 shared.update(update)?;

@@ -68,7 +68,12 @@ impl Reducer {
             match policy::named(&service.policy, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
                 Err(unknown) => {
-                    tracing::warn!("{unknown}: the controller is newer, and its service goes without loads")
+                    tracing::warn!(
+                        event = "policy-unknown",
+                        service = service.index.get(),
+                        error = %unknown,
+                        "the controller is newer: the service's policy gets no loads"
+                    );
                 }
             }
         }

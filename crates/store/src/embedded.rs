@@ -50,7 +50,7 @@ impl EmbeddedStore {
             Err(error @ StoreError::InUse { .. }) => return Err(error),
             Err(error) => {
                 let Ok(copy) = copy(path) else { return Err(error) };
-                tracing::error!("nothing can be changed until the store can be written: {error}");
+                tracing::warn!(event = "store-read-only", %error, "nothing can be changed until the store is writable");
                 (None, Some(copy))
             }
         };

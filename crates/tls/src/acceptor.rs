@@ -111,7 +111,7 @@ impl TrackedConnection {
         if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
             && !self.is_closed()
         {
-            tracing::warn!("a connection of {} is ended: {error}", self.identity);
+            tracing::warn!(event = "connection-closed", peer = %self.identity, %error, "certificate no longer valid");
             self.close();
         }
     }
@@ -305,7 +305,8 @@ impl ConnectionAcceptor {
             let is_revoked = protection.revoked.contains(&connection.fingerprint);
             if is_revoked || connection.not_after < now {
                 let why = if is_revoked { "is on the deny list" } else { "has expired" };
-                tracing::warn!("a connection of {} is ended: its certificate {why}", connection.identity);
+                let peer = &connection.identity;
+                tracing::warn!(event = "connection-closed", %peer, "the certificate {why}");
                 connection.close();
             }
         }
@@ -323,7 +324,14 @@ impl Protection {
             return None;
         }
         let verifier = credentials.client_verifier(&self.accepted, self.certificates, self.revoked.clone());
-        verifier.inspect_err(|error| tracing::error!("open connections cannot be looked at again: {error:#}")).ok()
+        let verifier = verifier.inspect_err(|error| {
+            tracing::warn!(
+                event = "connections-not-verified",
+                error = format!("{error:#}"),
+                "cannot verify open connections again"
+            );
+        });
+        verifier.ok()
     }
 
     fn config(&self) -> Result<Arc<ServerConfig>, Failure> {

@@ -258,8 +258,8 @@ impl Failures {
         let more = std::mem::take(&mut counted.not_logged);
         counted.logged = Some(Instant::now());
         drop(all);
-        let others = if more > 0 { format!(" ({more} more like it)") } else { String::new() };
-        tracing::warn!("{peer} was not let in ({}): {failure}{others}", failure.reason.name());
+        let reason = failure.reason.name();
+        tracing::warn!(event = "connection-rejected", %peer, reason, error = %failure, more, "connection rejected");
     }
 
     /// Returns the failures since the start, by reason.

@@ -27,7 +27,12 @@ impl Tls {
     pub fn load(files: Files) -> Result<Arc<Self>, CredentialError> {
         let watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
         let credentials = Arc::new(Credentials::load(&files)?);
-        tracing::info!("our certificate is for {}, valid for {}", credentials.identity, shown(&credentials.own));
+        tracing::info!(
+            event = "certificate-loaded",
+            identity = %credentials.identity,
+            validity = %shown(&credentials.own),
+            "own certificate is loaded"
+        );
         Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher }))
     }
 
@@ -76,7 +81,8 @@ impl Tls {
             );
             return Err(CredentialError { key: "certificate", message });
         }
-        tracing::info!("certificates were read again: ours is valid for {}", shown(&new.own));
+        let validity = shown(&new.own);
+        tracing::info!(event = "certificates-reloaded", %validity, "certificates are reloaded");
         self.credentials.send_replace(Arc::new(new));
         Ok(())
     }
@@ -96,12 +102,12 @@ impl Tls {
                 _ = told => true,
                 () = self.watcher.changed() => true,
                 _ = reminder.tick() => {
-                    self.warnings().iter().for_each(|warning| tracing::warn!("{warning}"));
+                    self.warnings().iter().for_each(|warning| tracing::warn!(event = "certificate-ends", "{warning}"));
                     false
                 }
             };
             if read && let Err(error) = self.reload() {
-                tracing::error!("the certificates of before stay in force: {error}");
+                tracing::warn!(event = "certificates-not-reloaded", %error, "the certificates of before stay in force");
             }
         }
     }

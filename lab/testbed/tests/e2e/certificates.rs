@@ -86,37 +86,37 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     let cases = [
         (
             ours(Role::Viewer, "s1", "testbed", good),
-            "(wrong_role): its certificate is for viewer s1: expected agent or lb",
+            "reason=\"wrong_role\" error=its certificate is for viewer s1: expected agent or lb",
             "the peer refuses our certificate: wrong fleet, role or name",
         ),
         (
             ours(Role::Agent, "s2", "testbed", good),
-            "(wrong_name): the certificate is for agent s2, not for agent s1: expected its own name",
-            "refuses this daemon: the certificate is for agent s2, not for agent s1",
+            "reason=\"wrong_name\" error=the certificate is for agent s2, not for agent s1: expected its own name",
+            "error=\"the certificate is for agent s2, not for agent s1",
         ),
         (
             ours(Role::Lb, "lb2", "testbed", good),
-            "(wrong_role): the certificate is for lb lb2: expected agent",
-            "refuses this daemon: the certificate is for lb lb2: expected agent",
+            "reason=\"wrong_role\" error=the certificate is for lb lb2: expected agent",
+            "error=\"the certificate is for lb lb2: expected agent",
         ),
         (
             ours(Role::Controller, "c2", "testbed", good),
-            "(wrong_role): its certificate is for controller c2: expected agent or lb",
+            "reason=\"wrong_role\" error=its certificate is for controller c2: expected agent or lb",
             "the peer refuses our certificate: wrong fleet, role or name",
         ),
         (
             ours(Role::Agent, "other", "other", good),
-            "(refused_by_peer): the peer refuses our certificate",
+            "reason=\"refused_by_peer\" error=the peer refuses our certificate",
             "its certificate is for controller controller of fleet testbed: expected fleet other",
         ),
         (
             signed_elsewhere(),
-            "(unknown_authority): its certificate is signed by nobody in `ca`",
+            "reason=\"unknown_authority\" error=its certificate is signed by nobody in `ca`",
             "the peer refuses our certificate: its signer is not in the peer's `ca`",
         ),
         (
             ours(Role::Agent, "old", "testbed", expired),
-            "(expired): its certificate has expired",
+            "reason=\"expired\" error=its certificate has expired",
             "the peer refuses our certificate: by the peer's clock it has expired",
         ),
     ];
@@ -148,10 +148,11 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     let controller = log(&testbed, "controller", 0).len();
     copy(&own, &bundle(&testbed, Role::Lb, "lb1"));
     fleet.restart(&testbed, "lb1").unwrap();
-    let words = "agent s1 at ";
+    let words = "peer=agent s1 at ";
     eventually(*TIMEOUT, words, || {
         let said = log(&testbed, "controller", controller);
-        said.contains(words) && said.contains("(wrong_role): the certificate is for agent s1: expected lb")
+        said.contains(words)
+            && said.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });
     ask(&testbed);
 }

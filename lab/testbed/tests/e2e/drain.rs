@@ -221,9 +221,9 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
     eventually(*TIMEOUT, "debug lines", || log().contains("\"level\":\"DEBUG\""));
     site.fleet.daemon("lb1").unwrap().signal(Signal::SIGUSR2).unwrap();
     let log = || fs::read_to_string(site.testbed.directory().join("lb1.log")).unwrap();
-    eventually(*TIMEOUT, "the level of the start", || log().contains("log level: as at the start"));
+    eventually(*TIMEOUT, "the level of the start", || log().contains("\"log_level\":\"as at the start\""));
     let after = log();
-    let (_, after) = after.split_once("log level: as at the start").unwrap();
+    let (_, after) = after.split_once("\"log_level\":\"as at the start\"").unwrap();
     assert!(!after.contains("DEBUG"), "{after}");
 }
 

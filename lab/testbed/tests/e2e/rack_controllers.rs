@@ -292,7 +292,11 @@ fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
         (Role::Rack, "rack2"),
         "the certificate is for rack rack2, not for rack rack1: expected its own name",
     );
-    site.is_refused("rack1", (Role::Agent, "s1"), "(wrong_role): the certificate is for agent s1: expected rack");
+    site.is_refused(
+        "rack1",
+        (Role::Agent, "s1"),
+        "reason=\"wrong_role\" error=the certificate is for agent s1: expected rack",
+    );
 
     // The agent of s2 comes through rack1, which the document does not name for it.
     site.fleet.kill(&agent_name(2)).unwrap();

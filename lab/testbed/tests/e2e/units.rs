@@ -172,7 +172,7 @@ fn every_unit_starts_with_what_it_leaves_its_daemon() {
     let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
     Started::start("controller", &[("controller.toml", &of_several)]).says("event=\"listening\" address=10.1.1.1:7400");
     let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";
-    Started::start("rack", &[("rack.toml", rack)]).says("listening on 10.1.1.1:7500");
+    Started::start("rack", &[("rack.toml", rack)]).says("event=\"listening\" address=10.1.1.1:7500");
     let balancer = format!(
         "name = \"lb1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"{}\"\n",
         lb_pins.0
