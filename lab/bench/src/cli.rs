@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use crate::report::{self, Report};
 use crate::xdp::{self, flood, throughput};
 use crate::{
-    agent, conn_count, controller, cpu_load, dispatch, environment, idle, placement, racks, scale, sim, site, startup,
+    agent, conn_count, controller, cpu_load, dispatch, environment, idle, orchestrate, placement, racks, scale, sim,
+    site, startup,
 };
 
 /// Arguments of `coreward-lab bench`.
@@ -33,6 +34,8 @@ enum Command {
     Throughput(throughput::Args),
     /// What it costs to choose a worker for a request (needs root)
     Dispatch(dispatch::Args),
+    /// Requests to cores through shared memory: decisions, round trips, messages
+    Orchestrate(orchestrate::Args),
     /// The load of a core that receives packets, and the cost of measuring it (needs root)
     CpuLoad(cpu_load::Args),
     /// What the agent costs (needs root)
@@ -73,6 +76,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::Flood(args) => arguments.show(&flood::run(args)?),
         Command::Throughput(args) => arguments.show(&throughput::run(args)?),
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
+        Command::Orchestrate(args) => arguments.show(&orchestrate::run(args)?),
         Command::CpuLoad(args) => arguments.show(&cpu_load::run(args)?),
         Command::Agent(args) => arguments.show(&agent::run(args)?),
         Command::Idle(args) => arguments.show(&idle::run(args)?),
@@ -89,6 +93,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
             arguments.show(&flood::run(&flood::Args::default())?)?;
             arguments.show(&throughput::run(&throughput::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
+            arguments.show(&orchestrate::run(&orchestrate::Args::default())?)?;
             arguments.show(&cpu_load::run(&cpu_load::Args::default())?)?;
             arguments.show(&agent::run(&agent::Args::default())?)?;
             arguments.show(&idle::run(&idle::Args::default())?)?;

@@ -13,6 +13,7 @@ mod fake_agent;
 pub mod figure;
 mod idle;
 pub mod namespace;
+mod orchestrate;
 mod placement;
 mod racks;
 pub mod report;

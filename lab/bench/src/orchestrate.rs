@@ -1,0 +1,337 @@
+//! Cost of `coreward orchestrate`: decisions, the way through the shared memory, messages.
+
+use std::collections::VecDeque;
+use std::net::SocketAddrV4;
+use std::num::NonZeroU16;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use coreward_model::dispatch::{
+    FeoConfig, JoinBoundedShortestRankedQueue, Lambda, LoadHint, RankArrays, RankRule, RankedService,
+};
+use coreward_model::statistics::median;
+use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig};
+use coreward_runtime::core_queues::CoreQueues;
+use coreward_runtime::layout::Geometry;
+use coreward_runtime::message::HintMessage;
+use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeOptions};
+use coreward_runtime::worker::{Runtime, Worker};
+use coreward_runtime::{RuntimeError, ServiceEntry};
+
+use crate::cpus::{THIS_THREAD, bind};
+use crate::report::{Report, Table};
+
+/// Options of `coreward-lab bench orchestrate`.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Args {
+    /// Rounds, in each of which every case is measured once
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Decisions, round trips or messages of a case
+    #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(1000..))]
+    operations: u64,
+}
+
+impl Default for Args {
+    fn default() -> Self {
+        Self { rounds: 7, operations: 1_000_000 }
+    }
+}
+
+const SERVICES: u8 = 2;
+const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
+const PAYLOAD: [u8; 16] = [7; 16];
+/// CPU of the orchestrator, and that of all workers.
+const CPUS: [usize; 2] = [0, 1];
+
+/// Measures.
+///
+/// # Errors
+/// With fewer than two CPUs, or when the memory cannot be created.
+pub fn run(args: &Args) -> anyhow::Result<Report> {
+    // A thread of its own: the caller is not to stay on one CPU.
+    std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))
+}
+
+fn measure(args: &Args) -> anyhow::Result<Report> {
+    bind(THIS_THREAD, CPUS[0])?;
+    let mut rates = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each"]);
+    // The fastest round is the one with the fewest interruptions by other processes.
+    let mut add = |name: &str, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
+        let millions = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
+        let middle = median(&millions).context("a round")?;
+        let least = millions.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = millions.iter().copied().fold(0.0, f64::max);
+        rates.row([name.into(), middle.into(), least.into(), most.into(), (1e3 / middle).into()]);
+        Ok(())
+    };
+    for cores in [16, 64] {
+        add(&format!("decisions of the model, {cores} cores"), &|| Ok(decide(cores, args.operations)))?;
+        add(&format!("requests through the memory, {cores} cores"), &|| dispatch(cores, args.operations))?;
+    }
+    add("feedback messages of one core", &|| feedback(args.operations))?;
+    add("hints to one core", &|| hints(args.operations))?;
+    let mut trips = Table::new(&["round trip, ns", "median", "p99"]);
+    let mut measured = Vec::new();
+    for _ in 0..args.rounds {
+        measured.push(round_trip(args.operations.min(200_000))?);
+    }
+    let middle = |quantile: usize| median(&measured.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
+    trips.row([
+        "request and response".into(),
+        middle(0).context("a round")?.into(),
+        middle(1).context("a round")?.into(),
+    ]);
+    Ok(Report {
+        name: "orchestrate",
+        title: "Requests to cores through shared memory",
+        about: format!(
+            "coreward-orchestrator and coreward-runtime without sockets: JBSRQ and FEO, {SERVICES} services, depth \
+             {DEPTH}, {} bytes of payload. The orchestrator is on CPU {}, all workers share a thread on CPU {}; \
+             where they are slower, they are the limit. A decision is a request that is sent to a core, and its \
+             feedback. {} operations per case, {} rounds; medians.",
+            PAYLOAD.len(),
+            CPUS[0],
+            CPUS[1],
+            args.operations,
+            args.rounds
+        ),
+        tables: vec![rates, trips],
+    })
+}
+
+fn millions_per_second(operations: u64, started: Instant) -> f64 {
+    operations as f64 / 1e6 / started.elapsed().as_secs_f64()
+}
+
+/// Requests of alternating services while each core has two on average; each decision completes the oldest request.
+fn decide(cores: u16, decisions: u64) -> f64 {
+    let ranked: Vec<_> = (0..SERVICES).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
+    let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
+    let mut balancer =
+        JoinBoundedShortestRankedQueue::with(ranks, &FeoConfig::strict(0..SERVICES)).expect("a valid configuration");
+    let mut outstanding = VecDeque::new();
+    let started = Instant::now();
+    for number in 0..decisions {
+        let sent = balancer.submit(number, (number % u64::from(SERVICES)) as u8, number as u32).sent;
+        outstanding.extend(sent.map(|(release, _)| release));
+        if outstanding.len() > 2 * usize::from(cores)
+            && let Some(oldest) = outstanding.pop_front()
+        {
+            balancer.feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
+        }
+    }
+    millions_per_second(decisions, started)
+}
+
+fn address() -> SocketAddrV4 {
+    SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
+}
+
+/// An engine and its directory.
+fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
+    let directory = tempfile::tempdir_in("/dev/shm")?;
+    let path = directory.path().join("cores");
+    let service = |priority| {
+        let entry = ServiceEntry { address: address(), priority };
+        ServiceConfig { entry, lambda: Lambda::PUBLISHED }
+    };
+    let config = EngineConfig {
+        cores,
+        depth: DEPTH,
+        rule: RankRule::Ranked,
+        services: (0..SERVICES).map(service).collect(),
+        scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict(0..SERVICES) },
+        payload_bytes: 64,
+        stall_after: Duration::from_secs(10),
+    };
+    let engine = Engine::new(&path, &config)?;
+    Ok((directory, path, engine))
+}
+
+/// Sends a request of that service.
+fn submit(engine: &mut Engine, now: u64, service: u8) {
+    engine.incoming()[..PAYLOAD.len()].copy_from_slice(&PAYLOAD);
+    engine.submit(now, service, address(), PAYLOAD.len());
+}
+
+/// Workers of all cores, with all services enabled. To be called while the orchestrator polls.
+fn connect(runtime: &Runtime, cores: u16) -> Result<Vec<Worker<'_>>, RuntimeError> {
+    (0..SERVICES).try_for_each(|service| runtime.register_service(service, address(), service))?;
+    let mut workers = (0..cores).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
+    for worker in &mut workers {
+        (0..SERVICES).try_for_each(|service| worker.enable_service(service, worker.core()))?;
+    }
+    Ok(workers)
+}
+
+/// Requests through the queues of all cores; the workers complete them without a response.
+fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
+    let (_directory, path, mut engine) = engine(cores)?;
+    let runtime = Runtime::connect(&path)?;
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let workers = scope.spawn(|| complete_all(&runtime, cores, &stop));
+        while engine.core_counters().workers < cores.into() {
+            ensure!(!workers.is_finished(), "the workers ended early");
+            engine.poll(0, &mut |_, _, _| ());
+            // The workers' thread starts on this CPU.
+            std::thread::yield_now();
+        }
+        let completed = |engine: &Engine| engine.service_counters().iter().map(|count| count.completed).sum::<u64>();
+        let mut sent = 0;
+        let started = Instant::now();
+        while completed(&engine) < requests {
+            // As many as a loop of the daemon receives.
+            while sent < requests && sent - completed(&engine) < 2 * u64::from(cores) {
+                submit(&mut engine, sent, (sent % u64::from(SERVICES)) as u8);
+                sent += 1;
+            }
+            engine.poll(sent, &mut |_, _, _| ());
+        }
+        let rate = millions_per_second(requests, started);
+        stop.store(true, Relaxed);
+        workers.join().expect("the workers' thread")?;
+        Ok(rate)
+    })
+}
+
+/// The workers of all cores in one thread.
+fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
+    bind(THIS_THREAD, CPUS[1])?;
+    let mut workers = connect(runtime, cores)?;
+    while !stop.load(Relaxed) {
+        for worker in &mut workers {
+            while let Some(request) = worker.take_request()? {
+                worker.load_feedback(request.service(), worker.core(), 1)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+struct Echo;
+
+impl Handler for Echo {
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
+        response.extend_from_slice(request.payload);
+        Reply::Send
+    }
+}
+
+/// Time from a request to its response, in ns: median and 99th percentile. One is under way at a time.
+fn round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
+    let (_directory, path, mut engine) = engine(1)?;
+    let runtime = Runtime::connect(&path)?;
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| -> anyhow::Result<()> {
+            bind(THIS_THREAD, CPUS[1])?;
+            let mut workers = connect(&runtime, 1)?;
+            let options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
+            workers[0].serve(&Echo, options, &stop)?;
+            Ok(())
+        });
+        let mut times = Vec::with_capacity(trips as usize);
+        while engine.core_counters().workers == 0 && !worker.is_finished() {
+            engine.poll(0, &mut |_, _, _| ());
+            std::thread::yield_now();
+        }
+        for trip in 0..trips {
+            let started = Instant::now();
+            submit(&mut engine, trip, 0);
+            let mut answers = 0;
+            while answers == 0 {
+                engine.poll(trip, &mut |_, _, _| answers += 1);
+                if worker.is_finished() {
+                    worker.join().expect("the worker's thread")?;
+                    anyhow::bail!("the worker ended early");
+                }
+            }
+            times.push(started.elapsed().as_nanos() as f64);
+        }
+        stop.store(true, Relaxed);
+        while !worker.is_finished() {
+            engine.poll(trips, &mut |_, _, _| ());
+        }
+        worker.join().expect("the worker's thread")?;
+        times.sort_unstable_by(f64::total_cmp);
+        Ok([times[times.len() / 2], times[times.len() * 99 / 100]])
+    })
+}
+
+/// The memory of one core without an engine.
+fn queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
+    let directory = tempfile::tempdir_in("/dev/shm")?;
+    let path = directory.path().join("cores");
+    let geometry = Geometry { cores: 1, priorities: 1, slots: 4, slot_bytes: 128 };
+    let queues = CoreQueues::create(&path, geometry, &[ServiceEntry { address: address(), priority: 0 }])?;
+    Ok((directory, path, queues))
+}
+
+fn accept(
+    queues: &mut CoreQueues,
+    worker: &std::thread::ScopedJoinHandle<'_, anyhow::Result<()>>,
+) -> anyhow::Result<()> {
+    while !queues.has_new_worker(0) {
+        ensure!(!worker.is_finished(), "the worker ended early");
+        std::thread::yield_now();
+    }
+    queues.accept_worker(0);
+    Ok(())
+}
+
+/// LoadFeedback from a worker to the orchestrator.
+fn feedback(messages: u64) -> anyhow::Result<f64> {
+    let (_directory, path, mut queues) = queues()?;
+    let runtime = Runtime::connect(&path)?;
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| -> anyhow::Result<()> {
+            bind(THIS_THREAD, CPUS[1])?;
+            let mut worker = runtime.worker(0)?;
+            for _ in 0..messages {
+                worker.load_feedback(0, 0, 1)?;
+            }
+            Ok(())
+        });
+        accept(&mut queues, &worker)?;
+        let (started, mut received) = (Instant::now(), 0);
+        while received < messages {
+            received += queues.receive_messages(0, 64, |message| assert!(message.is_some()))? as u64;
+        }
+        let rate = millions_per_second(messages, started);
+        worker.join().expect("the worker's thread")?;
+        Ok(rate)
+    })
+}
+
+/// LoadHint from the orchestrator to a worker.
+fn hints(messages: u64) -> anyhow::Result<f64> {
+    let (_directory, path, mut queues) = queues()?;
+    let runtime = Runtime::connect(&path)?;
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| -> anyhow::Result<()> {
+            bind(THIS_THREAD, CPUS[1])?;
+            let mut worker = runtime.worker(0)?;
+            let mut received = 0;
+            while received < messages {
+                received += u64::from(worker.next_hint()?.is_some());
+            }
+            Ok(())
+        });
+        accept(&mut queues, &worker)?;
+        let (started, hint) = (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting: 0 });
+        let mut sent = 0;
+        while sent < messages {
+            match queues.send_hint(0, hint) {
+                Ok(()) => sent += 1,
+                Err(RuntimeError::RingFull { .. }) => std::hint::spin_loop(),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        worker.join().expect("the worker's thread")?;
+        Ok(millions_per_second(messages, started))
+    })
+}
