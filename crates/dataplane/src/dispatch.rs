@@ -219,7 +219,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if link.exists() {
         // Fails when its cgroup is gone; then there is nothing to take off.
         if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
-            tracing::debug!("{}: {error}", link.display());
+            tracing::debug!(event = "link-not-detached", link = %link.display(), %error, "cannot detach the link");
         }
     }
     match fs::remove_dir_all(pins) {

@@ -94,7 +94,7 @@ impl NatTable {
     pub fn remove(&self, path: &NatEntry) {
         for (key, _) in path.entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
-                tracing::debug!("{path:?}: {error}");
+                tracing::debug!(event = "nat-entry-not-removed", ?path, %error, "cannot remove a NAT entry");
             }
         }
     }

@@ -238,7 +238,7 @@ impl LoadBalancer {
             && program::any_pinned(pins)
         {
             // Nothing forwards by these: a start that was cut short, or a link that somebody removed.
-            tracing::warn!("{}: maps without a link are removed", pins.display());
+            tracing::warn!(event = "pins-removed", directory = %pins.display(), "maps without a link are removed");
             program::unpin(pins)?;
             std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         }
@@ -248,7 +248,11 @@ impl LoadBalancer {
         };
         let beside = of_another_version.is_some().then(|| link.take()).flatten();
         if let Some(problem) = &of_another_version {
-            tracing::warn!("{problem:#}");
+            tracing::warn!(
+                event = "upgrade-pending",
+                reason = format!("{problem:#}"),
+                "the pinned program stays for now"
+            );
         }
         let mut variant = Variant {
             in_use: InUse::default(),

@@ -174,7 +174,7 @@ impl<T: ?Sized> Drop for Mapped<T> {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and pointers into it do not outlive `self`.
         if let Err(error) = unsafe { munmap(self.address, self.bytes.get()) } {
-            tracing::warn!("munmap: {error}");
+            tracing::warn!(event = "munmap-failed", %error, "cannot unmap a BPF array");
         }
     }
 }

@@ -170,7 +170,11 @@ impl Resolver {
             .name("neighbours".to_owned())
             .spawn(move || {
                 if let Err(error) = link.run(&shared, &changes, &ended) {
-                    tracing::error!("MAC addresses are no longer resolved: {error:#}");
+                    tracing::error!(
+                        event = "resolver-ended",
+                        error = format!("{error:#}"),
+                        "MAC addresses are no longer resolved"
+                    );
                 }
             })
             .context("a thread for ARP")?;
@@ -258,7 +262,7 @@ impl Link {
         for probe in probes {
             let frame = request_frame(*probe, own_mac, own_address);
             if let Err(error) = nix::unistd::write(&self.socket, &frame) {
-                tracing::debug!("ARP request for {}: {error}", probe.address);
+                tracing::debug!(event = "arp-not-sent", address = %probe.address, %error, "cannot send an ARP request");
             }
         }
     }

@@ -111,7 +111,7 @@ impl SocketArray {
     /// Takes the socket out of a slot. What is not there is no error.
     pub fn clear(&self, slot: u32) {
         if let Err(error) = self.map.delete(&slot.to_ne_bytes()) {
-            tracing::debug!("slot {slot}: {error}");
+            tracing::debug!(event = "slot-not-cleared", slot, %error, "cannot clear a slot");
         }
     }
 }

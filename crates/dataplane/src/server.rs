@@ -93,7 +93,9 @@ impl ServerPrograms {
         let mut storage = MaybeUninit::uninit();
         if let Some(problem) = problem_of_state(&state)? {
             tracing::warn!(
-                "{problem}: its programs stay at work until the controller has told which services there are"
+                event = "upgrade-pending",
+                reason = %problem,
+                "the pinned programs stay until the controller sends the services"
             );
             let skeleton = load(&mut storage, options.sample_every_syn, None)?;
             let mut programs = Self::new(&skeleton, options, Attachment::Tcx, false)?;
@@ -131,7 +133,11 @@ impl ServerPrograms {
         let version = offset_of!(intf::server_state, layout_version);
         let version = old.get(version..version + size_of::<u64>()).map(|bytes| bytes.try_into().expect("eight bytes"));
         if version.map(u64::from_ne_bytes) < Some(FIRST_LAYOUT_WITH_KEYS) {
-            tracing::warn!("{}: its cookies have another form: connections that it stamped break", state.display());
+            tracing::warn!(
+                event = "cookies-incompatible",
+                pin = %state.display(),
+                "pinned cookies have another layout: connections stamped with them break"
+            );
             return Ok(());
         }
         for (at, length) in [(KEYS, size_of::<intf::fleet_keys>()), (TIME_KEY, size_of::<intf::cookie_key>())] {
@@ -155,7 +161,7 @@ impl ServerPrograms {
         for (map, name) in maps.iter().zip(MAPS) {
             tc::pin_object(map.as_fd(), &pins.join(name))?;
         }
-        tracing::info!("in the place of the other version's programs");
+        tracing::info!(event = "upgrade-finished", "this version's programs replace the other ones");
         Ok(())
     }
 

@@ -112,7 +112,7 @@ impl Drop for Held {
         if let HeldBy::Clsact(hook) = &mut self.0
             && let Err(error) = hook.detach()
         {
-            tracing::warn!("detaching from the clsact qdisc: {error}");
+            tracing::warn!(event = "not-detached", %error, "cannot detach from the clsact qdisc");
         }
     }
 }
@@ -136,7 +136,7 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     if let Some(link) = open_link(pin)? {
         // Fails when the device is gone; then there is nothing to take off.
         if let Err(error) = link.detach() {
-            tracing::debug!("{}: {error}", pin.display());
+            tracing::debug!(event = "link-not-detached", pin = %pin.display(), %error, "cannot detach the link");
         }
         return fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()));
     }

@@ -28,7 +28,8 @@ pub fn run(args: &OrchestrateArgs) -> anyhow::Result<String> {
     ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("SIGTERM and SIGINT")?;
     let mut daemon = Daemon::start(&config)?;
     let (memory, services) = (config.memory.display(), config.engine.services.len());
-    tracing::info!(%memory, services, cores = config.engine.cores, "orchestrator started");
+    let cores = config.engine.cores;
+    tracing::info!(event = "orchestrator-started", %memory, services, cores, "orchestrator started");
     daemon.run(&stop)?;
     Ok(daemon.report().to_string())
 }

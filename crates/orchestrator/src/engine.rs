@@ -210,7 +210,7 @@ impl Engine {
         let sent = self.queues.send(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
         if let Err(error) = sent {
-            tracing::warn!(core, service, %error, "core rejected a request");
+            tracing::warn!(event = "request-rejected", core, service, %error, "a core rejected a request");
             self.services[usize::from(service)].counters.rejected += 1;
             self.balancer.feedback(service, core, 1).expect("the request was counted");
             self.release_core(core);
@@ -240,7 +240,7 @@ impl Engine {
             Ok(responses + messages)
         });
         received.unwrap_or_else(|error| {
-            tracing::warn!(core, %error, "core has damaged queues");
+            tracing::warn!(event = "queues-damaged", core, %error, "a core has damaged queues");
             self.counters.damaged += 1;
             self.release_core(core);
             0
@@ -281,7 +281,7 @@ impl Engine {
         let entry = &mut self.cores[usize::from(core)];
         entry.has_worker = true;
         entry.liveness = Liveness::new(Duration::from_nanos(now), entry.completed);
-        tracing::info!(core, "worker attached");
+        tracing::info!(event = "worker-attached", core, "a worker is attached");
     }
 
     /// Checks which workers ended or stalled. To be called every few milliseconds.
@@ -313,7 +313,7 @@ impl Engine {
         for service in (0..self.services.len() as u8).filter(|service| enabled >> service & 1 == 1) {
             self.balancer.set_runs(service, core, !is_stalled);
         }
-        tracing::warn!(core, is_stalled, outstanding, "worker changed its eligibility");
+        tracing::warn!(event = "eligibility-changed", core, is_stalled, outstanding, "a worker stalled or recovered");
     }
 
     /// Receives what the worker had sent before it ended, then releases its core.
@@ -342,7 +342,7 @@ impl Engine {
         }
         let entry = &mut self.cores[usize::from(core)];
         (entry.has_worker, entry.is_stalled, entry.enabled) = (false, false, 0);
-        tracing::info!(core, lost, "worker ended");
+        tracing::info!(event = "worker-ended", core, lost, "a worker ended");
     }
 
     /// Performs the checks of the load monitors that are due, and sends their hints.
@@ -436,7 +436,7 @@ impl Accounts<'_> {
         };
         if let Err(error) = self.balancer.feedback(service, core, count) {
             if self.counters.bad_feedback == 0 {
-                tracing::warn!(%error, "feedback rejected; further ones are only counted");
+                tracing::warn!(event = "feedback-rejected", %error, "further ones are only counted");
             }
             self.counters.bad_feedback += 1;
             return false;

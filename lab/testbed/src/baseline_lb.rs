@@ -155,7 +155,11 @@ impl Drop for OtherBalancer {
         // A namespace's devices outlive it by some milliseconds, and with them the name of the switch's port.
         let link = ip_batch(Some(&self.namespace), &format!("link delete {DEVICE}\n"));
         if let Err(error) = link.and(self.namespace.remove()) {
-            tracing::warn!("the other load balancer's namespace is left behind: {error:#}");
+            tracing::warn!(
+                event = "namespace-left",
+                error = format!("{error:#}"),
+                "cannot remove the other load balancer's namespace"
+            );
         }
     }
 }

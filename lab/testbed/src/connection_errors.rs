@@ -38,7 +38,7 @@ impl Broken {
                 io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => &mut self.reset,
                 io::ErrorKind::TimedOut => &mut self.timed_out,
                 _ => {
-                    tracing::warn!("connection {index}: {error}");
+                    tracing::warn!(event = "connection-failed", index, %error, "unexpected kind of failure");
                     &mut self.other
                 }
             },

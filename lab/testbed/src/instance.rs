@@ -94,7 +94,12 @@ impl Instance {
 impl Drop for Instance {
     fn drop(&mut self) {
         if let Err(error) = self.remove_remains() {
-            tracing::warn!("testbed {} left something behind: {error:#}", self.name);
+            tracing::warn!(
+                event = "testbed-left",
+                testbed = self.name,
+                error = format!("{error:#}"),
+                "cannot remove a testbed"
+            );
         }
         // The parents stay: another testbed may be about to make its directory in them.
         let _ = fs::remove_file(self.directory().join(OWNER_FILE));

@@ -107,7 +107,7 @@ fn serve_core(args: &OrchestratedServerArgs, core: u16, server: &KeyValue, stop:
         match connect_and_serve(args, core, server, stop) {
             Ok(counters) => served += counters.served,
             Err(error) => {
-                tracing::info!(core, %error, "connecting again");
+                tracing::info!(event = "reconnecting", core, %error, "connecting again");
                 std::thread::sleep(RETRY_INTERVAL);
             }
         }

@@ -256,7 +256,7 @@ impl Books {
                 continue;
             }
             if sockets.get(&slot) != Some(&socket) {
-                tracing::info!("worker {slot} is gone");
+                tracing::info!(event = "worker-gone", slot, "a worker's socket is closed");
                 self.liveness.remove(&slot);
                 self.vacate(slot);
                 died = true;
@@ -290,7 +290,13 @@ impl Books {
         let barred = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & intf::DISPATCH_BARRED != 0;
         match (stalled, barred) {
             (true, false) => {
-                tracing::warn!("worker {slot}: {queued} requests wait, and no response for {:?}", patience.stall_after);
+                tracing::warn!(
+                    event = "worker-stalled",
+                    slot,
+                    queued,
+                    stall_after = ?patience.stall_after,
+                    "a worker does not read its requests: it gets no new ones"
+                );
                 self.bar(slot, intf::DISPATCH_BARRED);
             }
             (false, true) => self.unbar(slot),

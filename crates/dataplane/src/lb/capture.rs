@@ -240,7 +240,11 @@ impl Drop for Capture {
             Ok(())
         };
         if let Err(error) = put_back() {
-            tracing::warn!("the program that was at the device before could not be put back: {error:#}");
+            tracing::warn!(
+                event = "program-not-restored",
+                error = format!("{error:#}"),
+                "cannot attach the former program again"
+            );
         }
     }
 }

@@ -152,8 +152,9 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     lost.iter().for_each(|index| table.push(*index));
     if !lost.is_empty() {
         tracing::info!(
-            "{} places of the connection table were lost by a process before, and are free again",
-            lost.len()
+            event = "entries-recovered",
+            count = lost.len(),
+            "entries of the connection table that an earlier process lost are free again"
         );
     }
     Ok(())

@@ -37,7 +37,7 @@ impl LoadBalancer {
         }
         if let Some(link) = &self.link {
             match link.interface_index()? {
-                0 => tracing::warn!("the device of the pinned link is gone: attaching anew"),
+                0 => tracing::warn!(event = "device-gone", "the device of the pinned link is gone: attaching again"),
                 found if found == index => return self.replace_pinned(mode),
                 found => bail!(
                     "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
@@ -60,7 +60,11 @@ impl LoadBalancer {
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
         let attachment = if self.variant.counters_by_cpu { Attachment::Generic } else { Attachment::Native };
         if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == Attachment::Generic) {
-            tracing::warn!("the program taken over stays {attachment:?}: detach it to change the mode");
+            tracing::warn!(
+                event = "xdp-mode-kept",
+                ?attachment,
+                "the program keeps its mode: detach it to change that"
+            );
         }
         Ok(attachment)
     }
@@ -70,12 +74,18 @@ impl LoadBalancer {
         let is_cut_off = mode == XdpMode::Auto && veth::peer_has_xdp(index) == Some(false);
         if is_cut_off {
             tracing::warn!(
-                "the other end of the veth {interface} has no XDP program: trying generic XDP, which is slower"
+                event = "generic-xdp",
+                interface,
+                "the other end of the veth has no XDP program: trying generic XDP, which is slower"
             );
         } else if mode != XdpMode::Generic {
             match self.attach_in(Attachment::Native, interface, index) {
                 Err(error) if mode == XdpMode::Auto => {
-                    tracing::warn!("{error:#}; trying generic XDP, which is slower");
+                    tracing::warn!(
+                        event = "generic-xdp",
+                        error = format!("{error:#}"),
+                        "trying generic XDP, which is slower"
+                    );
                 }
                 other => return other,
             }

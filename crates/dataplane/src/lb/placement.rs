@@ -120,7 +120,7 @@ impl LoadBalancer {
         self.program = program;
         // Programs that still run mask offsets with the old size. They must end before a table stands beyond it.
         self.grace_periods.wait(self.grace_periods.now())?;
-        tracing::info!("placement tables have {} MiB of memory now", bytes >> 20);
+        tracing::info!(event = "table-memory-grown", mib = bytes >> 20, "placement tables have more memory");
         Ok(())
     }
 

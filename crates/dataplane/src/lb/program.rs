@@ -269,9 +269,10 @@ impl Maps {
         if self.sizes.flow_sets != wanted.flow_sets {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
-                "the flow table taken over has {} entries, not {}: detach it first to change that",
-                entries(self.sizes.flow_sets),
-                entries(wanted.flow_sets)
+                event = "flow-table-size-kept",
+                entries = entries(self.sizes.flow_sets),
+                expected = entries(wanted.flow_sets),
+                "the pinned flow table keeps its size: detach it to change that"
             );
         }
         let (found, wanted) = (self.connections.size(), wanted.connection_table);

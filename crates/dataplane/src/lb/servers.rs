@@ -80,7 +80,12 @@ impl LoadBalancer {
         let flags = intf::SERVER_KNOWN | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
         if let Err(error) = self.move_corrected_server(service, id, server.mac, server.eligible) {
-            tracing::warn!("server id {id}: what it answers is not stamped: {error:#}");
+            tracing::warn!(
+                event = "server-not-stamped",
+                server_id = %id,
+                error = format!("{error:#}"),
+                "a server's replies are not stamped"
+            );
         }
         self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
         self.set_member(service, id, CONFIGURED, flags);
@@ -95,7 +100,12 @@ impl LoadBalancer {
     /// Forgets a server: its connections' packets then go to all servers, rate-limited.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
         if let Err(error) = self.forget_corrected_server(service, id) {
-            tracing::warn!("server id {id}: {error:#}");
+            tracing::warn!(
+                event = "server-not-removed",
+                server_id = %id,
+                error = format!("{error:#}"),
+                "cannot remove a stamped server"
+            );
         }
         self.set_member(service, id, intf::SERVER_MEMBER_MASK, 0);
     }

@@ -68,7 +68,7 @@ impl Disk {
 impl Drop for Disk {
     fn drop(&mut self) {
         if let Err(error) = umount2(&self.path, MntFlags::MNT_DETACH) {
-            tracing::warn!("{} stays mounted: {error}", self.path.display());
+            tracing::warn!(event = "still-mounted", path = %self.path.display(), %error, "cannot unmount");
         }
     }
 }

@@ -248,7 +248,11 @@ impl<'a> Run<'a> {
         outcome.violations.append(&mut self.site.violations);
         outcome.violations.extend(outcome.writes.violations.iter().chain(&outcome.watched.violations).cloned());
         if outcome.seen.broken() > 0 {
-            tracing::warn!("connections broke; the daemons' last words:\n{}", logs(self.testbed));
+            tracing::warn!(
+                event = "connections-broken",
+                "connections broke; the daemons' logs:\n{}",
+                logs(self.testbed)
+            );
         }
         Ok(outcome)
     }

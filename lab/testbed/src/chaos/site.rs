@@ -188,7 +188,7 @@ impl<'a> Site<'a> {
     fn start(&mut self, daemon: &str) {
         self.down.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {
-            tracing::debug!("{error:#}");
+            tracing::debug!(event = "not-started", daemon, error = format!("{error:#}"), "cannot start a daemon");
         }
     }
 

@@ -103,7 +103,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
         }
         let report = site.load_report(load)?;
         let segment = Segment::new(number, &before, &at_once, &Reading::take(&site)?, &made, &report);
-        tracing::info!("segment {number} of {count}: {}", segment.summary());
+        tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
         troubles.add(&made);
         segments.push(segment);
     }

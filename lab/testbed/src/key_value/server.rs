@@ -166,7 +166,12 @@ impl<'a> Server<'a> {
         if let Some(path) = &self.args.counter_file {
             self.file.publish(path)?;
         }
-        tracing::info!("key-value server with {} workers on {}", self.args.workers, self.args.listen);
+        tracing::info!(
+            event = "listening",
+            workers = self.args.workers,
+            address = %self.args.listen,
+            "key-value server"
+        );
         Ok(())
     }
 
@@ -208,7 +213,7 @@ impl<'a> Server<'a> {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
                     let Some(worker) = workers.iter().position(|worker| *worker == Some(pid)) else { continue };
-                    tracing::warn!("worker {worker} (pid {pid}) ended");
+                    tracing::warn!(event = "worker-ended", worker, %pid, "a worker ended");
                     workers[worker] = if self.args.restart { self.start_process(worker as u8)? } else { None };
                     if workers.iter().all(Option::is_none) {
                         bail!("all workers have ended");

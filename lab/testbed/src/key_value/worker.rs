@@ -112,7 +112,12 @@ impl Worker<'_> {
                 Err(refused) => {
                     self.counters.add(Counters::BAD, 1);
                     if std::mem::take(&mut first_refusal) {
-                        tracing::warn!("worker {} does not answer (counted from now on): {refused}", self.number);
+                        tracing::warn!(
+                            event = "request-rejected",
+                            worker = self.number,
+                            error = %refused,
+                            "a request is not answered; further ones are only counted"
+                        );
                     }
                 }
             }

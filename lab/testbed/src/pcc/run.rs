@@ -84,9 +84,10 @@ impl Run {
         let lateness_us = report.lateness_us;
         if lateness_us.p99 > LATENESS_MAX_US {
             tracing::warn!(
-                "{}: the machine is too busy: the client was {} ms late with one connection in a hundred",
-                method.name,
-                lateness_us.p99 / 1_000
+                event = "machine-busy",
+                method = method.name,
+                p99_lateness_ms = lateness_us.p99 / 1_000,
+                "the client was late with one connection in a hundred: the machine is too busy"
             );
         }
         let status = site.fleet.status(&site.testbed)?;
