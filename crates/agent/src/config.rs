@@ -158,7 +158,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn what_is_not_said_has_a_default() {
+    fn shortest_file_gets_defaults() {
         let config = parse(SHORTEST).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps), (false, true));
         assert_eq!((config.steer, config.load, config.rss), (Steer::Affinity, Load::Cpu {}, Rss::Ethtool {}));

@@ -28,7 +28,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_has_the_file() {
+    fn sockstat_exists() {
         assert!(std::path::Path::new(SOCKSTAT).exists());
     }
 }

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_asks_too_often_is_told_when_to_come_back() {
+    fn excess_requests_get_retry_after() {
         let limits = Limits::default();
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
         // Another address of the same network does not help.

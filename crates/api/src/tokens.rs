@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_token_is_refused_and_the_old_one_stays() {
+    fn invalid_token_is_rejected_and_the_old_one_stays() {
         let directory = tempfile::tempdir().unwrap();
         let store = directory.path();
         let tokens = Tokens::open(store).unwrap();

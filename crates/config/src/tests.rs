@@ -74,12 +74,12 @@ fn read(text: &str) -> Result<Daemon, Diagnostics> {
 }
 
 /// The lines of the message.
-fn mistakes(text: &str) -> Vec<String> {
+fn diagnostics_of(text: &str) -> Vec<String> {
     read(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
 }
 
 #[test]
-fn what_is_right_is_read() {
+fn valid_file_is_read() {
     let daemon = read("name = \"a\"\n").unwrap();
     assert_eq!((daemon.name.value, daemon.interval, daemon.count.0), (Some(Name("a".into())), None, 3));
     let text = "name = \"a\"\ninterval = \"0.5s\"\ncount = 0x9\nplace = { kind = \"there\", path = \"/p\" }\n\
@@ -94,7 +94,7 @@ fn what_is_right_is_read() {
 fn every_mistake_is_named_at_once() {
     let text = "nmae = \"a\"\ninterval = \"9ms\"\ncount = 10\n[[service]]\nlisten = \"10.0.0.256:80\"\n[[service]]\n";
     assert_eq!(
-        mistakes(text),
+        diagnostics_of(text),
         [
             "daemon.toml:1:1: key `nmae`: is not known: expected one of `name`, `interval`, `count`, `place`, `key_file`, \
              `service` (nearest: `name`)",
@@ -129,10 +129,10 @@ fn single_mistakes() {
         ("place = { kind = \"there\" }", "2:9: key `place.path`: is missing: expected a path in quotes"),
     ];
     for (line, message) in cases {
-        assert_eq!(mistakes(&format!("name = \"a\"\n{line}\n")), [format!("daemon.toml:{message}")], "{line}");
+        assert_eq!(diagnostics_of(&format!("name = \"a\"\n{line}\n")), [format!("daemon.toml:{message}")], "{line}");
     }
     assert_eq!(
-        mistakes("# ä\nname = 5\n"),
+        diagnostics_of("# ä\nname = 5\n"),
         ["daemon.toml:2:8: key `name`: 5 is a TOML integer: expected 1 to 64 bytes without blanks"]
     );
 }
@@ -141,7 +141,7 @@ fn single_mistakes() {
 fn checks_over_several_values_stand_in_the_same_list() {
     let text = "name = \"a\"\ncount = 0\nservice = [{ listen = \"[::1]:1\" }, { listen = \"[::1]:1\" }]\n";
     assert_eq!(
-        mistakes(text),
+        diagnostics_of(text),
         [
             "daemon.toml:2:9: key `count`: 0: expected a whole number from 1 to 9",
             "daemon.toml:3:47: key `service.listen`: is used twice: expected each once",
@@ -151,7 +151,7 @@ fn checks_over_several_values_stand_in_the_same_list() {
 
 #[test]
 fn syntax_errors_are_all_named_and_hide_no_value_before_them() {
-    let found = mistakes("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
+    let found = diagnostics_of("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
     let places: Vec<&str> = found.iter().map(|mistake| mistake.split(": ").next().unwrap()).collect();
     assert_eq!(places, ["daemon.toml:1:8", "daemon.toml:2:9", "daemon.toml:3:12", "daemon.toml:4:11"], "{found:?}");
 }
@@ -196,7 +196,7 @@ fn a_missing_file_is_named() {
 }
 
 #[test]
-fn what_is_no_text_or_too_much_of_it_is_refused() {
+fn binary_and_oversized_files_are_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("daemon.toml");
     let refused = || Source::read(&file).unwrap_err().to_string();

@@ -275,7 +275,7 @@ async fn after_a_restart_the_first_table_waits_for_the_agents() {
 }
 
 #[tokio::test]
-async fn who_does_not_belong_is_told_so() {
+async fn unknown_and_duplicate_agents_are_rejected() {
     let home = Home::new(&["s1"], WEB);
     let running = home.start().await;
     let mut first = running.agent("s1").await;

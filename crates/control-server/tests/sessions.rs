@@ -11,7 +11,7 @@ use support::{Home, in_time};
 
 /// The only test of this process: a SIGHUP reaches all that listen for one.
 #[tokio::test]
-async fn who_came_in_with_a_token_of_before_is_out() {
+async fn new_token_ends_sessions_of_the_old_one() {
     let home = Home::new(&["s1"], "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n");
     let running = home.start().await;
     let http = reqwest::Client::builder().no_proxy().build().unwrap();

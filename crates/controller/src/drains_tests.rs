@@ -125,7 +125,7 @@ fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
 }
 
 #[test]
-fn what_nobody_says_is_not_known() {
+fn drain_waits_for_missing_confirmations() {
     let mut world = World::new();
     world.drain(&[], at(10));
     assert_eq!(world.waits_for(at(10)), ["its agent, which does not report", "a load balancer: none is connected"]);

@@ -204,7 +204,7 @@ fn failing_open_is_for_those_who_are_only_unwell() {
 }
 
 #[test]
-fn who_comes_back_joins_slowly() {
+fn recovered_server_has_a_slow_start() {
     let mut world = World::new(&format!("slow_start = \"10s\"\n{TCP}"), &["lb1"]);
     world.say("lb1", "uuu", at(0));
     world.members(at(0));

@@ -110,7 +110,7 @@ fn weights_share_out_buckets_and_weight_0_gets_none() {
 }
 
 #[test]
-fn who_joins_begins_slowly_and_who_was_there_does_not() {
+fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     let service = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
     let mut world = World::new(&["", ""], service);
     assert_eq!(shares(&world.table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
@@ -151,7 +151,7 @@ fn connections_are_those_of_the_report_and_what_came_since() {
 }
 
 #[test]
-fn what_was_opened_since_the_last_table_is_what_load_balancers_counted() {
+fn opened_connections_are_those_that_load_balancers_counted() {
     let mut world = World::new(&["", ""], "");
     let opened = |world: &mut World| world.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
     let one = world.controller.register_load_balancer("lb1", at(0)).unwrap();

@@ -70,7 +70,7 @@ fn foreign(server: &str, rack: &str, racks: &[&str]) -> Rejection {
 }
 
 #[test]
-fn where_nothing_is_said_any_rack_speaks_for_any_server() {
+fn any_rack_may_report_for_any_server_by_default() {
     let mut world = World::new("", &["", ""]);
     let rack = world.rack("r1");
     world.behind(rack, "r1", "s0", 1).unwrap();
@@ -116,7 +116,7 @@ fn another_document_ends_what_it_forbids() {
 }
 
 #[test]
-fn what_was_said_of_a_server_holds_when_it_has_left() {
+fn rack_assignment_of_a_departed_server_still_holds() {
     let mut world = World::new("", &["racks = [\"r1\"]", ""]);
     world.configure("", &["gone", ""]);
     let rack = world.rack("r2");
@@ -126,7 +126,7 @@ fn what_was_said_of_a_server_holds_when_it_has_left() {
 }
 
 #[test]
-fn whose_agent_went_elsewhere_is_the_racks_no_more() {
+fn agent_reconnect_moves_it_out_of_old_rack() {
     let mut world = World::new("", &["", ""]);
     let rack = world.rack("r1");
     world.behind(rack, "r1", "s0", 1).unwrap();
@@ -153,7 +153,7 @@ fn refusals_say_who_may() {
 }
 
 #[test]
-fn what_is_passed_up_of_a_service_holds_for_itself() {
+fn summaries_are_accepted_per_service() {
     let mut world = World::new("", &["", ""]);
     let rack = world.rack("r1");
     world.behind(rack, "r1", "s0", 1).unwrap();

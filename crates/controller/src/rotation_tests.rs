@@ -327,7 +327,7 @@ fn a_rotation_survives_the_controller_in_both_phases() {
 }
 
 #[test]
-fn who_is_missing_is_named() {
+fn missing_acknowledgements_are_named() {
     let mut world = rotated("");
     world.disconnect_balancer(1);
     world.disconnect_agent(2);

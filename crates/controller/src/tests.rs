@@ -292,7 +292,7 @@ fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
 }
 
 #[test]
-fn who_drains_or_left_keeps_its_connections_only() {
+fn draining_or_removed_server_keeps_only_its_connections() {
     let mut world = World::new(&ACTIVE, "crossrss");
     let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     world.configure(&["draining", "active", "active"], "crossrss", at(100));
@@ -318,7 +318,7 @@ fn who_drains_or_left_keeps_its_connections_only() {
 }
 
 #[test]
-fn nobody_eligible_gives_an_empty_table_and_a_warning() {
+fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
     let mut world = World::new(&["draining", "draining"], "crossrss-plus");
     let table = world.table(at(0));
     assert!(table.members.is_empty() && table.candidates.is_empty());
@@ -396,7 +396,7 @@ fn a_queue_without_a_core_is_pointed_out() {
 }
 
 #[test]
-fn explanations() {
+fn explanations_name_the_decision_and_its_reason() {
     let loads: [&[f64]; 3] = [&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]];
     let bucket_of =
         |port| RssKey::microsoft().toeplitz(&FourTuple::new(client(port), web().socket).unwrap().bytes()) & 127;
@@ -504,7 +504,7 @@ proptest! {
 
     /// Whatever comes in, in whatever order: there are tables, and every report is counted once.
     #[test]
-    fn no_report_breaks_anything(
+    fn arbitrary_reports_never_panic(
         reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),
     ) {
         let mut world = World::new(&ACTIVE, "crossrss");
@@ -574,7 +574,7 @@ fn reports_that_come_too_often_are_refused_and_counted() {
 }
 
 #[test]
-fn who_comes_and_goes_all_the_time_is_made_to_wait() {
+fn registrations_are_rate_limited() {
     let mut world = World::new(&["active"], "crossrss");
     let mut register = |ms: u64| {
         let session = world.controller.register("s0", "test", at(ms))?;

@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_deep_down_is_unknown_to_the_schema() {
+    fn nested_unknown_key_is_rejected_by_the_schema() {
         let cases = [
             (Kind::Fleet, "[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n", "colour = 1\n"),
             (Kind::Dispatch, "[[service]]\nlisten = \"0.0.0.0:53\"\n", "other = { colour = 1 }\n"),

@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn what_remains_is_said_in_words() {
+    fn remaining_connections_are_described() {
         assert_eq!(words(&status(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
         assert_eq!(words(&status(Some(0))), "s1 is drained: no connection remains");
         let in_web = Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });

@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn who_reads_a_udp_socket_without_epoll_is_found() {
+    fn reader_of_a_udp_socket_without_epoll_is_found() {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
         let inodes = receiving(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_place_is_refused() {
+    fn invalid_service_lists_are_rejected() {
         let text = |services: &[(ServiceAddress, u32)]| directory(services).unwrap_err().to_string();
         let one = service("10.0.0.1:80");
         assert_eq!(text(&[(one, 0), (one, 1)]), "service 10.0.0.1:80/tcp is listed twice");

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_done_and_what_could_not_be_is_said() {
+    fn applied_and_failed_fixes_are_reported() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("rps_cpus");
         fs::write(&file, "f\n").unwrap();

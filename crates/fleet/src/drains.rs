@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_drained_who_is_not_there_or_the_last_one() {
+    fn unknown_or_last_server_cannot_be_drained() {
         let both = config(&["s1", "s2"], API);
         let mut records = records(&both);
         let check = |records: &Records, wanted: WantedDrain| {

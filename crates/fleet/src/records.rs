@@ -411,7 +411,7 @@ mod tests {
     /// A server that joins a service with LB-side stamping gets an id that fits its cookie; other connections keep the
     /// old one.
     #[test]
-    fn where_load_balancers_stamp_ids_are_small() {
+    fn ids_fit_the_cookie_of_lb_side_stamping() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::draw(at(0), random);
         let plain = config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn routing_problems_are_named() {
         let with = |forwarding: u32, all: u32, own: u32| {
             problems_of("eth7", |directory, name| match (directory, name) {
                 ("eth7", "forwarding") => Some(forwarding),

@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn invalid_arrival_logs_are_rejected() {
         let header = "coreward-arrivals 1 seed=1 duration_us=1000 source_addresses=2\n\
                       start_us source_address source_port requests interval_us service_us\n";
         let wrong = [

@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_late_is_refused_and_changes_nothing() {
+    fn late_report_is_rejected_and_changes_nothing() {
         let mut tracker = LoadTracker::default();
         tracker.report(readings(7, 0, &[0]), Alpha::PUBLISHED).unwrap();
         tracker.report(readings(8, 100, &[10]), Alpha::PUBLISHED).unwrap();
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_stream_said_is_in_nobodys_way() {
+    fn streams_have_separate_sequence_numbers() {
         let mut tracker = LoadTracker::default();
         tracker.report(readings(1, 0, &[0]), Alpha::PUBLISHED).unwrap();
         let end_of_time = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };

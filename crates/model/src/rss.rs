@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_table_is_refused() {
+    fn invalid_indirection_table_is_rejected() {
         assert_eq!(
             IndirectionTable::new(&[0; 100]).unwrap_err().to_string(),
             "an indirection table of 100 entries: expected a power of two from 1 to 2048"

@@ -319,7 +319,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_for_a_controller_that_does_not_read_is_bounded() {
+    fn queue_for_a_stalled_controller_is_bounded() {
         let shared = Shared::default();
         let (messages, _controller) = mpsc::channel(1);
         shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_there_before_the_controller_went_speaks_for_nobody_at_the_next_one() {
+    fn streams_of_an_old_controller_are_not_relayed_to_the_next() {
         let shared = Shared::default();
         let mut streams = [0, 0];
         for stream in &mut streams {

@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_out_has_defaults_and_what_is_wrong_is_named() {
+    fn missing_keys_have_defaults_and_invalid_ones_are_named() {
         let parse = |more: &str| {
             let text = format!("name = \"r1\"\nlisten = \"10.3.0.1:7400\"\ncontroller = \"10.1.0.1:7400\"\n{more}");
             Config::parse(&Source::from_text("rack.toml", &text))

@@ -314,7 +314,7 @@ fn nobody_there() {
 }
 
 #[test]
-fn what_remains_at_a_server_that_drains_is_said() {
+fn draining_server_shows_its_remaining_connections() {
     let services = BTreeMap::from([("web".to_owned(), 10), ("api".to_owned(), 2)]);
     let mut reply = reply();
     reply.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });

@@ -224,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_saved_is_loaded() {
+    fn saved_state_is_loaded() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("made/controller.redb");
         let mut store = EmbeddedStore::open(&path).unwrap();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_store_is_left_alone() {
+    fn foreign_file_is_not_overwritten() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("controller.redb");
         let text = vec![b'x'; 10_000];

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn invalid_identities_are_rejected() {
         let cases = [
             ("spiffe://prod/agent/s1", "another scheme"),
             ("coreward://prod/agent", "not three parts"),

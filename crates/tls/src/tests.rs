@@ -165,7 +165,7 @@ fn a_connection_goes_on_in_another_runtime_when_the_first_one_has_ended() {
 }
 
 #[tokio::test]
-async fn who_has_a_certificate_of_the_fleet_comes_in_and_is_known() {
+async fn certificate_of_the_fleet_identifies_the_peer() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     assert_eq!(listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
@@ -175,7 +175,7 @@ async fn who_has_a_certificate_of_the_fleet_comes_in_and_is_known() {
 
 /// Both sides are told why, as far as the protocol lets the other side know.
 #[tokio::test]
-async fn who_does_not_belong_here_is_refused() {
+async fn foreign_certificates_are_rejected() {
     let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
     // Signed by ours, but of another fleet.
     let of_another_fleet = Fleet {
@@ -240,7 +240,7 @@ async fn a_server_must_be_a_controller() {
 }
 
 #[tokio::test]
-async fn who_speaks_something_else_is_refused() {
+async fn other_protocols_are_rejected() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let mut plain = TcpStream::connect(listening.address).await.unwrap();

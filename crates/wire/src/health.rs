@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_checks_say_comes_back() {
+    fn health_message_round_trips() {
         let entry = |index: u32, id: u64, verdict: Option<Verdict>| {
             let checked = CheckedServer {
                 verdict,

@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_cut_off_is_refused() {
+    fn truncated_message_is_rejected() {
         let numbers: Vec<_> = read(&[7, 0x80]).collect();
         assert!(numbers == [Some(7), None], "{numbers:?}");
     }

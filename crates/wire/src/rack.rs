@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_much_for_one_message_comes_in_several() {
+    fn large_summary_is_split_into_messages() {
         let message = summary_message(ServiceIndex::new(3).unwrap(), &summary());
         let (bytes, count) = (message.encoded_len(), 3 * LARGEST_MESSAGE / message.encoded_len());
         let agent = v1::FromAgent { stream: 7, message: None };

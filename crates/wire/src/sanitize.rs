@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_is_told_what_a_terminal_obeys() {
+    fn control_characters_are_removed() {
         let escape = || "\u{1b}[2Jgone".to_owned();
         assert_eq!(sanitize("s1".into()), "s1");
         assert_eq!(sanitize(escape()), "\u{fffd}[2Jgone");

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_data_plane_cannot_hold_is_refused() {
+    fn table_beyond_the_limits_of_the_data_plane_is_rejected() {
         let error = |change: fn(&mut v1::PlacementTable)| {
             let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);
             let mut message = message(ServiceIndex::new(0).unwrap(), &table);

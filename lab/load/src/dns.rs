@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_query_is_rejected_with_message() {
         for text in ["www.example", "www.example/B", "a..b/A", "www.example/A/dnssec/x", "www.example/A/x", "/A"] {
             let error = text.parse::<Query>().unwrap_err().to_string();
             assert!(error.starts_with(&format!("query {text:?}: expected NAME/TYPE")), "{error}");

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_back() {
+    fn written_log_is_read_back() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("latencies.hlog");
         let mut results = Results::new(2, 0..10_000_000_000, true).unwrap();

@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_refused() {
+    fn invalid_request_is_rejected() {
         let parse = |bytes: &[u8]| Request::parse(bytes).unwrap_err().to_string();
         assert_eq!(parse(b"\x01"), "1 bytes: expected at least 12");
         assert!(parse(b"\x00\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("request type 0"));

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_read_late_did_not_arrive_late() {
+    fn latency_uses_kernel_rx_timestamp() {
         let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
         receiver.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         Receiver::enable(&receiver).unwrap();

@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_request_types_are_rejected() {
         let error = |text: &str| text.parse::<ServiceTimes>().unwrap_err().to_string();
         assert!(error("GET").contains("\"GET\": expected TYPE=MICROSECONDS"));
         assert!(error("GOT=1").contains("\"GOT\": expected GET, PUT"));

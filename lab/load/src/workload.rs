@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_workloads_are_rejected() {
         let error = |text: &str| text.parse::<Mix>().unwrap_err().to_string();
         assert!(error("turbo-7e").contains("\"turbo-7e\": expected TYPE=SHARE"));
         assert!(error("GET=0.5").contains("add up to 0.5: expected 1"));

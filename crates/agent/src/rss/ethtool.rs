@@ -295,7 +295,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_has_no_rss_is_named() {
+    fn device_without_rss_is_named() {
         let error = EthtoolRss::new("lo").read().unwrap_err();
         assert_eq!(error.to_string(), "lo has no RSS indirection table that ethtool shows");
         let error = EthtoolRss::new("nonexistent0").read().unwrap_err();

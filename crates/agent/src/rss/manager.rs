@@ -281,8 +281,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_managed_is_set_kept_and_put_back() {
-        if skip_without_privilege("what_is_managed_is_set_kept_and_put_back") {
+    fn managed_rss_is_set_kept_and_restored() {
+        if skip_without_privilege("managed_rss_is_set_kept_and_restored") {
             return;
         }
         let pins = std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));

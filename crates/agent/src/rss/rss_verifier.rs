@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn one_queue_says_nothing() {
+    fn rss_verdict_undecided_with_single_queue() {
         let table = IndirectionTable::balanced(1, 128, 1).unwrap();
         assert_eq!(RssVerifier::default().observe(&table, 100, 0), Verdict::Undecided);
     }

@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn urls() {
+    fn urls_are_parsed_and_invalid_ones_rejected() {
         for (text, shown, host) in [
             ("127.0.0.1:7401", "127.0.0.1:7401", "127.0.0.1"),
             ("http://127.0.0.1:7401/", "127.0.0.1:7401", "127.0.0.1"),

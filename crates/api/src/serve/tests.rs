@@ -131,7 +131,7 @@ async fn connection_waits_when_all_slots_are_busy() {
 }
 
 #[tokio::test]
-async fn who_is_silent_for_long_is_let_go_and_a_watcher_is_not() {
+async fn idle_connection_is_closed_unless_it_watches() {
     let (address, _serving) = serve(Bounds { head: Duration::from_secs(2), ..Bounds::default() });
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;

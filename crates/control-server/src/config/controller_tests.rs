@@ -75,7 +75,7 @@ fn every_mistake_is_named_at_once() {
 }
 
 #[test]
-fn what_must_survive_has_exactly_one_place() {
+fn store_and_etcd_are_mutually_exclusive() {
     let listen = "listen = \"127.0.0.1:7400\"\n";
     let etcd = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
     for nested in ["/coreward/parts", "/a/leader/b", "/manifest"] {

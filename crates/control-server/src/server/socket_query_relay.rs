@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_never_answered_is_forgotten() {
+    fn unanswered_query_is_forgotten() {
         let sockets = Sockets::default();
         let (mut questions, mut answers) = (sockets.expect_questions(1), sockets.expect_answers(7));
         for number in 0..=OPEN as u64 {

@@ -126,7 +126,7 @@ async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
 }
 
 #[tokio::test]
-async fn who_is_late_is_refused() {
+async fn apply_against_an_old_generation_is_rejected() {
     let home = home();
     let controller = home.start().await;
     controller.apply(&home, &document(&["s1"], "")).await.unwrap();
@@ -141,7 +141,7 @@ async fn who_is_late_is_refused() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_changes_nothing() {
+async fn invalid_document_changes_nothing() {
     let home = home();
     let controller = home.start().await;
     let first = document(&["s1"], "").replace("address", "id = 7\naddress");

@@ -85,7 +85,7 @@ async fn a_change_and_who_made_it_survive_a_restart() {
 }
 
 #[tokio::test]
-async fn what_a_load_balancer_cannot_use_is_named() {
+async fn update_rejected_by_a_load_balancer_is_reported() {
     let home = home();
     let running = home.start().await;
     apply(&running, &document(&["s1"]), 0).await;

@@ -143,7 +143,7 @@ impl Controller {
 }
 
 #[tokio::test]
-async fn who_follows_names_the_leader_and_every_leader_has_a_later_term() {
+async fn followers_name_the_leader_and_terms_increase() {
     let etcd = Etcd::start();
     let first = Controller::start(&etcd, "c1").await;
     let term = first.leads().await;

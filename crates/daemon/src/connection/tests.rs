@@ -37,7 +37,7 @@ fn several_are_tried_in_turn_and_only_whole_rounds_make_it_slower() {
 }
 
 #[test]
-fn who_answered_last_is_tried_first() {
+fn last_reachable_controller_is_tried_first() {
     let mut turns = Turns::new(3);
     turns.ended(&End::Lost);
     turns.heard();
@@ -92,7 +92,7 @@ async fn the_term_comes_with_the_stream() {
 }
 
 #[test]
-fn who_refuses_us_is_left_alone_for_a_while() {
+fn rejecting_controller_is_retried_later() {
     let mut turns = Turns::new(2);
     assert_eq!((turns.ended(&End::Rejected), turns.current), (REJECTED_RETRY_INTERVAL, 1));
 }

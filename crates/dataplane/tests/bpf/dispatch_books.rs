@@ -144,8 +144,8 @@ fn requests_without_response_are_given_up_when_they_cannot_wait_any_more() {
 }
 
 #[test]
-fn what_a_full_receive_buffer_drops_is_given_up_at_once() {
-    if may_load_bpf("what_a_full_receive_buffer_drops_is_given_up_at_once") {
+fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
+    if may_load_bpf("request_dropped_by_a_full_receive_buffer_is_abandoned_at_once") {
         for policy in Policy::all() {
             in_namespace(|| {
                 let mut bed = Bed::new(2, &options(policy));
@@ -177,8 +177,8 @@ fn what_a_full_receive_buffer_drops_is_given_up_at_once() {
 }
 
 #[test]
-fn what_waits_and_was_never_counted_counts_as_outstanding() {
-    if may_load_bpf("what_waits_and_was_never_counted_counts_as_outstanding") {
+fn uncounted_waiting_request_becomes_outstanding() {
+    if may_load_bpf("uncounted_waiting_request_becomes_outstanding") {
         in_namespace(|| {
             let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
             // More of one client's port than its sets hold.

@@ -143,8 +143,8 @@ fn random_is_by_flow_and_reaches_all() {
 }
 
 #[test]
-fn what_exceeds_the_bound_is_counted() {
-    if may_load_bpf("what_exceeds_the_bound_is_counted") {
+fn request_above_the_bound_is_counted() {
+    if may_load_bpf("request_above_the_bound_is_counted") {
         in_namespace(|| {
             let bed = Bed::new(2, &options(Policy::ShortestQueue));
             bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));

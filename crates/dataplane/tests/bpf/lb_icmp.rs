@@ -195,8 +195,8 @@ fn errors_about_datagrams_follow_their_flow() {
 }
 
 #[test]
-fn what_is_not_about_a_service_passes() {
-    if !may_load_bpf("what_is_not_about_a_service_passes") {
+fn icmp_error_of_no_service_passes() {
+    if !may_load_bpf("icmp_error_of_no_service_passes") {
         return;
     }
     let (balancer, ids) = balancer(ServiceMode::default());

@@ -213,8 +213,8 @@ fn modes_and_flows_are_taken_over() {
 }
 
 #[test]
-fn what_cannot_be_attached_is_refused_with_a_reason() {
-    if !may_load_bpf("what_cannot_be_attached_is_refused_with_a_reason") {
+fn failed_attachment_returns_a_reason() {
+    if !may_load_bpf("failed_attachment_returns_a_reason") {
         return;
     }
     let (pair, pins) = (Pair::new(), PinDirectory::new());
@@ -250,8 +250,8 @@ fn what_cannot_be_attached_is_refused_with_a_reason() {
 }
 
 #[test]
-fn what_another_version_pinned_forwards_until_this_one_is_ready() {
-    if !may_load_bpf("what_another_version_pinned_forwards_until_this_one_is_ready") {
+fn program_of_another_version_forwards_until_this_one_is_ready() {
+    if !may_load_bpf("program_of_another_version_forwards_until_this_one_is_ready") {
         return;
     }
     let (pair, pins) = (Pair::new(), PinDirectory::new());

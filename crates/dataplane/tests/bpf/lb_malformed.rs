@@ -46,8 +46,8 @@ fn with(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_not_for_a_service_passes_untouched() {
-    if !may_load_bpf("what_is_not_for_a_service_passes_untouched") {
+fn packet_of_no_service_passes_unchanged() {
+    if !may_load_bpf("packet_of_no_service_passes_unchanged") {
         return;
     }
     let (balancer, _, packet) = balancer();

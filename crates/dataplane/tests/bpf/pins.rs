@@ -35,8 +35,8 @@ fn a_directory_is_one_processs_at_a_time() {
 }
 
 #[test]
-fn who_looks_on_leaves_nothing() {
-    if !may_load_bpf("who_looks_on_leaves_nothing") {
+fn read_only_commands_create_no_pins() {
+    if !may_load_bpf("read_only_commands_create_no_pins") {
         return;
     }
     let pins = PinDirectory::new();

@@ -173,8 +173,8 @@ fn connections_older_than_the_clock_are_left_alone() {
 }
 
 #[test]
-fn what_is_sent_to_all_reaches_the_connection_alone() {
-    if !may_load_bpf("what_is_sent_to_all_reaches_the_connection_alone") {
+fn broadcast_reaches_only_the_connection() {
+    if !may_load_bpf("broadcast_reaches_only_the_connection") {
         return;
     }
     let bed = Bed::new();

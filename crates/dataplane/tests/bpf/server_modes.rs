@@ -203,8 +203,8 @@ fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> b
 }
 
 #[test]
-fn what_is_not_here_is_handed_to_the_server_before() {
-    if !may_load_bpf("what_is_not_here_is_handed_to_the_server_before") {
+fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
+    if !may_load_bpf("packet_without_a_socket_is_forwarded_to_the_previous_server") {
         return;
     }
     let mut bed = Bed::new();

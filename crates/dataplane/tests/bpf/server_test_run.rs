@@ -105,8 +105,8 @@ fn options(rng: &mut Xoshiro256PlusPlus, timestamp: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn what_leaves_is_stamped_as_the_model_says() {
-    if !may_load_bpf("what_leaves_is_stamped_as_the_model_says") {
+fn egress_stamping_equals_the_reference_model() {
+    if !may_load_bpf("egress_stamping_equals_the_reference_model") {
         return;
     }
     let mut rng = seeded_rng(1, 0);
@@ -138,8 +138,8 @@ fn what_leaves_is_stamped_as_the_model_says() {
 }
 
 #[test]
-fn what_the_client_echoes_is_restored() {
-    if !may_load_bpf("what_the_client_echoes_is_restored") {
+fn tsecr_is_restored() {
+    if !may_load_bpf("tsecr_is_restored") {
         return;
     }
     let mut rng = seeded_rng(2, 0);
@@ -197,8 +197,8 @@ fn zero_is_never_sent() {
 }
 
 #[test]
-fn what_is_not_ours_is_left_alone() {
-    if !may_load_bpf("what_is_not_ours_is_left_alone") {
+fn foreign_packet_is_unchanged() {
+    if !may_load_bpf("foreign_packet_is_unchanged") {
         return;
     }
     let mut rng = seeded_rng(4, 0);
@@ -244,8 +244,8 @@ fn what_is_not_ours_is_left_alone() {
 }
 
 #[test]
-fn what_was_sent_to_all_is_dropped_where_no_socket_is() {
-    if !may_load_bpf("what_was_sent_to_all_is_dropped_where_no_socket_is") {
+fn broadcast_without_a_socket_is_dropped() {
+    if !may_load_bpf("broadcast_without_a_socket_is_dropped") {
         return;
     }
     let server = Server::new(&mut seeded_rng(5, 0));

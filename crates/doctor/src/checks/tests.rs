@@ -187,7 +187,7 @@ fn the_kernel() {
 }
 
 #[test]
-fn what_overrides_rss() {
+fn rss_overrides_are_found() {
     let server = |change: fn(&mut Facts)| found(Role::Server, change);
     assert_eq!(server(|facts| device(facts).rss_conflicts.irqbalance = true), [("irqbalance", WARNING)]);
     assert_eq!(server(|facts| device(facts).rss_conflicts.flow_rules = 2), [("flow-rules", WARNING)]);

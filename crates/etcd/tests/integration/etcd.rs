@@ -119,7 +119,7 @@ fn a_large_change_is_there_for_the_next_leader_and_what_was_half_written_is_not(
 }
 
 #[test]
-fn whoever_was_deposed_can_write_nothing() {
+fn deposed_leader_cannot_write() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
     let first = lead(&cluster, "a");
@@ -183,7 +183,7 @@ fn others_wait_and_know_who_leads() {
 }
 
 #[test]
-fn whoever_leaves_as_it_begins_to_lead_keeps_nobody_waiting() {
+fn resign_during_election_releases_lease() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
     eventually("etcd has started", || read_leader(&cluster) == Ok(LeaderState::Nobody));

@@ -93,7 +93,7 @@ fn requests() {
 }
 
 #[test]
-fn who_says_nothing_is_given_up() {
+fn silent_server_times_out() {
     let (_listener, address) = listen();
     let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -102,7 +102,7 @@ fn who_says_nothing_is_given_up() {
 }
 
 #[test]
-fn what_is_no_http_is_named() {
+fn answer_that_is_not_http_is_named() {
     let (listener, address) = listen();
     std::thread::spawn(move || {
         for stream in listener.incoming() {

@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn what_packets_do_is_seen_and_a_retransmitted_syn_finds_its_entry() {
+    fn packets_update_entries_and_a_retransmitted_syn_finds_its_entry() {
         let table = table(1024);
         let packet = packet(1);
         let mut recent = RecentConnections::default();

@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn what_exceeds_the_bound_waits_at_the_nic() {
+    fn request_above_the_bound_waits_at_the_nic() {
         let mut jbsq = JoinShortestQueue::bounded(2, 2.try_into().unwrap());
         let placed: Vec<_> = (0..6).map(|_| jbsq.place(0, &header(0, 1))).collect();
         assert_eq!(placed, [Some(0), Some(1), Some(0), Some(1), None, None]);

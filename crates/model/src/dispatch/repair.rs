@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_wait_in_the_queue_is_not_given_up() {
+    fn request_that_may_be_queued_is_not_abandoned() {
         // Two wait: they are the youngest, however old they are (a worker that was stopped).
         assert_eq!(given_up(&[30, 20, 25, 40], 2, 10), [3, 0]);
         assert_eq!(given_up(&[30, 20, 25, 40], 4, 10), []);

@@ -24,7 +24,7 @@ fn falls_and_rises() {
 }
 
 #[test]
-fn nobody_is_down_for_a_first_failure() {
+fn first_failure_keeps_the_server_up() {
     let none = None;
     assert_eq!(verdicts(&[false, false, false], thresholds(2, 3)), [none, none, Some(Verdict::Down)]);
     assert_eq!(verdicts(&[false, true], thresholds(2, 3)), [none, Some(Verdict::Up)]);
@@ -61,7 +61,7 @@ fn the_majority_decides_and_a_tie_changes_nothing() {
 }
 
 #[test]
-fn who_sees_nobody_is_not_believed_while_another_sees_somebody() {
+fn load_balancer_that_reaches_no_server_is_overruled() {
     use Verdict::{Down, Up};
     let blind = observer(&[(1, Down), (2, Down), (3, Down)]);
     let sees = observer(&[(1, Up), (2, Down), (3, Up)]);

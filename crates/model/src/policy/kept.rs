@@ -167,7 +167,7 @@ mod tests {
     proptest! {
         /// A table by what was kept is the one that is made without.
         #[test]
-        fn what_is_kept_is_what_would_be_made_anew(
+        fn cached_policy_state_equals_a_new_one(
             begin in prop::collection::vec(server(), 0..12),
             changes in prop::collection::vec(change(), 1..8),
         ) {

@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joins_gets_its_part_only() {
+    fn joining_server_gets_only_its_share() {
         let mut servers: Vec<PoolServer> =
             (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
         (servers[3].open_connections, servers[3].ramp) = (0, 0.25);

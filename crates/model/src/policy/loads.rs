@@ -240,7 +240,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_taken_out_is_as_if_it_had_never_been(loads in proptest::collection::vec(0.0..20.0f64, 0..100), part in 0usize..100) {
+        fn removed_load_leaves_no_trace(loads in proptest::collection::vec(0.0..20.0f64, 0..100), part in 0usize..100) {
             let (stay, go) = loads.split_at(part.min(loads.len()));
             let mut sum = spread(&loads);
             go.iter().for_each(|load| sum.remove(*load));
@@ -249,7 +249,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_missing_is_nearly_exact(loads in proptest::collection::vec(0.0..2.0f64, 1..200), level in 0.001..2.0f64) {
+        fn difference_to_the_level_is_nearly_exact(loads in proptest::collection::vec(0.0..2.0f64, 1..200), level in 0.001..2.0f64) {
             let exact: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
             let found = spread(&loads).missing(level);
             let in_bin = loads.iter().filter(|load| bin_of(**load) == bin_of(level)).count();

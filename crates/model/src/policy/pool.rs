@@ -417,7 +417,7 @@ mod tests {
     proptest! {
         /// A pool that goes on from table to table is the one that would be made anew.
         #[test]
-        fn what_is_renewed_is_what_would_be_made_anew(steps in prop::collection::vec(step(), 1..10)) {
+        fn refreshed_pool_equals_a_new_one(steps in prop::collection::vec(step(), 1..10)) {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
             let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| summary(&[])).collect();
             let mut pool = Pool::new(servers.clone(), 1);

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_scaled_down() {
+    fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
         let turns = turns(&weights);
         let of = |server: usize| turns.iter().filter(|turn| **turn == server).count();

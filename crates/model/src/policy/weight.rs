@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_out_of_range_is_named() {
+    fn weight_out_of_range_is_rejected() {
         assert_eq!(Weight::new(100).unwrap().get(), 100);
         assert_eq!(Weight::new(101).unwrap_err().to_string(), "weight 101: expected 0 (no new connections) to 100");
         assert_eq!(Weight::new(357).unwrap_err(), WeightError(357));

@@ -209,7 +209,7 @@ fn without_the_count_of_changes_a_place_is_handed_out_twice() {
 }
 
 #[test]
-fn whoever_looks_while_an_entry_changes_hands_never_finds_anothers_server() {
+fn reader_never_finds_the_server_of_another_connection() {
     loom::model(|| {
         let table = table(1, WHOLE_TOP);
         let index = take(&table, 1).unwrap();
@@ -230,7 +230,7 @@ fn whoever_looks_while_an_entry_changes_hands_never_finds_anothers_server() {
 }
 
 #[test]
-fn of_two_who_free_the_same_entry_one_succeeds() {
+fn concurrent_free_of_an_entry_succeeds_once() {
     loom::model(|| {
         let table = table(PLACES, WHOLE_TOP);
         let index = take(&table, 1).unwrap();

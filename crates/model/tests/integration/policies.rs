@@ -155,7 +155,7 @@ fn one_intervals_connections_fill_the_deficits() {
 
 /// What load balancers count they send only for policies that want it.
 #[test]
-fn whoever_uses_what_was_opened_asks_for_it() {
+fn policies_that_use_opened_connections_request_them() {
     let rss_key = key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);

@@ -17,7 +17,7 @@ fn check_flips(flips: &Flips, servers: f64) {
 }
 
 #[test]
-fn of_ten_million_random_echoes_none_reaches_an_unknown_server_and_no_server_is_favoured() {
+fn random_tsecr_reaches_known_servers_evenly() {
     let all = Cookies::new(1, 16_384, false).unwrap().random(5_000_000).unwrap();
     assert!(all.deviations().abs() < FAR, "{}", all.deviations());
     let pool = Cookies::new(2, 300, false).unwrap().random(5_000_000).unwrap();

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_response_is_refused() {
+    fn invalid_response_is_rejected() {
         assert_eq!(replies(b"220 mail.example\r\n\r\n"), Err(Malformed));
         assert_eq!(replies(b"HTTP/1.1 200 OK\r\n\r\nuntil the end"), Err(Malformed));
         assert_eq!(replies(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), Err(Malformed));

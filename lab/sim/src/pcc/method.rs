@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_named() {
+    fn unknown_method_is_rejected() {
         for (given, expected) in [
             ("beemer", "method \"beemer\" does not exist: did you mean beamer? expected one of hash"),
             ("cheeta:rr", "method \"cheeta:rr\" does not exist: did you mean cheetah:POLICY?"),

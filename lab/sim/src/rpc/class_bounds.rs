@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_class_bounds_are_rejected() {
         let error = |text: &str| text.parse::<ClassBoundOptions>().unwrap_err();
         assert_eq!(error("bound=0"), "bound \"0\": expected a number from 1 to 65535");
         assert!(error("reserve=1").contains("reserved"), "{}", error("reserve=1"));

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_objectives_are_rejected() {
         let error = |search: PeakConfig| peak(&search).unwrap_err().to_string();
         let slo = PeakConfig { slo: 0.0, ..PeakConfig::default() };
         assert_eq!(error(slo), "SLO 0: expected a number above 0, in multiples of the service time");

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_policies_are_rejected() {
         let error = |text: &str| text.parse::<Policy>().unwrap_err().to_string();
         assert!(error("jsk").contains("did you mean jsq"), "{}", error("jsk"));
         assert_eq!(error("jsq:2"), "policy \"jsq:2\": expected jsq");

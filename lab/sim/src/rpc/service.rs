@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_service_times_are_rejected() {
         let error = |text: &str| text.parse::<Service>().unwrap_err().to_string();
         assert_eq!(error("bimodal:1.1:5"), "service \"bimodal:1.1:5\": fraction 1.1: expected a number from 0 to 1");
         assert_eq!(error("bimodal:0.1"), "service \"bimodal:0.1\": expected bimodal:FRACTION:FACTOR");

@@ -100,7 +100,7 @@ const WITH_SIMULATED: LiveFigure = LiveFigure {
 };
 
 #[test]
-fn what_is_simulated_stands_beside_what_is_measured() {
+fn simulated_series_is_drawn_with_the_measured_one() {
     let scenario = WITH_SIMULATED.figure.scenario().unwrap();
     let table = WITH_SIMULATED.table(&scenario, &|_, _| {}).unwrap();
     let [measured, simulated] = &table.panels[0].curves[..] else { panic!("{table:?}") };

@@ -229,7 +229,7 @@ fn ipv6_with_extension_headers() {
 }
 
 #[test]
-fn what_is_left_out_is_counted_by_reason() {
+fn skipped_packets_are_counted_by_reason() {
     let files = Files::new();
     let changed = |at: usize, value: u8| {
         let mut packet = ipv4(1_000, 0, 0);

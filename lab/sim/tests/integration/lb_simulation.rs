@@ -172,7 +172,7 @@ fn tables_that_come_later_place_otherwise() {
 }
 
 #[test]
-fn what_cannot_be_simulated_is_named() {
+fn capture_that_cannot_be_simulated_is_rejected() {
     let error = |config: Config| run(&config).unwrap_err().to_string();
     let campus = || config("campus:seconds=2,history=0", &["hash"], 1..=1);
     assert_eq!(error(Config { servers: 0, ..campus() }), "servers 0: expected 1 to 16384");

@@ -79,7 +79,7 @@ fn the_same_on_any_number_of_threads() {
 }
 
 #[test]
-fn what_is_wrong_is_said() {
+fn invalid_paths_are_rejected() {
     let error = |config: Config| run(&config).unwrap_err().to_string();
     let default = Config::default;
     assert!(error(Config { servers: 0, ..default() }).contains("servers 0: expected 1 to 16384"));

@@ -150,7 +150,7 @@ fn output_has_the_documented_form() {
 }
 
 #[test]
-fn what_cannot_be_is_named() {
+fn impossible_configurations_are_rejected() {
     let fails = |config: Config| run(&config).unwrap_err().to_string();
     let per_minute = |rate| Updates::PerMinute { servers: rate, load_balancers: 0.0 };
     let sound = Config::default;

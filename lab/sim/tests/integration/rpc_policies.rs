@@ -159,7 +159,7 @@ fn windows_cover_the_run_after_the_warm_up() {
 }
 
 #[test]
-fn what_is_wrong_is_said() {
+fn invalid_configurations_are_rejected() {
     let error = |config: Config| run(&config).unwrap_err().to_string();
     let with = |policy: &str| Config { policy: policy.parse().unwrap(), ..Config::default() };
     assert_eq!(error(Config { cores: 0, ..with("jsq") }), "0 cores: expected 1 to 65535");

@@ -295,7 +295,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_force_ends_the_doubt_about_attempts_before() {
+    fn document_in_force_decides_unanswered_attempts() {
         let attempts = ["a", "b", "c"].map(String::from).to_vec();
         assert_eq!(after(attempts.clone(), "b"), ["c"]);
         assert_eq!(after(attempts.clone(), "c"), [""; 0]);

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_acknowledged_must_be_there_and_nothing_else() {
+    fn exactly_the_acknowledged_drains_are_expected() {
         let mut drains = Drains::default();
         drains.asked(1, true, true);
         assert_eq!(drains.compare(&status(&[(1, "command"), (2, "document")])), [""; 0]);

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn impossible_options_are_rejected() {
         for (line, named) in [
             ("--policy crosrss", "crossrss-plus"),
             ("--seconds 17", "18..=3600"),

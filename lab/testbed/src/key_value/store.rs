@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_put_is_got() {
+    fn stored_value_is_returned() {
         let store = Store::filled(3, 4, 4);
         assert_eq!(ask(&store, "GET", b"new", b""), (Status::NotFound as u8, vec![]));
         assert_eq!(ask(&store, "PUT", b"new", b"first"), (Status::Done as u8, vec![]));

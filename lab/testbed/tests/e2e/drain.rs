@@ -139,8 +139,8 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
 }
 
 #[test]
-fn who_waits_no_more_leaves_the_server_drained() {
-    if skip_without_privilege("who_waits_no_more_leaves_the_server_drained") {
+fn ended_wait_leaves_the_server_drained() {
+    if skip_without_privilege("ended_wait_leaves_the_server_drained") {
         return;
     }
     let mut site = TestEnv::start("drainend");

@@ -148,8 +148,8 @@ fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
 }
 
 #[test]
-fn who_is_down_gets_no_new_connections_and_comes_back_slowly() {
-    if skip_without_privilege("who_is_down_gets_no_new_connections_and_comes_back_slowly") {
+fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
+    if skip_without_privilege("server_that_is_down_gets_no_new_connections_and_has_a_slow_start") {
         return;
     }
     // `joining` for so long that a look each half second finds it.

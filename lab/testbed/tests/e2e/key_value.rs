@@ -102,8 +102,8 @@ fn a_get_sees_what_was_put() -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_is_no_request_is_counted_and_not_answered() -> anyhow::Result<()> {
-    if skip_without_privilege("what_is_no_request_is_counted_and_not_answered") {
+fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
+    if skip_without_privilege("invalid_request_is_counted_and_not_answered") {
         return Ok(());
     }
     let testbed = testbed("tkvbad")?;
@@ -133,8 +133,8 @@ fn what_is_no_request_is_counted_and_not_answered() -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_a_dead_worker_had_is_lost_and_counted() -> anyhow::Result<()> {
-    if skip_without_privilege("what_a_dead_worker_had_is_lost_and_counted") {
+fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
+    if skip_without_privilege("requests_of_a_dead_worker_are_lost_and_counted") {
         return Ok(());
     }
     let testbed = testbed("tkvdead")?;
@@ -215,7 +215,7 @@ fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() -> anyhow::Result<()> {
+fn contradictory_options_are_rejected() -> anyhow::Result<()> {
     let error = |arguments: &str| -> anyhow::Result<String> {
         let output = Command::new(lab_command()?).args(arguments.split(' ')).output()?;
         assert!(!output.status.success(), "{arguments}");

@@ -62,7 +62,7 @@ fn requests() {
 }
 
 #[test]
-fn mistakes() {
+fn invalid_health_checks_are_rejected() {
     let cases = [
         (
             "check = \"htpp\"",

@@ -70,7 +70,7 @@ fn the_best_of_several_is_taken_point_by_point() {
 }
 
 #[test]
-fn where_a_curve_passes_a_height_is_interpolated() {
+fn crossing_of_a_curve_is_interpolated() {
     let claim = "value = { series = \"a\", panel = \"p\", reaches = 5 }\nat_least = 2.2\nat_most = 2.3";
     let verdict = judge(claim);
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.25, 2.25))));
@@ -100,7 +100,7 @@ fn an_order_fails_where_two_curves_cross() {
 }
 
 #[test]
-fn what_no_table_has_does_not_hold() {
+fn assertion_about_a_missing_curve_fails() {
     let verdict = judge("value = { series = \"absent\", panel = \"p\" }\nat_least = 0");
     assert_eq!((verdict.holds, verdict.measured), (false, None));
 }

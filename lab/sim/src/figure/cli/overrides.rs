@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_out_takes_its_claims_along() {
+    fn omitted_series_omits_its_assertions() {
         let (scenario, words) = applied(&["--runs", "1", "--seconds", "0.5", "--points", "40"]).unwrap();
         assert_eq!((*scenario.seeds.get_ref(), scenario.live.as_ref().unwrap().seconds), (1, Some(0.5)));
         assert_eq!(scenario.panel[0].x.as_ref().unwrap().values, [0.4]);
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn invalid_overrides_are_rejected() {
         let error = |arguments: &[&str]| applied(arguments).unwrap_err().to_string();
         assert_eq!(error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
         assert!(error(&["--series", "jsk"]).contains("did you mean jsq"));
