@@ -4,14 +4,18 @@
 //! service time of its own first computes for so long and yields to requests of higher priority meanwhile. The thread
 //! of a core connects again when the orchestrator ends.
 
+use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
+use coreward_model::dispatch::{Assignment, Epoch, ScaleDown, ScaleUp};
 use coreward_runtime::RuntimeError;
+use coreward_runtime::allocation::CoreAllocator;
+use coreward_runtime::message::{HintMessage, Trigger};
 use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
-use coreward_runtime::worker::Runtime;
+use coreward_runtime::worker::{Runtime, Worker};
 
 use crate::interrupt;
 use crate::key_value::store::Store;
@@ -40,10 +44,21 @@ pub struct OrchestratedServerArgs {
     /// Time that a request runs before it yields to one of higher priority (us)
     #[arg(long, default_value_t = 5)]
     quantum_us: u64,
+    /// Assignment of the cores to services 0 and 1, changed by load hints of service 0: share, dedicated or hybrid
+    #[arg(long, default_value_t = Assignment::CompleteShare)]
+    assignment: Assignment,
+    /// Cores that each service keeps for itself
+    #[arg(long, default_value_t = 1)]
+    reserved: u16,
+    /// Time between two checks of the load monitor (us); it scales down after four calm ones
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
+    epoch_us: u64,
 }
 
 struct KeyValue {
     store: Store,
+    /// `None`: every service runs on every core.
+    allocator: Option<CoreAllocator>,
 }
 
 impl Handler for KeyValue {
@@ -56,6 +71,13 @@ impl Handler for KeyValue {
         let (Some(only), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
         response.extend_from_slice(only);
         Reply::Send
+    }
+
+    fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        match &self.allocator {
+            Some(allocator) => allocator.act(hint, worker),
+            None => worker.rearm_load_monitor(hint.service),
+        }
     }
 }
 
@@ -81,7 +103,11 @@ fn compute(time: Duration, context: &mut Context<'_>) {
 /// When signals cannot be handled.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let server = KeyValue { store: Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS) };
+    let store = Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
+    let cores = args.cores.iter().max().map_or(0, |last| last + 1);
+    let is_allocated = args.assignment != Assignment::CompleteShare;
+    let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));
+    let server = KeyValue { store, allocator };
     let stop = AtomicBool::new(false);
     let served: Vec<u64> = std::thread::scope(|scope| {
         let serve = |core: &u16| {
@@ -131,7 +157,23 @@ fn connect_and_serve(
         }
     }
     let mut worker = runtime.worker(core)?;
-    (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?;
+    match &server.allocator {
+        None => (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?,
+        Some(allocator) => {
+            allocator.attach(&mut worker)?;
+            if args.cores.first() == Some(&core) {
+                enable_monitor(args, &mut worker)?;
+            }
+        }
+    }
     let options = ServeOptions { quantum: Duration::from_micros(args.quantum_us), ..ServeOptions::default() };
     worker.serve(server, options, stop)
+}
+
+/// Enables the load monitor of service 0.
+fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+    let epoch = Epoch::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
+    let down = ScaleDown { epoch, threshold: 0, calm_epochs: 4 };
+    worker.enable_load_monitor(0, Trigger::ScaleUp(ScaleUp { epoch }))?;
+    worker.enable_load_monitor(0, Trigger::ScaleDown(down))
 }

@@ -14,14 +14,14 @@ use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 const STALL_AFTER: u64 = 1_000_000;
-const TIMEOUT: Duration = Duration::from_secs(20);
+pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
 /// Two services in strict priority on 2 cores, with a depth of 2.
-fn config() -> EngineConfig {
+pub fn config() -> EngineConfig {
     let service =
         |priority| ServiceConfig { entry: ServiceEntry { address: address(), priority }, lambda: Lambda::PUBLISHED };
     EngineConfig {
@@ -35,46 +35,52 @@ fn config() -> EngineConfig {
     }
 }
 
-struct Bench {
-    engine: Engine,
+pub struct Bench {
+    pub engine: Engine,
     path: PathBuf,
+    cores: u16,
     _directory: tempfile::TempDir,
 }
 
 impl Bench {
-    fn new(config: &EngineConfig) -> Self {
+    pub fn new(config: &EngineConfig) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("cores");
-        Self { engine: Engine::new(&path, config).unwrap(), path, _directory: directory }
+        Self { engine: Engine::new(&path, config).unwrap(), path, cores: config.cores, _directory: directory }
     }
 
-    fn runtime(&self) -> Runtime {
+    pub fn runtime(&self) -> Runtime {
         let runtime = Runtime::connect(&self.path).unwrap();
         (0..2).for_each(|service| runtime.register_service(service, address(), service).unwrap());
         runtime
     }
 
-    fn poll(&mut self, now: u64) -> Vec<Vec<u8>> {
+    pub fn poll(&mut self, now: u64) -> Vec<Vec<u8>> {
         let mut answers = Vec::new();
         self.engine.poll(now, &mut |_, _, payload| answers.push(payload.to_vec()));
         answers
     }
 
-    /// A worker that runs both services, and serves nothing by itself.
-    fn worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
-        let mut worker = std::thread::scope(|scope| {
+    /// A worker that runs no service.
+    pub fn attach<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
+        std::thread::scope(|scope| {
             let worker = scope.spawn(|| runtime.worker(core));
             while !worker.is_finished() {
                 self.poll(0);
             }
             worker.join().unwrap().unwrap()
-        });
+        })
+    }
+
+    /// A worker that runs both services, and serves nothing by itself.
+    fn worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
+        let mut worker = self.attach(runtime, core);
         (0..2).for_each(|service| worker.enable_service(service, core).unwrap());
         self.poll(0);
         worker
     }
 
-    fn submit(&mut self, now: u64, service: u8, payload: &[u8]) {
+    pub fn submit(&mut self, now: u64, service: u8, payload: &[u8]) {
         self.engine.incoming()[..payload.len()].copy_from_slice(payload);
         self.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), payload.len());
         self.check_accounts();
@@ -89,16 +95,16 @@ impl Bench {
         [0, 1].map(|core| self.engine.balancer().ranks().load(core))
     }
 
-    fn counters(&self, service: usize) -> ServiceCounters {
+    pub fn counters(&self, service: usize) -> ServiceCounters {
         self.engine.service_counters()[service]
     }
 
     /// Every received request has one fate.
-    fn check_accounts(&self) {
+    pub fn check_accounts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
             let ServiceCounters { received, dropped, rejected, completed, lost } = counters;
             let ranks = self.engine.balancer().ranks();
-            let outstanding: u32 = [0, 1].map(|core| ranks.outstanding(service as u8, core)).iter().sum();
+            let outstanding: u32 = (0..self.cores).map(|core| ranks.outstanding(service as u8, core)).sum();
             let waiting = self.engine.balancer().waiting(service as u8);
             assert_eq!(*received, dropped + rejected + completed + lost + waiting + u64::from(outstanding));
         }

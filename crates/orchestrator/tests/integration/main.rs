@@ -1,3 +1,4 @@
 //! Tests that need neither rights nor other machines.
 
+mod allocation;
 mod engine;

@@ -1,0 +1,94 @@
+//! Load monitor, hints and core allocation together, in virtual time: a burst opens cores, calm closes them.
+
+use std::num::NonZeroU16;
+
+use coreward_model::dispatch::{Assignment, Epoch, ScaleDown, ScaleUp};
+use coreward_orchestrator::engine::EngineConfig;
+use coreward_runtime::allocation::CoreAllocator;
+use coreward_runtime::message::Trigger;
+use coreward_runtime::worker::Worker;
+
+use crate::engine::{Bench, config};
+
+const CORES: u16 = 4;
+const EPOCH: u64 = 16;
+
+/// By core: the services that run there, as digits.
+fn assignment(bench: &Bench) -> [String; CORES as usize] {
+    let ranks = bench.engine.balancer().ranks();
+    let services = |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
+    std::array::from_fn(|core| services(core as u16).map(|(name, _)| name).collect())
+}
+
+/// Checks the monitors at `now`; the worker with a hint acts on it.
+fn check_monitors(bench: &mut Bench, allocator: &CoreAllocator, workers: &mut [Worker<'_>], now: u64) {
+    bench.engine.check_monitors(now);
+    for worker in workers {
+        while let Some(hint) = worker.next_hint().unwrap() {
+            allocator.act(hint, worker).unwrap();
+        }
+    }
+    bench.poll(now);
+    bench.check_accounts();
+}
+
+/// Completes all requests of all cores.
+fn complete_all(bench: &mut Bench, workers: &mut [Worker<'_>], now: u64) {
+    while (0..CORES).any(|core| bench.engine.balancer().ranks().load(core) > 0) {
+        for worker in &mut *workers {
+            while let Some(request) = worker.take_request().unwrap() {
+                worker.respond(&request, b"").unwrap();
+            }
+        }
+        bench.poll(now);
+    }
+}
+
+/// The assignment at first, during a burst of service 0, and after calm epochs.
+fn assignments(kind: Assignment) -> Vec<[String; CORES as usize]> {
+    let engine = EngineConfig { cores: CORES, depth: NonZeroU16::new(1).unwrap(), ..config() };
+    let mut bench = Bench::new(&engine);
+    let runtime = bench.runtime();
+    let allocator = CoreAllocator::new(kind, CORES, 1);
+    let mut workers: Vec<Worker<'_>> = (0..CORES).map(|core| bench.attach(&runtime, core)).collect();
+    workers.iter_mut().for_each(|worker| allocator.attach(worker).unwrap());
+    let epoch = Epoch::power_of_two(4).unwrap();
+    let down = ScaleDown { epoch, threshold: 0, calm_epochs: 2 };
+    for trigger in [Trigger::ScaleUp(ScaleUp { epoch }), Trigger::ScaleDown(down)] {
+        workers[0].enable_load_monitor(0, trigger).unwrap();
+    }
+    bench.poll(0);
+    let mut found = vec![assignment(&bench)];
+    (0..8).for_each(|_| bench.submit(1, 0, b"x"));
+    for check in 1..=4 {
+        check_monitors(&mut bench, &allocator, &mut workers, check * EPOCH);
+    }
+    found.push(assignment(&bench));
+    complete_all(&mut bench, &mut workers, 4 * EPOCH + 1);
+    for check in 5..=12 {
+        check_monitors(&mut bench, &allocator, &mut workers, check * EPOCH);
+    }
+    found.push(assignment(&bench));
+    assert_eq!((bench.counters(0).received, bench.counters(0).lost), (8, 0));
+    assert_eq!(bench.counters(0).completed + bench.counters(0).dropped, 8);
+    assert_eq!((bench.engine.core_counters().bad_messages, bench.engine.core_counters().bad_feedback), (0, 0));
+    found
+}
+
+#[test]
+fn dedicated_cores_change_hands_up_to_the_reserved_ones() {
+    let expected = [["0", "0", "1", "1"], ["0", "0", "0", "1"], ["1", "1", "0", "1"]];
+    assert_eq!(assignments(Assignment::Dedicated), expected.map(|cores| cores.map(str::to_owned)));
+}
+
+#[test]
+fn hybrid_cores_open_to_both_and_close() {
+    let expected = [["0", "01", "1", "1"], ["0", "01", "01", "1"], ["0", "1", "01", "1"]];
+    assert_eq!(assignments(Assignment::Hybrid), expected.map(|cores| cores.map(str::to_owned)));
+}
+
+#[test]
+fn complete_share_ignores_hints() {
+    let found = assignments(Assignment::CompleteShare);
+    assert!(found.iter().flatten().all(|services| services == "01"), "{found:?}");
+}

@@ -1,0 +1,60 @@
+//! Core allocation of a process with two services: which core runs which, and its changes by load hints.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use coreward_model::dispatch::{Assignment, CoreAllocation};
+
+use crate::error::RuntimeError;
+use crate::message::HintMessage;
+use crate::worker::Worker;
+
+/// Services of an allocation, of which 0 has priority.
+pub const ALLOCATED_SERVICES: u8 = 2;
+
+/// The allocator, which the workers of a process share (RingLeader, NSDI'23, Sect. 4.4). It runs on the core that
+/// receives a hint. Decisions are those of [`CoreAllocation`].
+#[derive(Debug)]
+pub struct CoreAllocator {
+    allocation: Mutex<CoreAllocation>,
+}
+
+impl CoreAllocator {
+    /// The first assignment of `cores` cores. `reserved`: cores that each service keeps for itself.
+    pub fn new(assignment: Assignment, cores: u16, reserved: u16) -> Self {
+        Self { allocation: Mutex::new(CoreAllocation::new(assignment, cores, reserved)) }
+    }
+
+    fn allocation(&self) -> MutexGuard<'_, CoreAllocation> {
+        self.allocation.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enables the services that the worker's core runs now. For a new worker.
+    ///
+    /// # Errors
+    /// As [`Worker::enable_service`].
+    pub fn attach(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        let allocation = self.allocation();
+        let core = worker.core();
+        let runs = |service: &u8| allocation.runs(*service, core);
+        (0..ALLOCATED_SERVICES).filter(runs).try_for_each(|service| worker.enable_service(service, core))
+    }
+
+    /// Acts on a hint that the worker received: opens or closes a core to a service, then rearms the monitor.
+    ///
+    /// # Errors
+    /// As [`Worker::enable_service`].
+    pub fn act(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
+        if hint.service < ALLOCATED_SERVICES {
+            let other_waits = hint.waiting >> (1 - hint.service) & 1 == 1;
+            let mut allocation = self.allocation();
+            for change in allocation.hint(hint.service, hint.hint, other_waits, |core| worker.load(core)) {
+                if change.runs {
+                    worker.enable_service(change.service, change.core)?;
+                } else {
+                    worker.disable_service(change.service, change.core)?;
+                }
+            }
+        }
+        worker.rearm_load_monitor(hint.service)
+    }
+}
