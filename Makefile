@@ -7,7 +7,7 @@ DIST := $(TARGET)/dist
 
 FIGURES ?= out/figures
 
-.PHONY: help install build dist deb demo figures screenshot test test-model test-fast test-alone test-all test-nic test-upgrade conformity api-test soak chaos fuzz consistency lint bench clean
+.PHONY: help install build dist deb demo figures screenshot test test-model test-fast test-alone test-all test-nic test-upgrade conformance api-test soak chaos fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,10 +62,10 @@ deb: dist ## Debian packages with systemd units, man pages and completions: out/
 	@scripts/install deb
 	@scripts/deb
 
-conformity: build ## stock clients and servers for minutes while everything changes, with and without SYN cookies
+conformance: build ## stock clients and servers for minutes while everything changes, with and without SYN cookies
 	@scripts/install run
-	@$(LAB) testbed conformity
-	@$(LAB) testbed conformity --syncookies 2
+	@$(LAB) testbed conformance
+	@$(LAB) testbed conformance --syncookies 2
 
 api-test: build ## the HTTP API against its OpenAPI document, by schemathesis (EXAMPLES=100)
 	@scripts/install api

@@ -29,7 +29,7 @@ pub use contact::{ControllerUrl, NoControllerUrl, Proof};
 use exchange::{Question, exchange};
 
 /// How long each of several controllers may take to say whether it leads.
-const LOOK_PATIENCE: Duration = Duration::from_secs(5);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
@@ -184,8 +184,8 @@ impl Client {
             let (client, controller) = (self.clone(), controller.clone());
             looks.spawn(async move {
                 let question = Question { method: Method::GET, path: "health".to_owned(), body: None };
-                let health = tokio::time::timeout(LOOK_PATIENCE, client.ask_one::<Health>(&controller, question)).await;
-                let late = || anyhow!("no answer within {} s", LOOK_PATIENCE.as_secs());
+                let health = tokio::time::timeout(PROBE_TIMEOUT, client.ask_one::<Health>(&controller, question)).await;
+                let late = || anyhow!("no answer within {} s", PROBE_TIMEOUT.as_secs());
                 (position, health.unwrap_or_else(|_| Err(late())))
             });
         }

@@ -25,14 +25,14 @@ const FLEET: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[server
                      [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\n\
                      [[service]]\nname = \"dns\"\nvip = \"10.200.0.1:53\"\nprotocol = \"udp\"\n";
 
-struct World {
+struct Harness {
     config: FleetConfig,
     records: Records,
     controller: Controller,
     sequence: u64,
 }
 
-impl World {
+impl Harness {
     fn new() -> Self {
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", FLEET)).unwrap();
         let random = &mut seeded_rng(5, 0);
@@ -92,56 +92,61 @@ impl World {
 
 #[test]
 fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
-    let mut world = World::new();
-    let balancers = ["lb1", "lb2"].map(|name| world.controller.register_load_balancer(name, at(10)).unwrap());
-    let session = world.controller.register("s1", "test", at(10)).unwrap();
-    let before = world.records.generation;
-    world.report(&session, Some((0, before, 7)), at(10));
-    assert_eq!((world.status(at(10)).remaining, world.status(at(10)).waits_for.len()), (None, 0), "it is not drained");
-    let generation = world.drain(&["web"], at(10));
-    world.confirm(balancers[0], generation, at(11));
-    world.confirm(balancers[1], before, at(11));
+    let mut harness = Harness::new();
+    let balancers = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
+    let session = harness.controller.register("s1", "test", at(10)).unwrap();
+    let before = harness.records.generation;
+    harness.report(&session, Some((0, before, 7)), at(10));
+    assert_eq!(
+        (harness.status(at(10)).remaining, harness.status(at(10)).waits_for.len()),
+        (None, 0),
+        "it is not drained"
+    );
+    let generation = harness.drain(&["web"], at(10));
+    harness.confirm(balancers[0], generation, at(11));
+    harness.confirm(balancers[1], before, at(11));
     let lb2 = "load balancer lb2, which may send new connections still";
-    assert_eq!(world.waits_for(at(11)), [lb2]);
-    world.report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(world.waits_for(at(11)), [lb2], "nothing remains, as yet");
-    world.confirm(balancers[0], generation, at(12));
-    world.confirm(balancers[1], generation, at(12));
+    assert_eq!(harness.waits_for(at(11)), [lb2]);
+    harness.report(&session, Some((0, generation, 0)), at(11));
+    assert_eq!(harness.waits_for(at(11)), [lb2], "nothing remains, as yet");
+    harness.confirm(balancers[0], generation, at(12));
+    harness.confirm(balancers[1], generation, at(12));
     let newer = "a count that begins now";
-    assert_eq!(world.waits_for(at(12)), [newer]);
-    world.report(&session, Some((1, generation, 1)), at(13));
-    assert_eq!(world.waits_for(at(13)), [newer], "it began when the last one confirmed");
-    world.report(&session, Some((0, before, 0)), at(13));
-    assert_eq!(world.waits_for(at(13)), [newer], "it began before the agent knew");
-    world.report(&session, Some((0, generation, 3)), at(13));
-    assert_eq!(world.status(at(13)).remaining, Some(3), "of the service in which it is drained");
+    assert_eq!(harness.waits_for(at(12)), [newer]);
+    harness.report(&session, Some((1, generation, 1)), at(13));
+    assert_eq!(harness.waits_for(at(13)), [newer], "it began when the last one confirmed");
+    harness.report(&session, Some((0, before, 0)), at(13));
+    assert_eq!(harness.waits_for(at(13)), [newer], "it began before the agent knew");
+    harness.report(&session, Some((0, generation, 3)), at(13));
+    assert_eq!(harness.status(at(13)).remaining, Some(3), "of the service in which it is drained");
     // The other services' too, from the next count on.
-    let generation = world.drain(&[], at(13));
-    balancers.iter().for_each(|session| world.confirm(*session, generation, at(13)));
-    world.report(&session, Some((0, generation, 3)), at(14));
-    let status = world.status(at(14));
+    let generation = harness.drain(&[], at(13));
+    balancers.iter().for_each(|session| harness.confirm(*session, generation, at(13)));
+    harness.report(&session, Some((0, generation, 3)), at(14));
+    let status = harness.status(at(14));
     assert_eq!((status.remaining, status.not_counted), (Some(103), vec!["dns".to_owned()]));
-    assert_eq!(world.open(at(14)), [103, 103], "connections of services, and no other sockets");
+    assert_eq!(harness.open(at(14)), [103, 103], "connections of services, and no other sockets");
 }
 
 #[test]
 fn drain_waits_for_missing_confirmations() {
-    let mut world = World::new();
-    world.drain(&[], at(10));
-    assert_eq!(world.waits_for(at(10)), ["its agent, which does not report", "a load balancer: none is connected"]);
-    let balancer = world.controller.register_load_balancer("lb1", at(10)).unwrap();
-    world.confirm(balancer, world.records.generation, at(10));
-    assert_eq!(world.waits_for(at(10)), ["its agent, which does not report"]);
-    let session = world.controller.register("s1", "test", at(10)).unwrap();
-    world.report(&session, None, at(11));
+    let mut harness = Harness::new();
+    harness.drain(&[], at(10));
+    assert_eq!(harness.waits_for(at(10)), ["its agent, which does not report", "a load balancer: none is connected"]);
+    let balancer = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
+    harness.confirm(balancer, harness.records.generation, at(10));
+    assert_eq!(harness.waits_for(at(10)), ["its agent, which does not report"]);
+    let session = harness.controller.register("s1", "test", at(10)).unwrap();
+    harness.report(&session, None, at(11));
     let older = "its agent's first count of connections (those before this version do not count)";
-    assert_eq!(world.waits_for(at(11)), [older]);
-    let generation = world.records.generation;
-    world.report(&session, Some((0, generation, 0)), at(11));
-    assert_eq!(world.status(at(11)).remaining, Some(100));
-    let lost = |now| world.controller.acknowledgements(now).lost.into_iter().map(|lost| lost.name).collect::<Vec<_>>();
+    assert_eq!(harness.waits_for(at(11)), [older]);
+    let generation = harness.records.generation;
+    harness.report(&session, Some((0, generation, 0)), at(11));
+    assert_eq!(harness.status(at(11)).remaining, Some(100));
+    let lost =
+        |now| harness.controller.acknowledgements(now).lost.into_iter().map(|lost| lost.name).collect::<Vec<_>>();
     assert_eq!((lost(at(11)), lost(at(80))), (vec![], vec!["lb1".to_owned()]));
     // Its agent is gone: what it said holds no longer than its report does.
-    world.confirm(balancer, generation, at(80));
-    assert_eq!(world.waits_for(at(80)), ["its agent, which does not report"]);
+    harness.confirm(balancer, generation, at(80));
+    assert_eq!(harness.waits_for(at(80)), ["its agent, which does not report"]);
 }

@@ -198,7 +198,7 @@ impl Case<'_> {
         let name = self.name(chosen);
         let candidate = self.candidates(table).into_iter().find(|candidate| candidate.server == chosen);
         let reason = match candidate {
-            Some(candidate) if !is_fixed(table) => {
+            Some(candidate) if !is_load_independent(table) => {
                 format!(
                     "{bucket} goes to {name}: {} is the least loaded that it reaches",
                     self.core_words(table, candidate)
@@ -327,7 +327,7 @@ impl Case<'_> {
 
 /// Whether the table gives each bucket to one server whatever the loads: by `hash`, `consistent-hash` and `maglev`, and
 /// by `crossrss` until the first report.
-fn is_fixed(table: &PlacementTable) -> bool {
+fn is_load_independent(table: &PlacementTable) -> bool {
     table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
 }
 

@@ -32,14 +32,14 @@ fn config(service: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-struct World {
+struct Harness {
     records: Records,
     controller: Controller,
     /// Sessions of load balancers, by name.
     sessions: BTreeMap<&'static str, u64>,
 }
 
-impl World {
+impl Harness {
     fn new(service: &str, load_balancers: &[&'static str]) -> Self {
         let config = config(service);
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
@@ -109,142 +109,145 @@ fn only_load_balancers_on_the_list_may_connect() {
         let text = format!("load_balancers = [\"lb1\"]\n{}", config(service).source().text());
         FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
     };
-    let mut world = World::new("", &["lb1", "lb2"]);
-    world.records.apply(&list(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
-    world.controller.configure(Fleet::new(&list(""), &world.records));
-    let refused = world.controller.register_load_balancer("lb2", at(10_000)).unwrap_err();
+    let mut harness = Harness::new("", &["lb1", "lb2"]);
+    harness.records.apply(&list(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
+    harness.controller.configure(Fleet::new(&list(""), &harness.records));
+    let refused = harness.controller.register_load_balancer("lb2", at(10_000)).unwrap_err();
     assert_eq!(refused, super::rejection::Rejection::UnknownLoadBalancer("lb2".to_owned()));
-    world.controller.register_load_balancer("lb1", at(10_000)).unwrap();
+    harness.controller.register_load_balancer("lb1", at(10_000)).unwrap();
 }
 
 /// A controller that has just begun to lead knows of no server that is down: it waits for those who do.
 #[test]
 fn the_first_tables_wait_for_what_load_balancers_know() {
-    let mut world = World::new(TCP, &["lb1", "lb2"]);
-    assert!(!world.controller.all_have_checked(at(10)));
-    world.say("lb1", "ud?", at(20));
-    assert!(!world.controller.all_have_checked(at(20)));
-    world.say("lb2", "ud?", at(30));
-    assert!(world.controller.all_have_checked(at(30)));
-    assert!(World::new("", &["lb1"]).controller.all_have_checked(at(10)), "nothing is checked");
+    let mut harness = Harness::new(TCP, &["lb1", "lb2"]);
+    assert!(!harness.controller.all_have_checked(at(10)));
+    harness.say("lb1", "ud?", at(20));
+    assert!(!harness.controller.all_have_checked(at(20)));
+    harness.say("lb2", "ud?", at(30));
+    assert!(harness.controller.all_have_checked(at(30)));
+    assert!(Harness::new("", &["lb1"]).controller.all_have_checked(at(10)), "nothing is checked");
 }
 
 #[test]
 fn the_majority_of_load_balancers_decides() {
-    let mut world = World::new(TCP, &["lb1", "lb2", "lb3"]);
-    assert_eq!(world.members(at(0)), [0, 1, 2]);
-    world.say("lb1", "udu", at(100));
-    assert_eq!(world.members(at(100)), [0, 2], "nobody says the contrary");
-    world.say("lb2", "uuu", at(200));
-    assert_eq!(world.members(at(200)), [0, 2], "a tie changes nothing");
-    world.say("lb3", "uuu", at(300));
-    assert_eq!(world.members(at(300)), [0, 1, 2]);
-    assert_eq!(world.states(at(300))[1], ("active".to_owned(), "1 of 3 load balancers: connection refused".to_owned()));
-    world.say("lb3", "udu", at(400));
-    assert_eq!(world.members(at(400)), [0, 2]);
-    assert_eq!(world.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
-    assert_eq!(world.controller.status(at(900)).servers[1].state_for_ms, Some(500));
+    let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
+    assert_eq!(harness.members(at(0)), [0, 1, 2]);
+    harness.say("lb1", "udu", at(100));
+    assert_eq!(harness.members(at(100)), [0, 2], "nobody says the contrary");
+    harness.say("lb2", "uuu", at(200));
+    assert_eq!(harness.members(at(200)), [0, 2], "a tie changes nothing");
+    harness.say("lb3", "uuu", at(300));
+    assert_eq!(harness.members(at(300)), [0, 1, 2]);
+    assert_eq!(
+        harness.states(at(300))[1],
+        ("active".to_owned(), "1 of 3 load balancers: connection refused".to_owned())
+    );
+    harness.say("lb3", "udu", at(400));
+    assert_eq!(harness.members(at(400)), [0, 2]);
+    assert_eq!(harness.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
+    assert_eq!(harness.controller.status(at(900)).servers[1].state_for_ms, Some(500));
     // Who is lost has no say.
     let later = 400 + LOST_AFTER.as_millis() as u64 + 5_000;
-    world.say("lb2", "uuu", at(later));
-    assert_eq!(world.members(at(later)), [0, 1, 2]);
+    harness.say("lb2", "uuu", at(later));
+    assert_eq!(harness.members(at(later)), [0, 1, 2]);
     // When all are lost it stays as it was.
-    world.say("lb2", "duu", at(later));
-    assert_eq!(world.members(at(later)), [1, 2]);
-    assert_eq!(world.members(at(2 * later)), [1, 2]);
+    harness.say("lb2", "duu", at(later));
+    assert_eq!(harness.members(at(later)), [1, 2]);
+    assert_eq!(harness.members(at(2 * later)), [1, 2]);
 }
 
 #[test]
 fn a_load_balancer_that_is_cut_off_takes_nobody_out() {
-    let mut world = World::new(TCP, &["lb1", "lb2", "lb3"]);
+    let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
     for name in ["lb1", "lb2"] {
-        world.say(name, "ddd", at(100));
+        harness.say(name, "ddd", at(100));
     }
-    world.say("lb3", "uud", at(100));
-    assert_eq!(world.members(at(100)), [0, 1]);
-    world.say("lb3", "u??", at(200));
-    assert_eq!(world.members(at(200)), [0, 1], "of who is not known yet nothing changes");
+    harness.say("lb3", "uud", at(100));
+    assert_eq!(harness.members(at(100)), [0, 1]);
+    harness.say("lb3", "u??", at(200));
+    assert_eq!(harness.members(at(200)), [0, 1], "of who is not known yet nothing changes");
 }
 
 #[test]
 fn when_all_are_down_the_service_fails_open_or_drops() {
     for (keys, open) in [(TCP.to_owned(), true), (format!("when_all_down = \"drop\"\n{TCP}"), false)] {
-        let mut world = World::new(&keys, &["lb1"]);
-        world.say("lb1", "uuu", at(0));
-        assert_eq!(world.members(at(0)), [0, 1, 2]);
-        world.say("lb1", "ddd", at(100));
-        assert_eq!(world.members(at(100)), if open { vec![0, 1, 2] } else { Vec::<u16>::new() });
-        let service = world.controller.status(at(100)).services.remove(0);
+        let mut harness = Harness::new(&keys, &["lb1"]);
+        harness.say("lb1", "uuu", at(0));
+        assert_eq!(harness.members(at(0)), [0, 1, 2]);
+        harness.say("lb1", "ddd", at(100));
+        assert_eq!(harness.members(at(100)), if open { vec![0, 1, 2] } else { Vec::<u16>::new() });
+        let service = harness.controller.status(at(100)).services.remove(0);
         assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
-        assert!((0..3).all(|number| world.state(number, at(100)) == "down"));
+        assert!((0..3).all(|number| harness.state(number, at(100)) == "down"));
         // The first that is well gets everything.
-        world.say("lb1", "ddu", at(200));
-        assert_eq!(world.members(at(200)), [2]);
+        harness.say("lb1", "ddu", at(200));
+        assert_eq!(harness.members(at(200)), [2]);
     }
 }
 
 /// A server that drains is nobody's last resort, nor one that is not on the network.
 #[test]
 fn failing_open_is_for_those_who_are_only_unwell() {
-    let mut world = World::new(TCP, &["lb1"]);
+    let mut harness = Harness::new(TCP, &["lb1"]);
     let unresolved = v1::LoadBalancerState { unresolved_servers: vec!["s0".to_owned()], ..Default::default() };
-    let session = world.sessions["lb1"];
+    let session = harness.sessions["lb1"];
     for ms in [0, 4_000] {
-        world.controller.load_balancer_state(session, unresolved.clone(), at(ms));
+        harness.controller.load_balancer_state(session, unresolved.clone(), at(ms));
     }
-    world.say("lb1", "ddd", at(4_000));
-    assert_eq!(world.members(at(4_000)), [1, 2]);
-    assert_eq!(world.states(at(4_000))[0].1, "no load balancer can find its MAC address");
+    harness.say("lb1", "ddd", at(4_000));
+    assert_eq!(harness.members(at(4_000)), [1, 2]);
+    assert_eq!(harness.states(at(4_000))[0].1, "no load balancer can find its MAC address");
     let all = ["s0", "s1", "s2"].map(str::to_owned).to_vec();
     let unresolved = v1::LoadBalancerState { unresolved_servers: all, ..Default::default() };
     for ms in [5_000, 9_000] {
-        world.controller.load_balancer_state(session, unresolved.clone(), at(ms));
+        harness.controller.load_balancer_state(session, unresolved.clone(), at(ms));
     }
-    assert!(world.members(at(9_000)).is_empty());
+    assert!(harness.members(at(9_000)).is_empty());
 }
 
 #[test]
 fn recovered_server_has_a_slow_start() {
-    let mut world = World::new(&format!("slow_start = \"10s\"\n{TCP}"), &["lb1"]);
-    world.say("lb1", "uuu", at(0));
-    world.members(at(0));
-    assert_eq!(world.state(1, at(0)), "active", "who was there from the start has not just joined");
-    world.say("lb1", "udu", at(1_000));
-    world.members(at(1_000));
-    world.say("lb1", "uuu", at(2_000));
-    world.members(at(2_000));
-    assert_eq!(world.states(at(2_000))[1], ("joining".to_owned(), "slow start: 2 %".to_owned()));
-    world.keep_alive(at(7_000));
-    world.members(at(7_000));
-    assert_eq!(world.states(at(7_000))[1], ("joining".to_owned(), "slow start: 50 %".to_owned()));
-    world.keep_alive(at(12_000));
-    world.members(at(12_000));
-    assert_eq!(world.states(at(12_000))[1], ("active".to_owned(), String::new()));
+    let mut harness = Harness::new(&format!("slow_start = \"10s\"\n{TCP}"), &["lb1"]);
+    harness.say("lb1", "uuu", at(0));
+    harness.members(at(0));
+    assert_eq!(harness.state(1, at(0)), "active", "who was there from the start has not just joined");
+    harness.say("lb1", "udu", at(1_000));
+    harness.members(at(1_000));
+    harness.say("lb1", "uuu", at(2_000));
+    harness.members(at(2_000));
+    assert_eq!(harness.states(at(2_000))[1], ("joining".to_owned(), "slow start: 2 %".to_owned()));
+    harness.keep_alive(at(7_000));
+    harness.members(at(7_000));
+    assert_eq!(harness.states(at(7_000))[1], ("joining".to_owned(), "slow start: 50 %".to_owned()));
+    harness.keep_alive(at(12_000));
+    harness.members(at(12_000));
+    assert_eq!(harness.states(at(12_000))[1], ("active".to_owned(), String::new()));
 }
 
 #[test]
 fn a_service_without_a_check_does_not_care() {
-    let mut world = World::new("", &["lb1"]);
-    world.say("lb1", "ddd", at(0));
-    assert_eq!(world.members(at(0)), [0, 1, 2]);
+    let mut harness = Harness::new("", &["lb1"]);
+    harness.say("lb1", "ddd", at(0));
+    assert_eq!(harness.members(at(0)), [0, 1, 2]);
     // And once it is checked no more.
-    world.configure(TCP, at(100));
-    assert_eq!(world.members(at(100)), [0, 1, 2]);
-    let mut world = World::new(TCP, &["lb1"]);
-    world.say("lb1", "duu", at(0));
-    assert_eq!(world.members(at(0)), [1, 2]);
-    world.configure("", at(100));
-    assert_eq!(world.members(at(100)), [0, 1, 2]);
+    harness.configure(TCP, at(100));
+    assert_eq!(harness.members(at(100)), [0, 1, 2]);
+    let mut harness = Harness::new(TCP, &["lb1"]);
+    harness.say("lb1", "duu", at(0));
+    assert_eq!(harness.members(at(0)), [1, 2]);
+    harness.configure("", at(100));
+    assert_eq!(harness.members(at(100)), [0, 1, 2]);
 }
 
 #[test]
 fn agents_that_do_not_report() {
     let agent = "[service.health]\ncheck = \"agent\"\ninterval = \"1s\"\nrise = 2\nfall = 3\n";
-    let mut world = World::new(agent, &[]);
-    let told = world.controller.fleet_configuration(at(0));
+    let mut harness = Harness::new(agent, &[]);
+    let told = harness.controller.fleet_configuration(at(0));
     assert!(told.services[0].check.is_none(), "load balancers have nothing to do with it");
     let mut sessions: Vec<_> =
-        (0..3).map(|n| world.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
+        (0..3).map(|n| harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
     let mut down = Vec::new();
     for second in 0..30u64 {
         let now = at(second * 1000);
@@ -253,13 +256,13 @@ fn agents_that_do_not_report() {
                 time_to_live: Duration::from_millis(1_500),
                 ..plain_report(second + 1, now, &[n as u64])
             };
-            world.controller.report(session, Ok(report), now).unwrap();
+            harness.controller.report(session, Ok(report), now).unwrap();
         }
-        if world.members(now) != [0, 1, 2] {
+        if harness.members(now) != [0, 1, 2] {
             down.push(second);
         }
     }
     // The report of the second 7 is too old from 8.5 on: checks of 9, 10 and 11 fail, those of 20 and 21 do not.
     assert_eq!(down, (11..21).collect::<Vec<_>>());
-    assert_eq!(world.state(1, at(29_000)), "active");
+    assert_eq!(harness.state(1, at(29_000)), "active");
 }

@@ -37,14 +37,14 @@ fn fleet(keys: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-struct World {
+struct Harness {
     controller: Controller,
     records: Records,
     sessions: Vec<Session>,
     sequence: u64,
 }
 
-impl World {
+impl Harness {
     fn new() -> Self {
         Self::with("")
     }
@@ -87,109 +87,109 @@ impl World {
 
 #[test]
 fn only_services_whose_inputs_changed_get_a_table() {
-    let mut world = World::new();
-    world.controller.poll_inputs(at(0), true);
-    assert_eq!(world.tables_made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
-    assert_eq!(world.tables_made(at(1)), []);
-    world.report(0, at(10));
-    world.report(1, at(11));
-    assert_eq!(world.tables_made(at(12)), [("web", 2)], "two reports, one table");
-    assert!(!world.controller.is_due());
-    world.report(3, at(20));
-    world.report(0, at(21));
-    assert_eq!(world.tables_made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
+    let mut harness = Harness::new();
+    harness.controller.poll_inputs(at(0), true);
+    assert_eq!(harness.tables_made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
+    assert_eq!(harness.tables_made(at(1)), []);
+    harness.report(0, at(10));
+    harness.report(1, at(11));
+    assert_eq!(harness.tables_made(at(12)), [("web", 2)], "two reports, one table");
+    assert!(!harness.controller.is_due());
+    harness.report(3, at(20));
+    harness.report(0, at(21));
+    assert_eq!(harness.tables_made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
     // All cores are known now, and later too old.
-    world.controller.poll_inputs(at(100), true);
-    world.tables_made(at(100));
-    world.controller.poll_inputs(at(200), true);
-    assert_eq!(world.tables_made(at(200)), [], "nothing has changed");
-    world.controller.poll_inputs(at(100_000), true);
-    assert_eq!(world.tables_made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
+    harness.controller.poll_inputs(at(100), true);
+    harness.tables_made(at(100));
+    harness.controller.poll_inputs(at(200), true);
+    assert_eq!(harness.tables_made(at(200)), [], "nothing has changed");
+    harness.controller.poll_inputs(at(100_000), true);
+    assert_eq!(harness.tables_made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
 }
 
 #[test]
 fn the_oldest_change_is_the_cause() {
-    let mut world = World::new();
-    world.controller.poll_inputs(at(0), true);
-    world.tables_made(at(0));
-    world.report(0, at(10));
-    world.report(1, at(15));
-    let due = world.due(at(16)).remove(0);
+    let mut harness = Harness::new();
+    harness.controller.poll_inputs(at(0), true);
+    harness.tables_made(at(0));
+    harness.report(0, at(10));
+    harness.report(1, at(15));
+    let due = harness.due(at(16)).remove(0);
     assert_eq!(due.trigger.received, at(10).monotonic);
     assert_eq!(due.trigger.sent, Some(at(10).wall));
-    let web = world.index("web");
-    world.controller.table_acks.confirm(7, web, 1, at(16));
-    world.controller.table_acks.confirm(7, web, 2, at(18));
-    assert_eq!(world.controller.table_acks.since_receipt.count(), 1);
-    assert!((world.controller.table_acks.since_receipt.sum() - 0.008).abs() < 1e-9);
+    let web = harness.index("web");
+    harness.controller.table_acks.confirm(7, web, 1, at(16));
+    harness.controller.table_acks.confirm(7, web, 2, at(18));
+    assert_eq!(harness.controller.table_acks.since_receipt.count(), 1);
+    assert!((harness.controller.table_acks.since_receipt.sum() - 0.008).abs() < 1e-9);
 }
 
 #[test]
 fn counts_go_on_where_the_load_is_no_newer() {
-    let mut world = World::new();
+    let mut harness = Harness::new();
     for now in [0, 100] {
-        (0..4).for_each(|server| world.report(server, at(now)));
+        (0..4).for_each(|server| harness.report(server, at(now)));
     }
-    world.controller.poll_inputs(at(100), true);
-    world.tables_made(at(100));
-    world.report(1, at(110));
-    let table = world.due(at(110)).remove(0).new.table;
+    harness.controller.poll_inputs(at(100), true);
+    harness.tables_made(at(100));
+    harness.report(1, at(110));
+    let table = harness.due(at(110)).remove(0).new.table;
     let age = |table: &coreward_model::placement::PlacementTable, server: u16| {
         let slot = table.core_slots.iter().position(|core| core.server.get() == server).unwrap();
         table.core_slot_ages.get(slot).copied().unwrap_or(0)
     };
     assert_eq!((age(&table, 0), age(&table, 1)), (1, 0));
-    world.report(1, at(120));
-    let table = world.due(at(120)).remove(0).new.table;
+    harness.report(1, at(120));
+    let table = harness.due(at(120)).remove(0).new.table;
     assert_eq!((age(&table, 0), age(&table, 1)), (2, 0));
-    world.report(0, at(130));
-    let table = world.due(at(130)).remove(0).new.table;
+    harness.report(0, at(130));
+    let table = harness.due(at(130)).remove(0).new.table;
     assert_eq!((age(&table, 0), age(&table, 1)), (0, 1));
     // A server that is silent for too long: its counts end with the interval.
-    world.report(0, at(100_000));
-    world.due(at(100_000));
-    world.controller.poll_inputs(at(100_000), true);
-    world.report(0, at(100_010));
-    let table = world.due(at(100_010)).remove(0).new.table;
+    harness.report(0, at(100_000));
+    harness.due(at(100_000));
+    harness.controller.poll_inputs(at(100_000), true);
+    harness.report(0, at(100_010));
+    let table = harness.due(at(100_010)).remove(0).new.table;
     assert_eq!(age(&table, 1), 0);
 }
 
 #[test]
 fn traffic_makes_tables_due_that_go_by_it() {
-    let mut world = World::new();
-    world.controller.poll_inputs(at(0), true);
-    world.tables_made(at(0));
-    let session = world.controller.register_load_balancer("lb1", at(1)).unwrap();
-    world.controller.poll_inputs(at(2), false);
-    world.tables_made(at(2));
-    let api = world.index("api");
+    let mut harness = Harness::new();
+    harness.controller.poll_inputs(at(0), true);
+    harness.tables_made(at(0));
+    let session = harness.controller.register_load_balancer("lb1", at(1)).unwrap();
+    harness.controller.poll_inputs(at(2), false);
+    harness.tables_made(at(2));
+    let api = harness.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
     let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
-    world.controller.load_balancer_traffic(session, &message, at(3));
-    assert_eq!(world.tables_made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
+    harness.controller.load_balancer_traffic(session, &message, at(3));
+    assert_eq!(harness.tables_made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
 
 #[test]
 fn a_new_configuration_changes_what_it_changes() {
-    let mut world = World::new();
-    world.controller.poll_inputs(at(0), true);
-    world.tables_made(at(0));
+    let mut harness = Harness::new();
+    harness.controller.poll_inputs(at(0), true);
+    harness.tables_made(at(0));
     let config = fleet("alpha = 0.25\n");
-    world.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
-    world.report(0, at(1));
-    world.controller.configure(Fleet::new(&config, &world.records));
-    world.controller.poll_inputs(at(2), false);
-    assert_eq!(world.tables_made(at(2)), [("web", 2)], "what was due is due still, and no other");
+    harness.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
+    harness.report(0, at(1));
+    harness.controller.configure(Fleet::new(&config, &harness.records));
+    harness.controller.poll_inputs(at(2), false);
+    assert_eq!(harness.tables_made(at(2)), [("web", 2)], "what was due is due still, and no other");
 }
 
 #[test]
 fn at_the_interval_no_report_makes_a_table_due() {
-    let mut world = World::with("tables = \"interval\"\n");
-    assert_eq!(world.controller.tick(at(0)).len(), 3);
-    (0..4).for_each(|server| world.report(server, at(100)));
+    let mut harness = Harness::with("tables = \"interval\"\n");
+    assert_eq!(harness.controller.tick(at(0)).len(), 3);
+    (0..4).for_each(|server| harness.report(server, at(100)));
     let traffic = TrafficMessage::default();
-    let session = world.controller.register_load_balancer("lb", at(100)).unwrap();
-    world.controller.load_balancer_traffic(session, &traffic, at(110));
-    assert_eq!((world.controller.is_due(), world.tables_made(at(120))), (false, vec![]));
-    assert_eq!(world.controller.tick(at(200)).len(), 3);
+    let session = harness.controller.register_load_balancer("lb", at(100)).unwrap();
+    harness.controller.load_balancer_traffic(session, &traffic, at(110));
+    assert_eq!((harness.controller.is_due(), harness.tables_made(at(120))), (false, vec![]));
+    assert_eq!(harness.controller.tick(at(200)).len(), 3);
 }

@@ -165,5 +165,5 @@ fn loads_for(service: &FleetService, loads: &CoreLoads) -> Loads {
 
 /// [`loads_for`], for a rack: `requests` is whether the service's datagrams are placed one by one.
 pub fn loads_of_placed(requests: bool, loads: &CoreLoads) -> Loads {
-    Loads::Cores(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
+    Loads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
 }

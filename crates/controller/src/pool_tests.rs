@@ -33,12 +33,12 @@ fn config(servers: &[&str], service: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-struct World {
+struct Harness {
     records: Records,
     controller: Controller,
 }
 
-impl World {
+impl Harness {
     fn new(servers: &[&str], service: &str) -> Self {
         let config = config(servers, service);
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
@@ -98,94 +98,94 @@ fn shares(table: &PlacementTable) -> BTreeMap<u16, usize> {
 
 #[test]
 fn weights_share_out_buckets_and_weight_0_gets_none() {
-    let mut world = World::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
-    let table = world.table(at(0));
+    let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
+    let table = harness.table(at(0));
     assert_eq!(shares(&table), BTreeMap::from([(0, 96), (1, 32)]));
     assert!(table.consistent.iter().all(|server| *server != id(2)));
-    let told = world.controller.fleet_configuration(at(0)).services.remove(0).servers;
+    let told = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
     assert_eq!(told.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
     // All of weight 0: nobody is eligible.
-    world.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
-    assert!(world.table(at(1)).members.is_empty());
+    harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
+    assert!(harness.table(at(1)).members.is_empty());
 }
 
 #[test]
 fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     let service = "policy = \"maglev\"\nslow_start = \"100s\"\nbuckets = 1024\n";
-    let mut world = World::new(&["", ""], service);
-    assert_eq!(shares(&world.table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
-    world.configure(&["", "", ""], service, at(10));
-    let of_new = |world: &mut World, now: u64| shares(&world.table(at(now))).get(&2).copied().unwrap_or(0);
-    let (first, half, whole) = (of_new(&mut world, 10), of_new(&mut world, 60), of_new(&mut world, 110));
+    let mut harness = Harness::new(&["", ""], service);
+    assert_eq!(shares(&harness.table(at(0))), BTreeMap::from([(0, 512), (1, 512)]));
+    harness.configure(&["", "", ""], service, at(10));
+    let of_new = |harness: &mut Harness, now: u64| shares(&harness.table(at(now))).get(&2).copied().unwrap_or(0);
+    let (first, half, whole) = (of_new(&mut harness, 10), of_new(&mut harness, 60), of_new(&mut harness, 110));
     // Of 2 + 1/64, 2.5 and 3 shares.
     assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
     // It drains and comes back: it joins anew.
-    world.configure(&["", "", "state = \"draining\""], service, at(200));
-    assert_eq!(of_new(&mut world, 200), 0);
-    world.configure(&["", "", ""], service, at(300));
-    assert!(of_new(&mut world, 300) <= 10 && of_new(&mut world, 400) >= 340);
+    harness.configure(&["", "", "state = \"draining\""], service, at(200));
+    assert_eq!(of_new(&mut harness, 200), 0);
+    harness.configure(&["", "", ""], service, at(300));
+    assert!(of_new(&mut harness, 300) <= 10 && of_new(&mut harness, 400) >= 340);
     // The choice for connections without a cookie is the whole one at once.
-    world.configure(&["", "", "", ""], service, at(500));
-    assert!(world.table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
+    harness.configure(&["", "", "", ""], service, at(500));
+    assert!(harness.table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
 }
 
 #[test]
 fn connections_are_those_of_the_report_and_what_came_since() {
-    let mut world = World::new(&["", ""], "policy = \"least\"\n");
-    let one = world.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let two = world.controller.register_load_balancer("lb2", at(0)).unwrap();
-    world.controller.load_balancer_traffic(one, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
-    world.controller.load_balancer_traffic(two, &counts(&[(0, 10, 0)]), at(0));
-    let session = world.agent(0, 100, at(1));
-    world.agent(1, 7, at(1));
-    assert_eq!(world.open(at(1)), [100, 7]);
-    world.controller.load_balancer_traffic(one, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
-    world.controller.load_balancer_traffic(two, &counts(&[(0, 15, 0)]), at(2));
+    let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
+    let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    harness.controller.load_balancer_traffic(one, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
+    harness.controller.load_balancer_traffic(two, &counts(&[(0, 10, 0)]), at(0));
+    let session = harness.agent(0, 100, at(1));
+    harness.agent(1, 7, at(1));
+    assert_eq!(harness.open(at(1)), [100, 7]);
+    harness.controller.load_balancer_traffic(one, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
+    harness.controller.load_balancer_traffic(two, &counts(&[(0, 15, 0)]), at(2));
     // More were closed than were open: a FIN that was sent again.
-    assert_eq!(world.open(at(2)), [125, 0]);
-    world.report(&session, 2, 124, at(3));
-    assert_eq!(world.open(at(3)), [124, 0]);
+    assert_eq!(harness.open(at(2)), [125, 0]);
+    harness.report(&session, 2, 124, at(3));
+    assert_eq!(harness.open(at(3)), [124, 0]);
     // Both report rates: 30 and 5 connections in two seconds, ten packets each.
-    let pool = world.controller.pool(&world.controller.services[0], at(3));
+    let pool = harness.controller.pool(&harness.controller.services[0], at(3));
     assert_eq!(pool.servers()[0].traffic.unwrap().packets, 175.0);
 }
 
 #[test]
 fn opened_connections_are_those_that_load_balancers_counted() {
-    let mut world = World::new(&["", ""], "");
-    let opened = |world: &mut World| world.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
-    let one = world.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let two = world.controller.register_load_balancer("lb2", at(0)).unwrap();
-    let say = |world: &mut World, session, said: &[(u64, u64, u64)], now| {
-        world.controller.load_balancer_traffic(session, &counts(said), now);
+    let mut harness = Harness::new(&["", ""], "");
+    let opened = |harness: &mut Harness| harness.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
+    let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    let say = |harness: &mut Harness, session, said: &[(u64, u64, u64)], now| {
+        harness.controller.load_balancer_traffic(session, &counts(said), now);
     };
-    say(&mut world, one, &[(0, 1000, 0), (1, 500, 0)], at(1));
-    assert_eq!(opened(&mut world), None, "nobody knows what of it is new");
-    say(&mut world, one, &[(0, 1010, 0), (1, 505, 0)], at(2));
-    say(&mut world, two, &[(0, 77, 0)], at(2));
-    assert_eq!(opened(&mut world), Some(15));
-    say(&mut world, one, &[(0, 1011, 0), (1, 505, 0)], at(3));
-    say(&mut world, one, &[(0, 1012, 0), (1, 505, 0)], at(4));
-    say(&mut world, two, &[(0, 80, 0)], at(4));
-    assert_eq!(opened(&mut world), Some(2 + 3), "twice before it was asked");
+    say(&mut harness, one, &[(0, 1000, 0), (1, 500, 0)], at(1));
+    assert_eq!(opened(&mut harness), None, "nobody knows what of it is new");
+    say(&mut harness, one, &[(0, 1010, 0), (1, 505, 0)], at(2));
+    say(&mut harness, two, &[(0, 77, 0)], at(2));
+    assert_eq!(opened(&mut harness), Some(15));
+    say(&mut harness, one, &[(0, 1011, 0), (1, 505, 0)], at(3));
+    say(&mut harness, one, &[(0, 1012, 0), (1, 505, 0)], at(4));
+    say(&mut harness, two, &[(0, 80, 0)], at(4));
+    assert_eq!(opened(&mut harness), Some(2 + 3), "twice before it was asked");
     // Its maps were made anew.
-    say(&mut world, two, &[(0, 4, 0)], at(5));
-    assert_eq!(opened(&mut world), Some(0));
-    say(&mut world, two, &[(0, 10, 0)], at(6));
-    assert_eq!(opened(&mut world), Some(6));
+    say(&mut harness, two, &[(0, 4, 0)], at(5));
+    assert_eq!(opened(&mut harness), Some(0));
+    say(&mut harness, two, &[(0, 10, 0)], at(6));
+    assert_eq!(opened(&mut harness), Some(6));
 }
 
 #[test]
 fn requests_are_not_told_apart_by_core() {
     let unequal = [0, 80_000_000];
     let table = |service: &str| {
-        let mut world = World::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
+        let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
         for (n, busy_ns) in [unequal, [60_000_000; 2]].iter().enumerate() {
-            let session = world.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
-            world.controller.report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
-            world.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
+            let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
+            harness.controller.report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
+            harness.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
         }
-        let pool = world.controller.pool(&world.controller.services[0], at(1));
+        let pool = harness.controller.pool(&harness.controller.services[0], at(1));
         pool.servers().iter().map(|server| server.loads.as_ref().unwrap().cores().unwrap().to_vec()).collect::<Vec<_>>()
     };
     let of_tcp = table("");
@@ -197,63 +197,63 @@ fn requests_are_not_told_apart_by_core() {
 
 #[test]
 fn buckets_remember_whose_they_were_and_agents_are_told() {
-    let mut world = World::new(&["", "", ""], "");
-    let sessions: Vec<Session> = (0..2).map(|n| world.agent(n, 0, at(0))).collect();
-    let before = world.table(at(0)).consistent;
-    assert!(world.table(at(0)).consistent_before.is_empty());
-    assert_eq!(world.controller.changed_histories().len(), 1);
-    assert!(world.controller.changed_histories().is_empty());
-    let changes = world.controller.predecessor_changes();
-    world.configure(&["", "", "state = \"draining\""], "", at(1));
-    let table = world.table(at(1));
+    let mut harness = Harness::new(&["", "", ""], "");
+    let sessions: Vec<Session> = (0..2).map(|n| harness.agent(n, 0, at(0))).collect();
+    let before = harness.table(at(0)).consistent;
+    assert!(harness.table(at(0)).consistent_before.is_empty());
+    assert_eq!(harness.controller.changed_histories().len(), 1);
+    assert!(harness.controller.changed_histories().is_empty());
+    let changes = harness.controller.predecessor_changes();
+    harness.configure(&["", "", "state = \"draining\""], "", at(1));
+    let table = harness.table(at(1));
     for (bucket, (old, new)) in before.iter().zip(&table.consistent).enumerate() {
         assert_eq!(table.consistent_before[bucket], (old != new).then_some(*old));
     }
-    assert!(world.controller.predecessor_changes() > changes);
+    assert!(harness.controller.predecessor_changes() > changes);
     for session in &sessions {
-        let told = world.controller.agent_configuration(session).unwrap().servers_before;
+        let told = harness.controller.agent_configuration(session).unwrap().servers_before;
         assert_eq!(told.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
     }
     // Another process goes on where this one was.
-    let (name, history) = world.controller.changed_histories().remove(0);
-    world.records.services.get_mut(&name).unwrap().buckets = history;
-    world.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &world.records));
-    assert_eq!(world.table(at(2)).consistent_before, table.consistent_before);
+    let (name, history) = harness.controller.changed_histories().remove(0);
+    harness.records.services.get_mut(&name).unwrap().buckets = history;
+    harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
+    assert_eq!(harness.table(at(2)).consistent_before, table.consistent_before);
     // Nobody hands anything on where packets do not go by the bucket.
-    world.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
-    let session = world.agent(0, 0, at(3));
-    world.table(at(3));
-    assert!(world.controller.agent_configuration(&session).unwrap().servers_before.is_empty());
+    harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
+    let session = harness.agent(0, 0, at(3));
+    harness.table(at(3));
+    assert!(harness.controller.agent_configuration(&session).unwrap().servers_before.is_empty());
 }
 
 #[test]
 fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
-    let mut world = World::new(&[""], "");
-    let session = world.controller.register_load_balancer("lb1", at(10)).unwrap();
-    let refused = world.controller.register_load_balancer("lb1", at(12)).unwrap_err();
+    let mut harness = Harness::new(&[""], "");
+    let session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
+    let refused = harness.controller.register_load_balancer("lb1", at(12)).unwrap_err();
     assert!(refused.ends_session());
     assert_eq!(
         refused.to_string(),
         "load balancer \"lb1\" is connected already, last heard of 2000 ms ago: expected a name of its own for each"
     );
     // One that is silent is taken over.
-    let newer = world.controller.register_load_balancer("lb1", at(20)).unwrap();
-    assert!(!world.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
-    assert!(world.controller.load_balancers.disconnect(newer, at(21)));
-    let alive = |world: &World, now: Duration| {
-        !world.controller.alive(Now { monotonic: now, wall: now, record: now }).is_empty()
+    let newer = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
+    assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
+    assert!(harness.controller.load_balancers.disconnect(newer, at(21)));
+    let alive = |harness: &Harness, now: Duration| {
+        !harness.controller.alive(Now { monotonic: now, wall: now, record: now }).is_empty()
     };
     let ended = Duration::from_secs(21);
-    assert!(alive(&world, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&world, ended + LOST_AFTER));
+    assert!(alive(&harness, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&harness, ended + LOST_AFTER));
     // Nor does an open stream keep one alive that says nothing (its power failed).
-    let silent = world.controller.register_load_balancer("lb1", at(30)).unwrap();
+    let silent = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
     let heard = Duration::from_secs(30);
-    assert!(alive(&world, Duration::from_secs(31)) && !alive(&world, heard + LOST_AFTER));
-    world.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
-    assert!(alive(&world, Duration::from_secs(41)));
+    assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, heard + LOST_AFTER));
+    harness.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
+    assert!(alive(&harness, Duration::from_secs(41)));
     // After the controller's start those on record have time to come back.
-    world.records.enrol("lb1", None);
-    let controller = Controller::new(Fleet::new(&config(&[""], ""), &world.records));
+    harness.records.enrol("lb1", None);
+    let controller = Controller::new(Fleet::new(&config(&[""], ""), &harness.records));
     assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));
 }
 
@@ -261,32 +261,32 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
 /// waits for servers that do not stamp.
 #[test]
 fn servers_that_load_balancers_stamp_for_need_no_agent() {
-    let mut world = World::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
-    assert_eq!(world.table(at(10)).members.len(), 2);
-    let fleet = &world.controller.fleet;
+    let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
+    assert_eq!(harness.table(at(10)).members.len(), 2);
+    let fleet = &harness.controller.fleet;
     let told = fleet.for_load_balancers(|_| true);
     let key = told.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.stamps(server));
     assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
-    assert!(world.controller.keys(at(10)).waiting_for.is_empty());
+    assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
 
     let (address, client) = (told.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
     let echo = correction::stamp(&told.keys, &key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { cookie: Some(echo), reset: false };
-    let explained = world.controller.explain(address, client, packet, at(10)).unwrap();
+    let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
     assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
     let reset = ExplainedPacket::Established { cookie: None, reset: true };
-    let explained = world.controller.explain(address, client, reset, at(10)).unwrap();
+    let explained = harness.controller.explain(address, client, reset, at(10)).unwrap();
     assert!(explained.chosen_server.is_none() && explained.reason.contains("is dropped"), "{}", explained.reason);
 
-    world.records.key_ring.announce(true, 2, &mut seeded_rng(8, 0));
-    world.records.key_ring.switch(at(20).wall, 3);
-    world.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
-    let rotated = world.controller.fleet.for_load_balancers(|_| true);
+    harness.records.key_ring.announce(true, 2, &mut seeded_rng(8, 0));
+    harness.records.key_ring.switch(at(20).wall, 3);
+    harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
+    let rotated = harness.controller.fleet.for_load_balancers(|_| true);
     assert_ne!(rotated.keys, told.keys);
     assert_eq!(rotated.services[0].time_key, Some(key));
-    world.configure(&["", ""], "policy = \"rr\"\n", at(30));
-    assert_eq!(world.controller.fleet.for_load_balancers(|_| true).services[0].time_key, None);
+    harness.configure(&["", ""], "policy = \"rr\"\n", at(30));
+    assert_eq!(harness.controller.fleet.for_load_balancers(|_| true).services[0].time_key, None);
 }

@@ -21,19 +21,19 @@ fn at(milliseconds: u64) -> Now {
 }
 
 /// A controller of servers s0, s1 ... with ids 0, 1 ...
-struct World {
+struct Harness {
     records: Records,
     controller: Controller,
 }
 
-impl World {
+impl Harness {
     /// `fleet`: keys of the document; `servers`: a line of each server, or nothing.
     fn new(fleet: &str, servers: &[&str]) -> Self {
         let records = Records::draw(START, &mut seeded_rng(5, 0));
         let nobody = FleetConfig::on_record(&Source::from_text("fleet.toml", "")).unwrap();
-        let mut world = Self { controller: Controller::new(Fleet::new(&nobody, &records)), records };
-        world.configure(fleet, servers);
-        world
+        let mut harness = Self { controller: Controller::new(Fleet::new(&nobody, &records)), records };
+        harness.configure(fleet, servers);
+        harness
     }
 
     fn configure(&mut self, fleet: &str, servers: &[&str]) {
@@ -71,75 +71,75 @@ fn foreign(server: &str, rack: &str, racks: &[&str]) -> Rejection {
 
 #[test]
 fn any_rack_may_report_for_any_server_by_default() {
-    let mut world = World::new("", &["", ""]);
-    let rack = world.rack("r1");
-    world.behind(rack, "r1", "s0", 1).unwrap();
-    assert_eq!(world.told(rack), [(1, 0)]);
-    let status = world.controller.status(at(0));
+    let mut harness = Harness::new("", &["", ""]);
+    let rack = harness.rack("r1");
+    harness.behind(rack, "r1", "s0", 1).unwrap();
+    assert_eq!(harness.told(rack), [(1, 0)]);
+    let status = harness.controller.status(at(0));
     assert_eq!((status.racks[0].may_speak_for, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
     assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].racks), (Some("r1"), &None));
 }
 
 #[test]
 fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_themselves() {
-    let mut world = World::new("racks = [\"r1\", \"r2\"]", &["racks = [\"r1\"]", "racks = []", ""]);
-    let unknown = world.controller.register_rack("r3", "test", at(0)).unwrap_err();
+    let mut harness = Harness::new("racks = [\"r1\", \"r2\"]", &["racks = [\"r1\"]", "racks = []", ""]);
+    let unknown = harness.controller.register_rack("r3", "test", at(0)).unwrap_err();
     assert_eq!(unknown, Rejection::UnknownRack("r3".to_owned()));
-    let [first, second] = ["r1", "r2"].map(|name| world.rack(name));
-    assert_eq!(world.behind(second, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
-    assert_eq!(world.behind(first, "r1", "s1", 1), Err(foreign("s1", "r1", &[])));
-    world.behind(first, "r1", "s0", 2).unwrap();
-    world.behind(second, "r2", "s2", 2).unwrap();
-    world.controller.register("s1", "test", at(0)).unwrap();
-    assert_eq!((world.told(first), world.told(second)), (vec![(2, 0)], vec![(2, 2)]));
-    let status = world.controller.status(at(0));
+    let [first, second] = ["r1", "r2"].map(|name| harness.rack(name));
+    assert_eq!(harness.behind(second, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
+    assert_eq!(harness.behind(first, "r1", "s1", 1), Err(foreign("s1", "r1", &[])));
+    harness.behind(first, "r1", "s0", 2).unwrap();
+    harness.behind(second, "r2", "s2", 2).unwrap();
+    harness.controller.register("s1", "test", at(0)).unwrap();
+    assert_eq!((harness.told(first), harness.told(second)), (vec![(2, 0)], vec![(2, 2)]));
+    let status = harness.controller.status(at(0));
     let may: Vec<u32> = status.racks.iter().map(|rack| rack.may_speak_for).collect();
     assert_eq!(may, [2, 1]);
     assert_eq!(status.servers[1].racks, Some(Vec::new()));
     assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
     // What it passes up of others is refused.
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
-    let refused = world.controller.rack_summaries(first, &[summary], at(0)).unwrap_err();
+    let refused = harness.controller.rack_summaries(first, &[summary], at(0)).unwrap_err();
     assert!(matches!(refused, SummaryRefused::ForeignServer(id) if id.get() == 2), "{refused}");
 }
 
 #[test]
 fn another_document_ends_what_it_forbids() {
-    let mut world = World::new("", &["racks = [\"r1\"]"]);
-    let rack = world.rack("r1");
-    let session = world.behind(rack, "r1", "s0", 1).unwrap();
-    assert!(world.controller.agent_configuration(&session).is_ok());
-    world.configure("", &["racks = [\"r2\"]"]);
-    assert_eq!(world.controller.agent_configuration(&session), Err(foreign("s0", "r1", &["r2"])));
-    world.configure("racks = [\"r2\"]", &[""]);
-    assert_eq!(world.controller.rack_configuration(rack, at(0)), Err(Rejection::UnknownRack("r1".to_owned())));
+    let mut harness = Harness::new("", &["racks = [\"r1\"]"]);
+    let rack = harness.rack("r1");
+    let session = harness.behind(rack, "r1", "s0", 1).unwrap();
+    assert!(harness.controller.agent_configuration(&session).is_ok());
+    harness.configure("", &["racks = [\"r2\"]"]);
+    assert_eq!(harness.controller.agent_configuration(&session), Err(foreign("s0", "r1", &["r2"])));
+    harness.configure("racks = [\"r2\"]", &[""]);
+    assert_eq!(harness.controller.rack_configuration(rack, at(0)), Err(Rejection::UnknownRack("r1".to_owned())));
 }
 
 #[test]
 fn rack_assignment_of_a_departed_server_still_holds() {
-    let mut world = World::new("", &["racks = [\"r1\"]", ""]);
-    world.configure("", &["gone", ""]);
-    let rack = world.rack("r2");
-    assert_eq!(world.behind(rack, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
-    world.configure("", &["", ""]);
-    world.behind(rack, "r2", "s0", 1).unwrap();
+    let mut harness = Harness::new("", &["racks = [\"r1\"]", ""]);
+    harness.configure("", &["gone", ""]);
+    let rack = harness.rack("r2");
+    assert_eq!(harness.behind(rack, "r2", "s0", 1), Err(foreign("s0", "r2", &["r1"])));
+    harness.configure("", &["", ""]);
+    harness.behind(rack, "r2", "s0", 1).unwrap();
 }
 
 #[test]
 fn agent_reconnect_moves_it_out_of_old_rack() {
-    let mut world = World::new("", &["", ""]);
-    let rack = world.rack("r1");
-    world.behind(rack, "r1", "s0", 1).unwrap();
-    world.behind(rack, "r1", "s1", 2).unwrap();
+    let mut harness = Harness::new("", &["", ""]);
+    let rack = harness.rack("r1");
+    harness.behind(rack, "r1", "s0", 1).unwrap();
+    harness.behind(rack, "r1", "s1", 2).unwrap();
     // The rack has not noticed that its agent is gone.
-    let other = world.rack("r2");
-    let changes = |world: &World| [rack, other].map(|rack| world.controller.rack_changes(rack));
-    let (later, before) = (at(10_000), changes(&world));
-    world.controller.register("s0", "test", later).unwrap();
-    assert_ne!(changes(&world)[0], before[0], "the rack is to be told");
-    assert_eq!(changes(&world)[1], before[1], "the other one is not");
-    assert_eq!(world.told(rack), [(2, 1)]);
-    assert_eq!(world.controller.status(later).servers[0].rack, None);
+    let other = harness.rack("r2");
+    let changes = |harness: &Harness| [rack, other].map(|rack| harness.controller.rack_changes(rack));
+    let (later, before) = (at(10_000), changes(&harness));
+    harness.controller.register("s0", "test", later).unwrap();
+    assert_ne!(changes(&harness)[0], before[0], "the rack is to be told");
+    assert_eq!(changes(&harness)[1], before[1], "the other one is not");
+    assert_eq!(harness.told(rack), [(2, 1)]);
+    assert_eq!(harness.controller.status(later).servers[0].rack, None);
 }
 
 #[test]
@@ -154,10 +154,10 @@ fn refusals_say_who_may() {
 
 #[test]
 fn summaries_are_accepted_per_service() {
-    let mut world = World::new("", &["", ""]);
-    let rack = world.rack("r1");
-    world.behind(rack, "r1", "s0", 1).unwrap();
-    let web = world.controller.fleet().services[0].index;
+    let mut harness = Harness::new("", &["", ""]);
+    let rack = harness.rack("r1");
+    harness.behind(rack, "r1", "s0", 1).unwrap();
+    let web = harness.controller.fleet().services[0].index;
     let summary = |service: u32| v1::RackSummary {
         service_index: service,
         server_id: vec![0],
@@ -165,9 +165,9 @@ fn summaries_are_accepted_per_service() {
         load_sum: vec![0.5],
         ..Default::default()
     };
-    let passed_up = |world: &World, now: Now| world.controller.racks.summaries(web, now).count();
-    world.controller.rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
+    let passed_up = |harness: &Harness, now: Now| harness.controller.racks.summaries(web, now).count();
+    harness.controller.rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
     // Another message, of another service, which is none of the fleet's.
-    world.controller.rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
-    assert_eq!((passed_up(&world, at(300)), passed_up(&world, at(301))), (1, 0));
+    harness.controller.rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
+    assert_eq!((passed_up(&harness, at(300)), passed_up(&harness, at(301))), (1, 0));
 }

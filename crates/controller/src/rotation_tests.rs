@@ -66,7 +66,7 @@ impl<S> Peer<S> {
     }
 }
 
-struct World {
+struct Harness {
     config: FleetConfig,
     records: Records,
     controller: Controller,
@@ -77,7 +77,7 @@ struct World {
     rotations: u64,
 }
 
-impl World {
+impl Harness {
     fn new(config: FleetConfig) -> Self {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(5, 0));
         records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
@@ -239,23 +239,23 @@ fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
     Report { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
-/// A world in which everybody is connected and has what there is, and the key is old enough.
-fn settled(more: &str, service: &str) -> World {
-    let mut world = World::new(config(more, service));
-    world.settle();
-    world.now += RETIRE_AFTER;
-    world
+/// A harness in which everybody is connected and has what there is, and the key is old enough.
+fn settled(more: &str, service: &str) -> Harness {
+    let mut harness = Harness::new(config(more, service));
+    harness.settle();
+    harness.now += RETIRE_AFTER;
+    harness
 }
 
 /// The same after a first rotation: the keys that a fleet is born with need no confirmation, as nobody has had others.
-fn rotated(more: &str) -> World {
-    let mut world = settled(more, "");
-    world.step(KeyStep::Announce { forced: false });
-    world.settle();
-    world.step(KeyStep::Switch);
-    world.settle();
-    world.now += RETIRE_AFTER;
-    world
+fn rotated(more: &str) -> Harness {
+    let mut harness = settled(more, "");
+    harness.step(KeyStep::Announce { forced: false });
+    harness.settle();
+    harness.step(KeyStep::Switch);
+    harness.settle();
+    harness.now += RETIRE_AFTER;
+    harness
 }
 
 proptest! {
@@ -265,83 +265,83 @@ proptest! {
     fn no_server_stamps_with_a_key_that_a_load_balancer_lacks(
         events in prop::collection::vec((0u8..20, any::<u8>()), 1..400),
     ) {
-        let mut world = World::new(config("key_rotation = \"1h\"\n", ""));
+        let mut harness = Harness::new(config("key_rotation = \"1h\"\n", ""));
         for (event, n) in events {
-            world.happen(event, n.into());
-            prop_assert!(world.every_stamp_is_read(), "after event {event} of {n}");
+            harness.happen(event, n.into());
+            prop_assert!(harness.every_stamp_is_read(), "after event {event} of {n}");
         }
         // Whatever has happened: when everybody is back, a rotation comes to its end.
-        let before = world.rotations;
+        let before = harness.rotations;
         for _ in 0..4 {
-            world.settle();
-            prop_assert!(world.every_stamp_is_read());
-            world.now += RETIRE_AFTER;
-            if let Ok(step) = world.controller.wanted_key_step(false, world.now()) {
-                world.step(step);
+            harness.settle();
+            prop_assert!(harness.every_stamp_is_read());
+            harness.now += RETIRE_AFTER;
+            if let Ok(step) = harness.controller.wanted_key_step(false, harness.now()) {
+                harness.step(step);
             }
         }
-        prop_assert!(world.rotations > before);
+        prop_assert!(harness.rotations > before);
     }
 }
 
 #[test]
 fn a_rotation_has_two_phases_and_changes_what_stamps() {
-    let mut world = settled("", "");
-    let first = world.records.key_ring.clone();
-    let step = world.controller.wanted_key_step(false, world.now()).unwrap();
+    let mut harness = settled("", "");
+    let first = harness.records.key_ring.clone();
+    let step = harness.controller.wanted_key_step(false, harness.now()).unwrap();
     assert_eq!(step, KeyStep::Announce { forced: false });
-    world.step(step);
-    let announced = world.records.key_ring.clone();
+    harness.step(step);
+    let announced = harness.records.key_ring.clone();
     assert_eq!(announced.keys.keys[0], first.keys.keys[0]);
     assert_ne!(announced.keys.keys[1], first.keys.keys[1]);
     assert_eq!(announced.keys.current, first.keys.current);
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(None), "nobody has confirmed it");
-    let status = world.controller.keys(world.now());
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "nobody has confirmed it");
+    let status = harness.controller.keys(harness.now());
     assert_eq!((status.phase, status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVERS));
-    world.settle();
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(Some(KeyStep::Switch)));
-    world.step(KeyStep::Switch);
-    let switched = world.records.key_ring.clone();
+    harness.settle();
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Switch)));
+    harness.step(KeyStep::Switch);
+    let switched = harness.records.key_ring.clone();
     assert_eq!((switched.keys.keys, switched.keys.current.get()), (announced.keys.keys, 1));
-    assert_eq!(world.controller.keys(world.now()).phase, ShownPhase::Steady);
-    assert!(world.every_stamp_is_read());
+    assert_eq!(harness.controller.keys(harness.now()).phase, ShownPhase::Steady);
+    assert!(harness.every_stamp_is_read());
 }
 
 #[test]
 fn a_rotation_survives_the_controller_in_both_phases() {
-    let mut world = settled("", "");
-    world.step(KeyStep::Announce { forced: false });
-    let announced = world.records.key_ring.keys;
-    world.restart_controller();
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(None));
-    world.settle();
-    world.restart_controller();
+    let mut harness = settled("", "");
+    harness.step(KeyStep::Announce { forced: false });
+    let announced = harness.records.key_ring.keys;
+    harness.restart_controller();
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
+    harness.settle();
+    harness.restart_controller();
     // What was confirmed to the process before is not known to this one.
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(None));
-    world.settle();
-    let step = world.controller.due_key_step(world.now()).unwrap().unwrap();
-    world.step(step);
-    world.restart_controller();
-    assert_eq!(world.controller.fleet().key_ring.keys.keys, announced.keys);
-    assert_eq!(world.controller.fleet().key_ring.phase, KeyPhase::Steady);
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
+    harness.settle();
+    let step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
+    harness.step(step);
+    harness.restart_controller();
+    assert_eq!(harness.controller.fleet().key_ring.keys.keys, announced.keys);
+    assert_eq!(harness.controller.fleet().key_ring.phase, KeyPhase::Steady);
 }
 
 #[test]
 fn missing_acknowledgements_are_named() {
-    let mut world = rotated("");
-    world.disconnect_balancer(1);
-    world.disconnect_agent(2);
+    let mut harness = rotated("");
+    harness.disconnect_balancer(1);
+    harness.disconnect_agent(2);
     // They have confirmed, and keep what they have.
-    assert!(world.controller.wanted_key_step(false, world.now()).is_ok());
-    world.restart_controller();
-    world.connect_balancer(0);
-    world.connect_agent(0);
-    world.connect_agent(1);
-    (0..10).for_each(|_| world.balancers[0].receive());
-    (0..2).for_each(|n| world.agents[n].receive());
-    world.confirm();
-    let refused = world.controller.wanted_key_step(false, world.now()).unwrap_err();
-    let generation = world.records.key_ring.generation;
+    assert!(harness.controller.wanted_key_step(false, harness.now()).is_ok());
+    harness.restart_controller();
+    harness.connect_balancer(0);
+    harness.connect_agent(0);
+    harness.connect_agent(1);
+    (0..10).for_each(|_| harness.balancers[0].receive());
+    (0..2).for_each(|n| harness.agents[n].receive());
+    harness.confirm();
+    let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
+    let generation = harness.records.key_ring.generation;
     assert_eq!(
         refused.to_string(),
         format!(
@@ -350,63 +350,64 @@ fn missing_acknowledgements_are_named() {
              break)"
         )
     );
-    assert_eq!(world.controller.wanted_key_step(true, world.now()), Ok(KeyStep::Announce { forced: true }));
+    assert_eq!(harness.controller.wanted_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
     // Forced later: the first try waits for the two.
-    world.step(KeyStep::Announce { forced: false });
-    (0..10).for_each(|_| world.balancers[0].receive());
-    (0..2).for_each(|n| (0..10).for_each(|_| world.agents[n].receive()));
-    world.confirm();
-    let refused = world.controller.wanted_key_step(false, world.now()).unwrap_err();
+    harness.step(KeyStep::Announce { forced: false });
+    (0..10).for_each(|_| harness.balancers[0].receive());
+    (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive()));
+    harness.confirm();
+    let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
     assert!(matches!(&refused, NotRotated::UnderWay { who, .. } if who.len() == 2), "{refused}");
     assert!(refused.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(None));
-    assert_eq!(world.controller.wanted_key_step(true, world.now()), Ok(KeyStep::Switch));
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
+    assert_eq!(harness.controller.wanted_key_step(true, harness.now()), Ok(KeyStep::Switch));
 }
 
 #[test]
 fn a_young_key_stays_unless_forced() {
-    let mut world = settled("", "");
-    world.step(KeyStep::Announce { forced: false });
-    world.settle();
-    world.step(KeyStep::Switch);
-    world.settle();
-    world.now += Duration::from_secs(100);
-    let refused = world.controller.wanted_key_step(false, world.now()).unwrap_err();
+    let mut harness = settled("", "");
+    harness.step(KeyStep::Announce { forced: false });
+    harness.settle();
+    harness.step(KeyStep::Switch);
+    harness.settle();
+    harness.now += Duration::from_secs(100);
+    let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
     assert!(matches!(refused, NotRotated::TooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`retire_after`), as connections that have been silent \
          since before it would break (--force does it all the same)"
     );
-    assert!(world.controller.wanted_key_step(true, world.now()).is_ok());
+    assert!(harness.controller.wanted_key_step(true, harness.now()).is_ok());
 }
 
 #[test]
 fn the_schedule_begins_a_rotation() {
-    let mut world = rotated("key_rotation = \"1h\"\n");
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(None), "1000 s are no hour");
-    world.now += Duration::from_secs(2600);
-    assert_eq!(world.controller.due_key_step(world.now()), Ok(Some(KeyStep::Announce { forced: false })));
-    world.restart_controller();
-    assert!(matches!(world.controller.due_key_step(world.now()), Err(NotRotated::Unconfirmed { .. })));
+    let mut harness = rotated("key_rotation = \"1h\"\n");
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
+    harness.now += Duration::from_secs(2600);
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Announce { forced: false })));
+    harness.restart_controller();
+    assert!(matches!(harness.controller.due_key_step(harness.now()), Err(NotRotated::Unconfirmed { .. })));
 }
 
 #[test]
 fn servers_that_stamp_nothing_are_not_waited_for() {
-    let mut world = World::new(config("", "timestamps = \"off\"\n"));
-    world.connect_balancer(0);
-    world.balancers[0].receive();
-    world.now += RETIRE_AFTER;
-    world.confirm();
-    assert_eq!(world.controller.wanted_key_step(false, world.now()), Ok(KeyStep::Announce { forced: false }));
+    let mut harness = Harness::new(config("", "timestamps = \"off\"\n"));
+    harness.connect_balancer(0);
+    harness.balancers[0].receive();
+    harness.now += RETIRE_AFTER;
+    harness.confirm();
+    assert_eq!(harness.controller.wanted_key_step(false, harness.now()), Ok(KeyStep::Announce { forced: false }));
 }
 
 #[test]
 fn a_forced_rotation_waits_for_those_that_come_back_to_a_new_controller() {
-    let mut world = rotated("");
-    world.step(KeyStep::Announce { forced: true });
-    world.restart_controller();
-    let started = |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: world.now, record: world.now };
-    assert_eq!(world.controller.due_key_step(started(4)), Ok(None));
-    assert_eq!(world.controller.due_key_step(started(5)), Ok(Some(KeyStep::Switch)));
+    let mut harness = rotated("");
+    harness.step(KeyStep::Announce { forced: true });
+    harness.restart_controller();
+    let started =
+        |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record: harness.now };
+    assert_eq!(harness.controller.due_key_step(started(4)), Ok(None));
+    assert_eq!(harness.controller.due_key_step(started(5)), Ok(Some(KeyStep::Switch)));
 }

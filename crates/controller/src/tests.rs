@@ -37,12 +37,12 @@ fn config(states: &[&str], policy: &str) -> FleetConfig {
 }
 
 /// A controller whose pool can be changed.
-struct World {
+struct Harness {
     records: Records,
     controller: Controller,
 }
 
-impl World {
+impl Harness {
     fn new(states: &[&str], policy: &str) -> Self {
         let random = &mut seeded_rng(5, 0);
         let mut records = Records::draw(START, random);
@@ -142,16 +142,16 @@ fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 
 #[test]
 fn tables_follow_loads() {
-    let mut world = World::new(&ACTIVE, "crossrss");
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
     // Nobody has reported: bucket i goes to server i mod n.
-    assert_eq!(buckets_by_server(&world.table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
-    let sessions = world.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
-    let table = world.table(at(100));
+    assert_eq!(buckets_by_server(&harness.table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
+    let sessions = harness.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
+    let table = harness.table(at(100));
     let chosen: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen, [1, 0, 2, 2]);
     // s2 becomes busy; half of the news counts (alpha 0.5): 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
-    world.controller.report(&sessions[2], Ok(report(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
-    let table = world.table(at(200));
+    harness.controller.report(&sessions[2], Ok(report(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
+    let table = harness.table(at(200));
     assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
     assert_eq!(table.candidates_of(0, 2)[0].load, coreward_model::load::fixed_point(0.75));
     assert_eq!(table.generation, 3);
@@ -159,66 +159,66 @@ fn tables_follow_loads() {
 
 #[test]
 fn a_stale_server_is_neutral() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    assert!(!world.controller.all_report(at(0)));
-    let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
-    assert!(world.controller.all_report(at(400)) && !world.controller.all_report(at(401)));
-    assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(0, 128)]));
-    assert_eq!(world.status_of("s0", at(400)).reports, Reports::Fresh);
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    assert!(!harness.controller.all_report(at(0)));
+    let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    assert!(harness.controller.all_report(at(400)) && !harness.controller.all_report(at(401)));
+    assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(0, 128)]));
+    assert_eq!(harness.status_of("s0", at(400)).reports, Reports::Fresh);
     // s1 and s2 go on reporting, s0 falls silent: after its time to live it counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy = [(load * 500e6) as u64; 4];
-        world.controller.report(session, Ok(report(3, at(500), &busy)), at(500)).unwrap();
+        harness.controller.report(session, Ok(report(3, at(500), &busy)), at(500)).unwrap();
     }
-    assert_eq!(buckets_by_server(&world.table(at(401))), BTreeMap::from([(1, 128)]));
-    let status = world.status_of("s0", at(401));
+    assert_eq!(buckets_by_server(&harness.table(at(401))), BTreeMap::from([(1, 128)]));
+    let status = harness.status_of("s0", at(401));
     assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (Reports::Stale, 0, 301));
     // It is back: so are its loads.
-    world.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
-    assert_eq!(buckets_by_server(&world.table(at(600))), BTreeMap::from([(0, 128)]));
+    harness.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
+    assert_eq!(buckets_by_server(&harness.table(at(600))), BTreeMap::from([(0, 128)]));
 }
 
 #[test]
 fn an_unknown_server_is_refused() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    let refused = world.controller.register("s9", "test", at(0)).unwrap_err();
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    let refused = harness.controller.register("s9", "test", at(0)).unwrap_err();
     assert_eq!(
         refused.to_string(),
         "server \"s9\" is not known: expected the name of a [[server]] in the fleet's file"
     );
-    assert_eq!(world.controller.status(at(0)).refused_reports["unknown_server"], 1);
+    assert_eq!(harness.controller.status(at(0)).refused_reports["unknown_server"], 1);
 }
 
 #[test]
 fn one_live_agent_per_server() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    let first = world.controller.register("s0", "test", at(0)).unwrap();
-    world.controller.report(&first, Ok(report(1, at(100), &[0; 4])), at(100)).unwrap();
-    let refused = world.controller.register("s0", "test", at(400)).unwrap_err();
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    let first = harness.controller.register("s0", "test", at(0)).unwrap();
+    harness.controller.report(&first, Ok(report(1, at(100), &[0; 4])), at(100)).unwrap();
+    let refused = harness.controller.register("s0", "test", at(400)).unwrap_err();
     assert_eq!(
         refused.to_string(),
         "server \"s0\" has an agent already, last heard of 300 ms ago: expected one agent per server"
     );
     // Its 300 ms have passed: the new one takes over, and the old one's late report is of no use.
-    let second = world.controller.register("s0", "test", at(401)).unwrap();
-    let late = world.controller.report(&first, Ok(report(2, at(410), &[0; 4])), at(410)).unwrap_err();
+    let second = harness.controller.register("s0", "test", at(401)).unwrap();
+    let late = harness.controller.report(&first, Ok(report(2, at(410), &[0; 4])), at(410)).unwrap_err();
     assert_eq!(late, Rejection::Superseded("s0".into()));
-    world.controller.disconnect(&first);
-    world.controller.report(&second, Ok(report(1, at(420), &[0; 4])), at(420)).unwrap();
+    harness.controller.disconnect(&first);
+    harness.controller.report(&second, Ok(report(1, at(420), &[0; 4])), at(420)).unwrap();
     // One that disconnects makes room at once.
-    world.controller.disconnect(&second);
-    world.controller.register("s0", "test", at(421)).unwrap();
-    let counts = world.controller.status(at(421)).refused_reports;
+    harness.controller.disconnect(&second);
+    harness.controller.register("s0", "test", at(421)).unwrap();
+    let counts = harness.controller.status(at(421)).refused_reports;
     assert_eq!((counts["duplicate_session"], counts["superseded"]), (1, 1));
 }
 
 #[test]
 fn reports_of_no_use_are_counted_and_change_nothing() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    let session = world.report_loads(&[&[0.25; 4]]).remove(0);
-    let before = world.status_of("s0", at(150)).core_load;
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
+    let before = harness.status_of("s0", at(150)).core_load;
     let mut refuse = |report: Result<Report, ReportError>| {
-        let refused = world.controller.report(&session, report, at(150)).unwrap_err();
+        let refused = harness.controller.report(&session, report, at(150)).unwrap_err();
         assert!(!refused.ends_session());
         (refused.reason(), refused.to_string())
     };
@@ -229,9 +229,9 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
     assert_eq!(refuse(Ok(report(3, at(150), &[]))), ("no_cores", "a report without cores".into()));
     assert_eq!(refuse(Ok(report(3, at(100), &[90_000_000; 4]))).0, "clock_stood_still");
     assert_eq!(refuse(Err(ReportError::TimeToLive(0))).0, "time_to_live");
-    assert_eq!(world.status_of("s0", at(150)).core_load, before);
-    world.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
-    let status = world.controller.status(at(150));
+    assert_eq!(harness.status_of("s0", at(150)).core_load, before);
+    harness.controller.report(&session, Ok(report(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
+    let status = harness.controller.status(at(150));
     assert_eq!(status.refused_reports.values().sum::<u64>(), 4);
     assert_eq!(status.accepted_reports, 3);
 }
@@ -239,16 +239,16 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
 /// The controller's wall clock is set back by an hour (or the server's ahead): loads are known all the same, and people are told.
 #[test]
 fn a_step_of_the_wall_clock_changes_no_load() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    let session = world.report_loads(&[&[0.25; 4]]).remove(0);
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
     for (sequence, hour_ahead) in [(3, true), (4, false)] {
         let now = at(sequence * 100);
         let mut next = report(sequence, now, &[sequence * 25_000_000; 4]);
         if hour_ahead {
             next.sent += Duration::from_secs(3600);
         }
-        world.controller.report(&session, Ok(next), now).unwrap();
-        let status = world.status_of("s0", now);
+        harness.controller.report(&session, Ok(next), now).unwrap();
+        let status = harness.status_of("s0", now);
         assert_eq!(status.core_load.len(), 4);
         let warned = status.warnings.iter().any(|warning| warning.contains("its wall clock is 3600000 ms ahead"));
         assert_eq!(warned, hour_ahead, "{:?}", status.warnings);
@@ -257,18 +257,18 @@ fn a_step_of_the_wall_clock_changes_no_load() {
 
 #[test]
 fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    let session = world.report_loads(&[&[0.25; 4]]).remove(0);
-    assert!(world.status_of("s0", at(100)).rss.is_some());
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
+    assert!(harness.status_of("s0", at(100)).rss.is_some());
     let length =
         v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0; 100], input_transform: 0 };
     let malformed: Result<ReportedRss, WireError> = (&length).try_into();
     let refused =
-        world.controller.report(&session, Err(ReportError::Rss(malformed.unwrap_err())), at(200)).unwrap_err();
+        harness.controller.report(&session, Err(ReportError::Rss(malformed.unwrap_err())), at(200)).unwrap_err();
     assert_eq!(refused.reason(), "malformed_rss");
     let next = Report { rss_generation: 2, ..report(4, at(300), &[50_000_000; 4]) };
-    world.controller.report(&session, Ok(next), at(300)).unwrap();
-    let status = world.status_of("s0", at(300));
+    harness.controller.report(&session, Ok(next), at(300)).unwrap();
+    let status = harness.status_of("s0", at(300));
     assert_eq!(status.rss, None);
     assert_eq!(
         status.warnings,
@@ -279,12 +279,12 @@ fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
     );
     // A right one heals it.
     let healed = Report { rss_generation: 3, rss: Some(plain_rss(64, 4)), ..report(5, at(400), &[60_000_000; 4]) };
-    world.controller.report(&session, Ok(healed), at(400)).unwrap();
-    assert_eq!(world.status_of("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
+    harness.controller.report(&session, Ok(healed), at(400)).unwrap();
+    assert_eq!(harness.status_of("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
     // One that is announced and does not come is not guessed.
     let silent = Report { rss_generation: 4, ..report(6, at(500), &[70_000_000; 4]) };
-    world.controller.report(&session, Ok(silent), at(500)).unwrap();
-    let status = world.status_of("s0", at(500));
+    harness.controller.report(&session, Ok(silent), at(500)).unwrap();
+    let status = harness.status_of("s0", at(500));
     assert_eq!(
         (status.rss, status.warnings),
         (None, vec!["its RSS of generation 4 was announced but has not come".to_owned()])
@@ -293,54 +293,54 @@ fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
 
 #[test]
 fn draining_or_removed_server_keeps_only_its_connections() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    let sessions = world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
-    world.configure(&["draining", "active", "active"], "crossrss", at(100));
-    assert_eq!(buckets_by_server(&world.table(at(100))), BTreeMap::from([(1, 128)]));
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    harness.configure(&["draining", "active", "active"], "crossrss", at(100));
+    assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(1, 128)]));
     // s2 leaves. Its loads stay known, its agent stays welcome, load balancers still reach it.
-    world.configure(&["draining", "active"], "crossrss", at(200));
-    let fleet = world.controller.fleet_configuration(at(200));
+    harness.configure(&["draining", "active"], "crossrss", at(200));
+    let fleet = harness.controller.fleet_configuration(at(200));
     let seen: Vec<(&str, bool)> =
         fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
     assert_eq!(seen, [("s0", false), ("s1", true), ("s2", false)]);
-    world.controller.report(&sessions[2], Ok(report(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
-    assert_eq!(world.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
-    assert_eq!(world.status_of("s2", at(200)).state, ServerState::Gone);
-    assert_eq!(world.status_of("s0", at(200)).state, ServerState::Draining);
+    harness.controller.report(&sessions[2], Ok(report(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
+    assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
+    assert_eq!(harness.status_of("s2", at(200)).state, ServerState::Gone);
+    assert_eq!(harness.status_of("s0", at(200)).state, ServerState::Draining);
     // Generations go on through all of it.
-    assert_eq!(world.table(at(300)).generation, 2);
+    assert_eq!(harness.table(at(300)).generation, 2);
     // A day later nothing is left of it.
-    world.configure(&["draining", "active"], "crossrss", at(86_400_200));
-    assert_eq!(world.controller.fleet().servers.len(), 2);
-    let gone = world.controller.report(&sessions[2], Ok(report(4, at(300), &[0; 4])), at(300)).unwrap_err();
+    harness.configure(&["draining", "active"], "crossrss", at(86_400_200));
+    assert_eq!(harness.controller.fleet().servers.len(), 2);
+    let gone = harness.controller.report(&sessions[2], Ok(report(4, at(300), &[0; 4])), at(300)).unwrap_err();
     assert_eq!(gone, Rejection::UnknownServer("s2".into()));
     assert!(gone.ends_session());
 }
 
 #[test]
 fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
-    let mut world = World::new(&["draining", "draining"], "crossrss-plus");
-    let table = world.table(at(0));
+    let mut harness = Harness::new(&["draining", "draining"], "crossrss-plus");
+    let table = harness.table(at(0));
     assert!(table.members.is_empty() && table.candidates.is_empty());
     assert_eq!(
-        world.controller.status(at(0)).services[0].warnings,
+        harness.controller.status(at(0)).services[0].warnings,
         ["no server takes new connections: their first packets are dropped"]
     );
     assert_eq!(
-        world.explain(1, at(0)).reason,
+        harness.explain(1, at(0)).reason,
         "none of the 2 servers takes new connections: the first packet is dropped"
     );
 }
 
 #[test]
 fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
-    let mut world = World::new(&ACTIVE, "crossrss");
-    world.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     let unresolved = |names: &[&str]| v1::LoadBalancerState {
         unresolved_servers: names.iter().map(|name| (*name).to_owned()).collect(),
         ..Default::default()
     };
-    let controller = &mut world.controller;
+    let controller = &mut harness.controller;
     let (one, two) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, at(0)).unwrap()).into();
     controller.load_balancer_state(one, unresolved(&["s0"]), at(0));
     controller.load_balancer_state(two, unresolved(&[]), at(0));
@@ -350,28 +350,28 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
     controller.load_balancer_state(two, unresolved(&["s0"]), at(5_000));
     assert!(!controller.load_balancers.cannot_reach("s0", at(7_999)));
     assert!(controller.load_balancers.cannot_reach("s0", at(8_000)));
-    assert_eq!(world.table(at(8_000)).members.len(), 2);
+    assert_eq!(harness.table(at(8_000)).members.len(), 2);
     assert_eq!(
-        world.status_of("s0", at(8_000)).warnings,
+        harness.status_of("s0", at(8_000)).warnings,
         ["no load balancer can find its MAC address: it takes no new connections"]
     );
-    world.controller.load_balancer_state(one, unresolved(&[]), at(9_000));
-    assert_eq!(world.table(at(9_000)).members.len(), 3);
+    harness.controller.load_balancer_state(one, unresolved(&[]), at(9_000));
+    assert_eq!(harness.table(at(9_000)).members.len(), 3);
 }
 
 #[test]
 fn status_names_groups_and_what_does_not_fit_them() {
-    let mut world = World::new(&["active"; 6], "crossrss");
+    let mut harness = Harness::new(&["active"; 6], "crossrss");
     for n in 0..6u8 {
-        let session = world.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
+        let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
         let key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
         let rss = Rss { key, indirection_table: IndirectionTable::new(&queues).unwrap() };
         let reported = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
         let report = Report { rss: Some(reported), ..report(1, at(0), &[0; 2]) };
-        world.controller.report(&session, Ok(report), at(0)).unwrap();
+        harness.controller.report(&session, Ok(report), at(0)).unwrap();
     }
-    let service = world.controller.status(at(0)).services.remove(0);
+    let service = harness.controller.status(at(0)).services.remove(0);
     let groups: Vec<Vec<String>> = service.rss_groups.into_iter().map(|group| group.servers).collect();
     assert_eq!(groups, [vec!["s0", "s1"], vec!["s2"], vec!["s3"], vec!["s4"]]);
     assert_eq!(
@@ -387,10 +387,10 @@ fn status_names_groups_and_what_does_not_fit_them() {
 
 #[test]
 fn a_queue_without_a_core_is_pointed_out() {
-    let mut world = World::new(&["active"], "crossrss");
-    world.report_loads(&[&[0.5; 2]]);
+    let mut harness = Harness::new(&["active"], "crossrss");
+    harness.report_loads(&[&[0.5; 2]]);
     assert_eq!(
-        world.status_of("s0", at(100)).warnings,
+        harness.status_of("s0", at(100)).warnings,
         ["its indirection table names receive queue 3, but 2 cores report"]
     );
 }
@@ -404,13 +404,13 @@ fn explanations_name_the_decision_and_its_reason() {
     let port = (40_000..).find(|port| bucket_of(*port) % 4 == 1).unwrap();
     let bucket = bucket_of(port);
 
-    let mut world = World::new(&ACTIVE, "crossrss");
-    assert_eq!(world.explain(port, at(0)).reason, "no table has been made yet");
-    world.table(at(0));
-    assert!(world.explain(port, at(0)).reason.ends_with("a fixed choice: no loads are known"));
-    world.report_loads(&loads);
-    world.table(at(100));
-    let reply = world.explain(port, at(100));
+    let mut harness = Harness::new(&ACTIVE, "crossrss");
+    assert_eq!(harness.explain(port, at(0)).reason, "no table has been made yet");
+    harness.table(at(0));
+    assert!(harness.explain(port, at(0)).reason.ends_with("a fixed choice: no loads are known"));
+    harness.report_loads(&loads);
+    harness.table(at(100));
+    let reply = harness.explain(port, at(100));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"));
     assert_eq!(
         reply.reason,
@@ -421,13 +421,13 @@ fn explanations_name_the_decision_and_its_reason() {
     let s1 = &reply.servers[1];
     assert_eq!((s1.name.as_str(), s1.bucket, s1.core, s1.core_load), ("s1", Some(bucket), Some(1), Some(0.8)));
 
-    let mut world = World::new(&ACTIVE, "crossrss-plus");
-    world.report_loads(&loads);
-    let table = world.table(at(100));
+    let mut harness = Harness::new(&ACTIVE, "crossrss-plus");
+    harness.report_loads(&loads);
+    let table = harness.table(at(100));
     let more =
         (coreward_model::load::fixed_point(0.5) - coreward_model::load::fixed_point(0.1)) / table.assignment_cost;
     assert_eq!(
-        world.explain(port, at(100)).reason,
+        harness.explain(port, at(100)).reason,
         format!(
             "bucket {bucket} of 128 goes to s0: core 1 with load 0.100 in the table is the least loaded of 3 candidates, unless a \
              load balancer has given it more than {more} connections since the last table, each counted as {:.4}; then \
@@ -436,9 +436,9 @@ fn explanations_name_the_decision_and_its_reason() {
         )
     );
 
-    let mut world = World::new(&ACTIVE, "rr");
-    world.table(at(0));
-    let reply = world.explain(port, at(0));
+    let mut harness = Harness::new(&ACTIVE, "rr");
+    harness.table(at(0));
+    let reply = harness.explain(port, at(0));
     assert_eq!(
         (reply.chosen_server, reply.reason.as_str()),
         (
@@ -448,37 +448,37 @@ fn explanations_name_the_decision_and_its_reason() {
         )
     );
 
-    let mut world = World::new(&ACTIVE, "awrr");
-    world.report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
-    world.table(at(100));
+    let mut harness = Harness::new(&ACTIVE, "awrr");
+    harness.report_loads(&[&[0.25; 4], &[0.5; 4], &[0.75; 4]]);
+    harness.table(at(100));
     assert_eq!(
-        world.explain(port, at(100)).reason,
+        harness.explain(port, at(100)).reason,
         "the 3 servers that take new connections (s0 13, s1 10, s2 8) have so many of 31 turns, evenly spread, counted by \
          the load balancer"
     );
 
-    let mut world = World::new(&ACTIVE, "least");
-    world.report_loads(&loads);
-    world.table(at(100));
-    let reason = world.explain(port, at(100)).reason;
+    let mut harness = Harness::new(&ACTIVE, "least");
+    harness.report_loads(&loads);
+    harness.table(at(100));
+    let reason = harness.explain(port, at(100)).reason;
     assert!(reason.contains(": the whole server with load 1.000 in the table is the least loaded of 3"), "{reason}");
 
-    let mut world = World::new(&ACTIVE, "hash");
-    world.report_loads(&loads);
-    world.table(at(100));
-    let reason = world.explain(port, at(100)).reason;
+    let mut harness = Harness::new(&ACTIVE, "hash");
+    harness.report_loads(&loads);
+    harness.table(at(100));
+    let reason = harness.explain(port, at(100)).reason;
     assert!(reason.contains(" of 128 by a hash of the load balancers' own goes to s"), "{reason}");
     assert!(reason.ends_with("a fixed choice, whatever the loads"), "{reason}");
 
-    let mut world = World::new(&ACTIVE, "pow2");
-    world.report_loads(&loads);
-    world.table(at(100));
-    let reply = world.explain(port, at(100));
+    let mut harness = Harness::new(&ACTIVE, "pow2");
+    harness.report_loads(&loads);
+    harness.table(at(100));
+    let reply = harness.explain(port, at(100));
     assert!(reply.reason.contains("(mean load 0."), "{}", reply.reason);
 
     let unknown = ServiceAddress { socket: "10.200.0.9:80".parse().unwrap(), ..web() };
     assert_eq!(
-        world.controller.explain(unknown, client(1), ExplainedPacket::First, at(100)).unwrap_err().to_string(),
+        harness.controller.explain(unknown, client(1), ExplainedPacket::First, at(100)).unwrap_err().to_string(),
         "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp"
     );
 }
@@ -491,14 +491,14 @@ proptest! {
         loads in prop::collection::vec(prop::collection::vec(0.0f64..1.0, 4), 1..6),
         ports in prop::collection::vec(1u16.., 10),
     ) {
-        let mut world = World::new(&vec!["active"; loads.len()], policy);
+        let mut harness = Harness::new(&vec!["active"; loads.len()], policy);
         let loads: Vec<&[f64]> = loads.iter().map(Vec::as_slice).collect();
-        world.report_loads(&loads);
-        let table = world.table(at(100));
+        harness.report_loads(&loads);
+        let table = harness.table(at(100));
         for port in ports {
             let tuple = FourTuple::new(client(port), web().socket).unwrap();
             let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple).unwrap();
-            prop_assert_eq!(world.explain(port, at(100)).chosen_server, Some(format!("s{chosen}")));
+            prop_assert_eq!(harness.explain(port, at(100)).chosen_server, Some(format!("s{chosen}")));
         }
     }
 
@@ -507,18 +507,18 @@ proptest! {
     fn arbitrary_reports_never_panic(
         reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),
     ) {
-        let mut world = World::new(&ACTIVE, "crossrss");
-        let session = world.controller.register("s0", "test", at(0)).unwrap();
+        let mut harness = Harness::new(&ACTIVE, "crossrss");
+        let session = harness.controller.register("s0", "test", at(0)).unwrap();
         let (mut taken, mut refused) = (0, 0);
         for (sequence, milliseconds, busy) in reports {
-            match world.controller.report(&session, Ok(report(sequence, at(milliseconds), &busy)), at(1_000)) {
+            match harness.controller.report(&session, Ok(report(sequence, at(milliseconds), &busy)), at(1_000)) {
                 Ok(()) => taken += 1,
                 Err(_) => refused += 1,
             }
-            let table = world.table(at(1_000));
+            let table = harness.table(at(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
-        let status = world.controller.status(at(1_000));
+        let status = harness.controller.status(at(1_000));
         prop_assert_eq!(status.accepted_reports, taken);
         prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
     }
@@ -526,59 +526,59 @@ proptest! {
 
 #[test]
 fn packets_of_established_connections_are_explained_by_their_cookie() {
-    let mut world = World::new(&["active", "draining"], "rr");
-    world.table(at(0));
-    let keys = world.controller.fleet().key_ring.keys;
+    let mut harness = Harness::new(&["active", "draining"], "rr");
+    harness.table(at(0));
+    let keys = harness.controller.fleet().key_ring.keys;
     let tuple = FourTuple::new(client(7), web().socket).unwrap();
     let established = |cookie| ExplainedPacket::Established { cookie: Some(cookie), reset: false };
     let time_key = CookieKey { k0: 1, k1: 2 };
     // Draining servers keep what they have.
     for name in ["s0", "s1"] {
-        let id = world.controller.fleet().id(name).unwrap();
+        let id = harness.controller.fleet().id(name).unwrap();
         let echo = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
-        let reply = world.explain_packet(7, established(echo), at(0));
+        let reply = harness.explain_packet(7, established(echo), at(0));
         assert_eq!(reply.chosen_server.as_deref(), Some(name));
         assert_eq!(reply.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
         // The same echo from another port is another server's, or nobody's.
-        assert_ne!(world.explain_packet(8, established(echo), at(0)).chosen_server.as_deref(), Some(name));
+        assert_ne!(harness.explain_packet(8, established(echo), at(0)).chosen_server.as_deref(), Some(name));
     }
     let entry = cookie::stamp(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
-    let reason = world.explain_packet(7, established(entry), at(0)).reason;
+    let reason = harness.explain_packet(7, established(entry), at(0)).reason;
     assert!(reason.contains("an entry of a connection table, which this service does not have"), "{reason}");
 
     let bare = |reset| ExplainedPacket::Established { cookie: None, reset };
-    let reply = world.explain_packet(7, bare(false), at(0));
+    let reply = harness.explain_packet(7, bare(false), at(0));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
     assert!(reply.reason.starts_with("without a cookie it goes where the load balancer's flow table says, or"));
-    let reply = world.explain_packet(7, bare(true), at(0));
+    let reply = harness.explain_packet(7, bare(true), at(0));
     assert!(reply.chosen_server.is_none() && reply.reason.contains("to all servers"), "{}", reply.reason);
 }
 
 /// A flood changes nothing but a counter, and takes nothing from others.
 #[test]
 fn reports_that_come_too_often_are_refused_and_counted() {
-    let mut world = World::new(&["active", "active"], "crossrss");
-    let sessions = world.report_loads(&[&[0.5; 4], &[0.5; 4]]);
-    let loads = world.status_of("s0", at(100)).core_load;
+    let mut harness = Harness::new(&["active", "active"], "crossrss");
+    let sessions = harness.report_loads(&[&[0.5; 4], &[0.5; 4]]);
+    let loads = harness.status_of("s0", at(100)).core_load;
     let outcomes: Vec<bool> = (3..1003)
         .map(|sequence| {
-            world.controller.report(&sessions[0], Ok(report(sequence, at(100), &[50_000_000; 4])), at(100)).is_ok()
+            harness.controller.report(&sessions[0], Ok(report(sequence, at(100), &[50_000_000; 4])), at(100)).is_ok()
         })
         .collect();
     assert!(outcomes.iter().filter(|taken| **taken).count() < 64);
-    assert!(world.controller.status(at(100)).refused_reports["too_often"] > 900);
-    assert_eq!(world.status_of("s0", at(100)).core_load, loads, "its clock stood still");
-    assert!(world.controller.report(&sessions[1], Ok(report(3, at(200), &[100_000_000; 4])), at(200)).is_ok());
+    assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
+    assert_eq!(harness.status_of("s0", at(100)).core_load, loads, "its clock stood still");
+    assert!(harness.controller.report(&sessions[1], Ok(report(3, at(200), &[100_000_000; 4])), at(200)).is_ok());
     // After a pause it may again.
-    assert!(world.controller.report(&sessions[0], Ok(report(2000, at(300), &[100_000_000; 4])), at(300)).is_ok());
+    assert!(harness.controller.report(&sessions[0], Ok(report(2000, at(300), &[100_000_000; 4])), at(300)).is_ok());
 }
 
 #[test]
 fn registrations_are_rate_limited() {
-    let mut world = World::new(&["active"], "crossrss");
+    let mut harness = Harness::new(&["active"], "crossrss");
     let mut register = |ms: u64| {
-        let session = world.controller.register("s0", "test", at(ms))?;
-        world.controller.disconnect(&session);
+        let session = harness.controller.register("s0", "test", at(ms))?;
+        harness.controller.disconnect(&session);
         Ok::<_, Rejection>(())
     };
     assert!((0..30).all(|_| register(0).is_ok()));
@@ -586,8 +586,8 @@ fn registrations_are_rate_limited() {
     assert!(register(1000).is_ok());
     assert!(register(1000).is_err());
     let mut register = |n: usize| {
-        let session = world.controller.register_load_balancer(&format!("lb{n}"), at(0))?;
-        world.controller.load_balancers.disconnect(session, at(0));
+        let session = harness.controller.register_load_balancer(&format!("lb{n}"), at(0))?;
+        harness.controller.load_balancers.disconnect(session, at(0));
         Ok::<_, Rejection>(())
     };
     assert!((0..30).all(|_| register(0).is_ok()));

@@ -25,7 +25,7 @@ use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
 
 pub use books::{Books, WorkerCounts};
 pub use options::{
-    LONGEST_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Patience, Policy, RequestId, RequestType,
+    LONGEST_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestId, RequestType, Timeouts,
     UnknownPolicy,
 };
 
@@ -189,10 +189,10 @@ impl Dispatch {
     ///
     /// # Errors
     /// When the kernel does not let the queues be read.
-    pub fn poll(&mut self, now: Duration, patience: &Patience) -> anyhow::Result<bool> {
+    pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.books.begin_poll();
         self.read_queues()?;
-        Ok(self.books.repair(&self.workers.sockets(), now, patience))
+        Ok(self.books.repair(&self.workers.sockets(), now, timeouts))
     }
 
     /// Lets `bpf/dispatch/dispatch.bpf.c`, `queues`, pass over all UDP sockets of this network namespace.

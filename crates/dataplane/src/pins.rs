@@ -19,7 +19,7 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// A process that has just ended, and a child of it that has not yet become another program, hold its claim for a moment.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
 
 /// How many folders deep pin directories are looked for.
@@ -38,7 +38,7 @@ impl PinLock {
         loop {
             file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(Self(lock)),
-                Err((file, Errno::EWOULDBLOCK)) if began.elapsed() < PATIENCE => file,
+                Err((file, Errno::EWOULDBLOCK)) if began.elapsed() < TIMEOUT => file,
                 Err((_, Errno::EWOULDBLOCK)) => bail!(
                     "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), or a \
                      pin directory of one's own",

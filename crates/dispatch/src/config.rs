@@ -8,8 +8,8 @@ use coreward_config::{
     AbsolutePath, Diagnostics, Field, HOUR, Number, Period, Reader, Source, Spanned, config_struct, string_enum,
 };
 use coreward_dataplane::dispatch::{
-    self, LONGEST_RESPONSE_TIMEOUT, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Patience, Policy,
-    RequestType,
+    self, LONGEST_RESPONSE_TIMEOUT, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Policy, RequestType,
+    Timeouts,
 };
 use coreward_model::dispatch::{ClassBounds, Weight};
 
@@ -35,7 +35,7 @@ pub struct Service {
     /// For the program.
     pub options: Options,
     /// For user space.
-    pub patience: Patience,
+    pub timeouts: Timeouts,
     /// Of each type, then of all others; `None`: learned.
     pub expected: Vec<Option<Duration>>,
     /// See [`Service::bounds`].
@@ -58,7 +58,7 @@ impl Service {
                 other_class: 0,
                 learn: policy == Policy::LightestQueue,
             },
-            patience: Patience::default(),
+            timeouts: Timeouts::default(),
             expected: vec![None],
             bound: DEFAULT_BOUND,
             reserved: DEFAULT_RESERVED,
@@ -230,10 +230,10 @@ impl ServiceTable {
         service.reserved = self.reserved.0 as u16;
         service.reserved_bound = self.reserved_bound.0 as u32;
         if let Some(Period(timeout)) = self.response_timeout {
-            service.patience.response_timeout = timeout;
+            service.timeouts.response_timeout = timeout;
         }
         if let Some(Period(time)) = self.stall_after {
-            service.patience.stall_after = time;
+            service.timeouts.stall_after = time;
         }
         service.options.request_id = self.request_id.as_ref().map(|field| {
             let response_offset = field.response_offset.unwrap_or(field.offset);

@@ -71,7 +71,7 @@ impl Service {
 
     /// What should be done every [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
-        let looked = self.dispatch.poll(self.started.elapsed(), &self.config.patience);
+        let looked = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
         let died = looked.unwrap_or_else(|error| {
             self.warn(format!("{error:#}"));
             false

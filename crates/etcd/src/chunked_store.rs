@@ -22,7 +22,7 @@ const MOST_BYTES: usize = 1_000_000;
 /// Chunks per read.
 const PAGE: i64 = 64;
 const LARGEST_ANSWER: usize = 256 << 20;
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// State by part.
 pub type Chunks = BTreeMap<String, Vec<u8>>;
@@ -92,7 +92,7 @@ impl ChunkedStore {
             let key = key.clone();
             async move { client.get(key, None).await }
         };
-        let found = self.leadership.cluster().call(Deadline::now() + PATIENCE, request).await?;
+        let found = self.leadership.cluster().call(Deadline::now() + TIMEOUT, request).await?;
         let Some(written) = found.kvs().first() else { return Ok(()) };
         let manifest: Manifest =
             serde_json::from_slice(written.value()).map_err(|error| self.content_error(&key, error))?;
@@ -128,7 +128,7 @@ impl ChunkedStore {
                 let mut client = client.kv_client().max_decoding_message_size(LARGEST_ANSWER);
                 async move { client.get(from, Some(options)).await }
             };
-            let mut page = self.leadership.cluster().call(Deadline::now() + PATIENCE, request).await?;
+            let mut page = self.leadership.cluster().call(Deadline::now() + TIMEOUT, request).await?;
             let more = page.more();
             for pair in page.take_kvs() {
                 let (key, value) = pair.into_key_value();

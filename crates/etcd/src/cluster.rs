@@ -20,7 +20,7 @@ use crate::clock::Deadline;
 /// Limit for one member's answer to one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit for a request on which no lease depends.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after all members failed.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
@@ -96,7 +96,7 @@ impl Cluster {
     /// Revokes this process's leases and blocks new ones. Returns whether there were any; on an error they expire.
     pub async fn leave(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
-        let until = Deadline::now() + PATIENCE;
+        let until = Deadline::now() + TIMEOUT;
         for lease in &held {
             self.revoke(*lease, until).await?;
         }

@@ -16,7 +16,7 @@ use tokio::task::AbortHandle;
 
 use crate::EtcdError;
 use crate::clock::Deadline;
-use crate::cluster::{Cluster, PATIENCE};
+use crate::cluster::{Cluster, TIMEOUT};
 
 /// Unused part of a lease: 1 / MARGIN.
 const MARGIN: u32 = 10;
@@ -115,7 +115,7 @@ impl Candidate {
             let key = self.key();
             async move { client.get(key, None).await }
         };
-        cluster.call(Deadline::now() + PATIENCE, ask).await
+        cluster.call(Deadline::now() + TIMEOUT, ask).await
     }
 
     async fn attempt(&self, cluster: &Arc<Cluster>) -> Result<Attempt, EtcdError> {
@@ -126,7 +126,7 @@ impl Candidate {
         let began = Deadline::now();
         let seconds = self.lease.as_secs() as i64;
         let granted =
-            cluster.call(began + PATIENCE, |mut client| async move { client.lease_grant(seconds, None).await });
+            cluster.call(began + TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
         // A campaign may outlast `leave`: the key would block others for a lease.
@@ -137,7 +137,7 @@ impl Candidate {
         if !matches!(attempt, Ok(Attempt::Won(_))) {
             // The unused lease would expire; revoking it is faster.
             let held = cluster.clone();
-            drop(cluster.spawn(async move { held.revoke(lease, Deadline::now() + PATIENCE).await }));
+            drop(cluster.spawn(async move { held.revoke(lease, Deadline::now() + TIMEOUT).await }));
         }
         attempt
     }
@@ -283,7 +283,7 @@ impl Leadership {
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
         self.until.store(0, Ordering::Relaxed);
-        self.cluster.revoke(self.lease, Deadline::now() + PATIENCE).await
+        self.cluster.revoke(self.lease, Deadline::now() + TIMEOUT).await
     }
 
     /// Executes operations in one transaction while leading. `also`: a key and its expected modification revision.

@@ -13,7 +13,7 @@ use coreward_model::correction;
 use coreward_model::health::{Check, Probe, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::{Capacity, TrafficWanted, Weight};
+use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::{ServerId, policy};
@@ -120,7 +120,7 @@ pub struct FleetService {
     /// Name from `coreward_model::policy::names()`.
     pub policy: &'static str,
     /// Counters that the policy needs from load balancers.
-    pub traffic: TrafficWanted,
+    pub traffic: TelemetryLevel,
     /// Health check; `None`: none.
     pub check: Option<Arc<Check>>,
     /// Treatment of new connections when all servers are down.
@@ -413,7 +413,7 @@ fn fleet_service(
         mode: service.mode,
         other_balancer: service.other_balancer,
         policy: service.policy,
-        traffic: policy::traffic_wanted(service.policy),
+        traffic: policy::telemetry_level(service.policy),
         check: service.check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
         slow_start: service.slow_start,

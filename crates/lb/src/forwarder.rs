@@ -21,7 +21,7 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::FleetKeys;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
-use coreward_model::policy::TrafficWanted;
+use coreward_model::policy::TelemetryLevel;
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
@@ -291,7 +291,7 @@ impl Forwarder {
 
     /// What was sent to servers; `None`: no policy wants to know. Counts of servers are of all services, so all services are in it.
     pub fn traffic(&self) -> Option<TrafficMessage> {
-        if self.services.values().all(|(service, _)| service.traffic == TrafficWanted::Nothing) {
+        if self.services.values().all(|(service, _)| service.traffic == TelemetryLevel::Nothing) {
             return None;
         }
         let services = self.services.values();

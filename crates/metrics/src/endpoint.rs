@@ -22,7 +22,7 @@ const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-
 /// Limit of concurrent connections; others wait.
 const CONNECTIONS: usize = 8;
 /// Limit from the connection to the end of the answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 const HEADERS_LIMIT: usize = 16 << 10;
 
 /// Pending scrapes; each is answered with a page.
@@ -118,12 +118,12 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
             let answer = service_fn(move |request| answer(request, collect.clone()));
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
-                .header_read_timeout(PATIENCE)
+                .header_read_timeout(TIMEOUT)
                 .max_buf_size(HEADERS_LIMIT)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), answer);
             // A slow client, or one of another protocol, is disconnected.
-            let _ = tokio::time::timeout(PATIENCE, connection).await;
+            let _ = tokio::time::timeout(TIMEOUT, connection).await;
             drop(place);
         });
     }

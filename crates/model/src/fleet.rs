@@ -212,7 +212,7 @@ impl Fleet {
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
             eligible: self.eligible[position],
-            loads: self.trackers[position].loads().cloned().map(Loads::Cores),
+            loads: self.trackers[position].loads().cloned().map(Loads::Local),
             rss: Some(self.rss[position].clone()),
             open_connections: open_connections[position],
             ..PoolServer::new(*id)

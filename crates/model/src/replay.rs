@@ -24,7 +24,7 @@ pub struct Pools {
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// When agents report, and where turns begin.
-    pub circumstances: Circumstances,
+    pub circumstances: ReportPhase,
     /// Windows that start before this are left out (us).
     pub warm_up_us: u64,
     /// Draws the fleet's RSS key.
@@ -40,7 +40,7 @@ impl Default for Pools {
             buckets: BucketCount::PUBLISHED,
             report_interval_us: 100_000,
             alpha: Alpha::PUBLISHED,
-            circumstances: Circumstances::Ideal,
+            circumstances: ReportPhase::Aligned,
             warm_up_us: 5_000_000,
             seed: 1,
         }
@@ -49,12 +49,12 @@ impl Default for Pools {
 
 /// When agents report, and where turns begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Circumstances {
+pub enum ReportPhase {
     /// All agents measure at the moment of the table; the first turn is the first server's.
-    Ideal,
+    Aligned,
     /// As they happen to be live. Each agent's clock began at a moment of its own, so that its reports are between nothing
     /// and a report interval old when a table is made of them; and turns go on from those of connections before.
-    Drawn,
+    Random,
 }
 
 /// Means over the 1 s windows after the warm-up.
@@ -185,8 +185,8 @@ impl Datacentre {
         let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
         let mut rng = seeded_rng(pools.seed, PURPOSE_CIRCUMSTANCES);
         let age = match pools.circumstances {
-            Circumstances::Ideal => vec![0; usize::from(pools.servers)],
-            Circumstances::Drawn => {
+            ReportPhase::Aligned => vec![0; usize::from(pools.servers)],
+            ReportPhase::Random => {
                 fleet.set_turn(uniform_below(&mut rng, u32::MAX).into());
                 (0..pools.servers).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
             }
@@ -284,7 +284,7 @@ impl Datacentre {
 const PURPOSE_RSS_KEY: u64 = 4;
 /// [`seeded_rng`]'s stream for a replayed fleet of which everything is drawn.
 const PURPOSE_FLEET: u64 = 5;
-/// [`seeded_rng`]'s stream for [`Circumstances::Drawn`].
+/// [`seeded_rng`]'s stream for [`ReportPhase::Random`].
 const PURPOSE_CIRCUMSTANCES: u64 = 7;
 
 #[cfg(test)]
@@ -339,7 +339,7 @@ mod tests {
     #[test]
     fn agents_that_report_at_moments_of_their_own_are_read_then() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let pools = Pools { circumstances: Circumstances::Drawn, ..Pools::default() };
+        let pools = Pools { circumstances: ReportPhase::Random, ..Pools::default() };
         let plan = FleetShape {
             servers: pools.servers,
             cores: pools.cores,

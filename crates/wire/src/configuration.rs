@@ -11,7 +11,7 @@ use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::health::{Check, WhenAllDown};
 use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
-use coreward_model::policy::{Capacity, TrafficWanted, Weight};
+use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use prost::Message as _;
@@ -101,7 +101,7 @@ pub struct Service {
     /// The policy's name.
     pub policy: String,
     /// What the policy wants to hear of every server.
-    pub traffic: TrafficWanted,
+    pub traffic: TelemetryLevel,
     /// Masks the time part of its cookies; there if, and only if, load balancers stamp.
     pub time_key: Option<CookieKey>,
     /// What load balancers ask its servers; `None`: nothing.
@@ -421,7 +421,7 @@ impl TryFrom<&v1::Service> for Service {
             mode,
             time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
-            traffic: parse_named("traffic", &message.traffic, TrafficWanted::ALL, TrafficWanted::name)?,
+            traffic: parse_named("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
             check: message.health_check.as_ref().map(Check::try_from).transpose().within("health_check")?.map(Arc::new),
             when_all_down: parse_when_all_down(&message.when_all_down)?,
             servers,

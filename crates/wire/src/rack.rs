@@ -233,7 +233,7 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
         whole.load.iter().try_for_each(|load| is_load("whole.load", *load))?;
         length_is("whole.load", whole.load.len(), message.cores[position] as usize)?;
-        servers[position].loads = Loads::Whole(whole.load.clone().into());
+        servers[position].loads = Loads::Relayed(whole.load.clone().into());
     }
     let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
     let mut classes = HashSet::new();
@@ -259,7 +259,7 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
             return Err(WireError::new("cores", format!("{cores}: expected 1 to {MOST_CORES}")));
         }
         is_load_of("load_sum", *sum, *cores)?;
-        let loads = Loads::Reduced { sum: *sum, cores: *cores };
+        let loads = Loads::Aggregated { sum: *sum, cores: *cores };
         Ok(ReducedServer { id: parse_server_id("server_id", *id)?, loads })
     };
     parallel.map(server).collect()

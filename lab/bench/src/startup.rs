@@ -38,7 +38,7 @@ pub struct Args {
 }
 
 /// Nothing here takes longer, unless it never ends.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures, in a thread of its own: the namespace is the thread's.
 ///
@@ -164,7 +164,7 @@ fn first_packets(services: u32, began: Instant) -> anyhow::Result<Start> {
     let mut waiting: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
     let (mut first, mut port) = (None, 1024);
     while !waiting.is_empty() {
-        ensure!(began.elapsed() < PATIENCE, "{} services forward nothing after {PATIENCE:?}", waiting.len());
+        ensure!(began.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting.len());
         // As many as a short queue holds; the others have their turn next.
         for vip in waiting.iter().copied().take(64).collect::<Vec<_>>() {
             wire.send(vip, port);
@@ -208,7 +208,7 @@ async fn change_server(
     let request = NewFleet { name: "bench".into(), text: document.clone(), generation, dry_run: false };
     let began = Instant::now();
     let watching = std::thread::spawn(move || {
-        while began.elapsed() < PATIENCE {
+        while began.elapsed() < TIMEOUT {
             if servers.server(service, id).is_some_and(|server| !server.eligible) {
                 return Some(began.elapsed());
             }

@@ -7,7 +7,7 @@ use crate::mutate::SHORTEST;
 use crate::world::{Difference, Setup, World};
 
 /// Shrinking ends after that, however far it is.
-const PATIENCE: Duration = Duration::from_secs(90);
+const TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The least found: steps that end with the packet that differs.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ impl Shrinker {
 /// When the kernel refuses something.
 pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
     let (setup, mut steps) = Epoch::steps(seed, packets)?;
-    let shrinker = Shrinker { setup, until: Instant::now() + PATIENCE };
+    let shrinker = Shrinker { setup, until: Instant::now() + TIMEOUT };
     if shrinker.difference(&steps)?.is_none() {
         return Ok(None);
     }

@@ -1,7 +1,7 @@
 //! The sub-commands of `coreward-lab testbed`.
 
 use crate::{
-    chaos, conformity, dispatch_soak, instance, key_value, load, orchestrated_server, paced_server, pcc, stock_server,
+    chaos, conformance, dispatch_soak, instance, key_value, load, orchestrated_server, paced_server, pcc, stock_server,
     stream,
 };
 
@@ -29,7 +29,7 @@ enum TestbedCommand {
     /// Which connections break while servers and load balancers come and go; one run, printed as JSON
     Pcc(pcc::PccArgs),
     /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
-    Conformity(conformity::Options),
+    Conformance(conformance::Options),
     /// Everything goes wrong while clients go on: none of their connections may break, no acknowledged change be lost
     Chaos(chaos::Options),
     /// `coreward dispatch` under load while workers die and stop, and it is detached and attached; prints what was seen as JSON
@@ -57,7 +57,7 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::StreamServer(args) => stream::server::run(args),
         TestbedCommand::StreamClient(args) => stream::client::run(args),
         TestbedCommand::Pcc(args) => pcc::main(args),
-        TestbedCommand::Conformity(options) => conformity::main(*options),
+        TestbedCommand::Conformance(options) => conformance::main(*options),
         TestbedCommand::Chaos(options) => chaos::main(options),
         TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
         TestbedCommand::StockServer(args) => stock_server::main(args),

@@ -29,7 +29,7 @@ pub use names::{
     CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
     controller_name, rack_listens_at,
 };
-pub use options::{FleetOptions, LoadSource, Standing};
+pub use options::{AdminState, FleetOptions, LoadSource};
 
 use daemons::start_daemon;
 use files::{
@@ -41,7 +41,7 @@ use names::DaemonName;
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
-    pool: BTreeMap<u16, Standing>,
+    pool: BTreeMap<u16, AdminState>,
     controllers: BTreeMap<u16, Process>,
     racks: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
@@ -57,8 +57,8 @@ impl Fleet {
     /// # Errors
     /// When a daemon cannot be started or is not ready in time; the error holds its log's last lines.
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
-        let pool: BTreeMap<u16, Standing> =
-            testbed.server_numbers().into_iter().map(|number| (number, Standing::Active)).collect();
+        let pool: BTreeMap<u16, AdminState> =
+            testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
         if options.tls {
             Authority::init(&certificates(testbed), &fleet_name()?, 30 * DAY)?;
             issue(testbed, Role::Controller, "controller", &fleet_name()?, Validity::from_now(DAY))?;
@@ -178,7 +178,7 @@ impl Fleet {
     ///
     /// # Errors
     /// When the file cannot be written or the controller has ended.
-    pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, Standing>) -> anyhow::Result<()> {
+    pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.pool = pool;
         self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
@@ -275,7 +275,7 @@ impl Fleet {
     }
 
     /// The pool as the controller's file has it.
-    pub fn pool(&self) -> &BTreeMap<u16, Standing> {
+    pub fn pool(&self) -> &BTreeMap<u16, AdminState> {
         &self.pool
     }
 

@@ -8,7 +8,7 @@
 //! * [`nginx`]: stock nginx on a server
 //! * [`baseline_lb`]: IPVS or HAProxy in front of the servers
 //! * [`fleet`]: controller, load balancer and agents, started and killed
-//! * [`conformity`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
+//! * [`conformance`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
 //! * [`load`]: replays an arrival log; [`connection_errors`]: how connections break
 //! * [`stock_server`]: Knot DNS as it is, with `coreward dispatch` and without
@@ -23,7 +23,7 @@
 pub mod baseline_lb;
 pub mod chaos;
 pub mod cli;
-pub mod conformity;
+pub mod conformance;
 pub mod connection_errors;
 mod core_load_file;
 pub mod counters;

@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use super::contact::ControllerUrl;
 
 /// How long it may take to connect.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long an answer may take: 16,384 servers of 64 cores are about 10 MB.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -37,7 +37,7 @@ pub(super) async fn exchange(
     token: Option<&str>,
     question: Question,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
-    let io = in_time("no connection", CONNECT_PATIENCE, async { Ok(connect(url, tls).await?) }).await?;
+    let io = in_time("no connection", CONNECT_TIMEOUT, async { Ok(connect(url, tls).await?) }).await?;
     in_time("no answer", TIMEOUT, send(io, url, token, question)).await
 }
 

@@ -52,7 +52,7 @@ fn fleet(more: &str) -> String {
     text
 }
 
-struct Site {
+struct TestEnv {
     address: SocketAddr,
     shared: Arc<ControllerState>,
     client: Client,
@@ -109,7 +109,7 @@ async fn watch_thread(api_thread: Arc<ApiThread>) {
     }
 }
 
-impl Site {
+impl TestEnv {
     async fn request(&self, (method, path, role, body): &Request) -> (u16, usize) {
         let token = &self.tokens[usize::from(*role == Role::Operator)];
         let url = format!("http://{}{path}", self.address);
@@ -141,7 +141,7 @@ impl Site {
 type Request = (Method, String, Role, String);
 
 /// A controller that leads the largest fleet, and its API.
-fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
+fn with_site(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
@@ -162,7 +162,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&Site)) {
     let (api_thread, longest_wait) = (Arc::default(), Arc::<AtomicU64>::default());
     let (weak, waits) = (Arc::downgrade(&shared), longest_wait.clone());
     std::thread::spawn(move || watch_lock(|| weak.upgrade().map(|shared| drop(shared.controller())), waits));
-    let site = Site { address, shared: shared.clone(), client, tokens, api_thread, longest_wait };
+    let site = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = router(Arc::new(election), drawn).unwrap();
         let watch = watch_thread(site.api_thread.clone());
@@ -250,7 +250,7 @@ fn worst() -> Vec<Request> {
 /// A hypervisor that takes the processor away counts as CPU time; but what a request takes, it takes each time.
 const ATTEMPTS: u64 = 5;
 
-async fn keeps_nobody_waiting(site: &Site, request: impl Fn(u64) -> Request) {
+async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) {
     let mut seen = String::new();
     for attempt in 0..ATTEMPTS {
         let (thread, waited);

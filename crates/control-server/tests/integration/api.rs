@@ -17,13 +17,13 @@ const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npol
 /// What may be sent with a viewer's token though it is no GET: nothing of the fleet changes by it.
 const ASKED_BY_POST: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
-struct Site {
+struct TestEnv {
     home: Home,
     running: Running,
     http: reqwest::Client,
 }
 
-impl Site {
+impl TestEnv {
     async fn start(home: Home) -> Self {
         let running = home.start().await;
         Self { home, running, http: reqwest::Client::builder().no_proxy().build().unwrap() }
@@ -81,7 +81,7 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
 /// Nobody comes in without a token, and no viewer changes anything: for each operation that the document names.
 #[tokio::test]
 async fn every_endpoint_asks_who_is_there() {
-    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let (viewer, operator) = (site.token(Role::Viewer), site.token(Role::Operator));
     let (_, document) = site.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
@@ -125,7 +125,7 @@ async fn every_endpoint_asks_who_is_there() {
 
 #[tokio::test]
 async fn nonsense_gets_a_problem() {
-    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let token = site.token(Role::Operator);
     let too_large = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
     for (method, path, body, status, says) in [
@@ -157,7 +157,7 @@ async fn nonsense_gets_a_problem() {
 async fn a_document_is_applied_whole_or_not_at_all() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
-    let site = Site::start(home).await;
+    let site = TestEnv::start(home).await;
     let client = site.client(Role::Operator);
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
     let wanted =
@@ -185,7 +185,7 @@ async fn a_document_is_applied_whole_or_not_at_all() {
 /// What is acknowledged is there after a crash and after another document, until somebody ends it.
 #[tokio::test]
 async fn a_server_is_drained_until_somebody_ends_that() {
-    let mut site = Site::start(Home::new(&["s1", "s2"], SERVICE)).await;
+    let mut site = TestEnv::start(Home::new(&["s1", "s2"], SERVICE)).await;
     let path = "/v1/servers/s1/drain";
     let token = site.token(Role::Operator);
     for (method, path, body, status, says) in [
@@ -250,7 +250,7 @@ async fn a_server_is_drained_until_somebody_ends_that() {
 /// Browsers log in with a token and go on with a cookie, that of a viewer, whoever logged in.
 #[tokio::test]
 async fn a_session_reads_and_changes_nothing() {
-    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let url = |path: &str| format!("http://{}{path}", site.running.api);
     let page = site.http.get(url("/")).send().await.unwrap();
     assert!(page.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
@@ -273,7 +273,7 @@ async fn a_session_reads_and_changes_nothing() {
 async fn watchers_miss_nothing() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
-    let site = Site::start(home).await;
+    let site = TestEnv::start(home).await;
     let watch = async |last: Option<&str>, until: &str| {
         let url = format!("http://{}/v1/watch?interval_ms=250", site.running.api);
         let mut request = site.http.get(url).bearer_auth(site.token(Role::Viewer));
@@ -307,7 +307,7 @@ async fn watchers_miss_nothing() {
 /// What the manual shows works as it is written.
 #[tokio::test]
 async fn the_manuals_examples_work() {
-    let site = Site::start(Home::new(&["s1"], SERVICE)).await;
+    let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
     let directory = site.home.directory.path().display().to_string();

@@ -15,13 +15,13 @@ use crate::support::{Home, Running, in_time};
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
 /// A controller whose API listens everywhere, and certificates of its authority.
-struct Site {
+struct TestEnv {
     home: Home,
     authority: Authority,
     running: Running,
 }
 
-impl Site {
+impl TestEnv {
     async fn start() -> Self {
         Self::start_at(&["127.0.0.1"]).await
     }
@@ -91,7 +91,7 @@ fn shown(path: &Path) -> &str {
 /// Stock programs: a token by TLS, a certificate in its place, and neither.
 #[tokio::test]
 async fn curl_comes_in_with_a_token_or_with_a_certificate() {
-    let site = Site::start().await;
+    let site = TestEnv::start().await;
     let ca = site.certificate(Role::Viewer, "eve").ca;
     let trusting = ["--cacert", shown(&ca)];
     let bearer = |role| {
@@ -128,7 +128,7 @@ async fn curl_comes_in_with_a_token_or_with_a_certificate() {
 /// Else a browser would send it to whatever speaks plain HTTP in the name of the same host.
 #[tokio::test]
 async fn a_session_that_begins_by_tls_is_sent_by_tls_only() {
-    let site = Site::start().await;
+    let site = TestEnv::start().await;
     let own = site.certificate(Role::Viewer, "eve");
     let headers = site.home.directory.path().join("headers");
     let asks = ["--cacert", shown(&own.ca), "--cert", shown(&own.certificate), "--key", shown(&own.key)];
@@ -143,7 +143,7 @@ async fn a_session_that_begins_by_tls_is_sent_by_tls_only() {
 
 #[tokio::test]
 async fn commands_come_in_with_a_token_or_with_a_certificate() {
-    let site = Site::start().await;
+    let site = TestEnv::start().await;
     let viewer = site.certificate(Role::Viewer, "eve");
     let client = site.client(Proof::Certificate(viewer.clone()));
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
@@ -176,7 +176,7 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
 #[tokio::test]
 async fn a_controller_is_the_host_that_was_asked_for() {
     let one_of = |names: &[&str]| Host::OneOf(names.iter().map(ToString::to_string).collect());
-    let site = Site::start_at(&["c1.example", "192.0.2.7"]).await;
+    let site = TestEnv::start_at(&["c1.example", "192.0.2.7"]).await;
     let viewer = site.certificate(Role::Viewer, "eve");
     let token = Proof::Token { file: site.token_file(coreward_api::Role::Viewer), ca: Some(viewer.ca.clone()) };
     for proof in [token, Proof::Certificate(viewer.clone())] {
@@ -193,14 +193,14 @@ async fn a_controller_is_the_host_that_was_asked_for() {
     }
     site.running.kill().await;
 
-    let site = Site::start_at(&["localhost"]).await;
+    let site = TestEnv::start_at(&["localhost"]).await;
     let proof = Proof::Certificate(site.certificate(Role::Viewer, "eve"));
     let by_name = site.url().replace("127.0.0.1", "localhost");
     site.client_of(&by_name, proof.clone(), Host::AskedFor).status(false).await.unwrap();
     site.client(proof).status(false).await.unwrap_err();
     site.running.kill().await;
 
-    let site = Site::start_at(&[]).await;
+    let site = TestEnv::start_at(&[]).await;
     let proof = Proof::Certificate(site.certificate(Role::Viewer, "eve"));
     site.client(proof.clone()).status(false).await.unwrap();
     site.client_of(&site.url(), proof.clone(), one_of(&["c1"])).status(false).await.unwrap();
@@ -211,16 +211,16 @@ async fn a_controller_is_the_host_that_was_asked_for() {
 
 #[tokio::test]
 async fn revoked_certificate_is_rejected() {
-    let site = Site::start().await;
+    let site = TestEnv::start().await;
     let lost = site.certificate(Role::Operator, "lost");
     let client = site.client(Proof::Certificate(lost.clone()));
     client.status(false).await.unwrap();
-    let Site { home, authority, running } = site;
+    let TestEnv { home, authority, running } = site;
     running.kill().await;
     let fingerprint = coreward_tls::read_certificates(&lost.certificate).unwrap()[0].fingerprint;
     let text = std::fs::read_to_string(home.config()).unwrap();
     std::fs::write(home.config(), format!("revoked_certificates = [\"{fingerprint}\"]\n{text}")).unwrap();
-    let site = Site { running: home.start().await, home, authority };
+    let site = TestEnv { running: home.start().await, home, authority };
     let error = site.client(Proof::Certificate(lost)).status(false).await.unwrap_err().to_string();
     assert!(error.contains("deny list"), "{error}");
 }

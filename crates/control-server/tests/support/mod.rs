@@ -19,10 +19,10 @@ use tonic::transport::{Channel, Endpoint};
 
 /// Everything here happens within milliseconds, or the seconds of a lease, unless the machine stands still; a test that waits this
 /// long has failed.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
 }
 
 /// Applies an update of a load balancer's stream to the newest configuration; returns whether it was a configuration.

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::support::{Daemon, coreward};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let limit = Instant::now() + PATIENCE;
+    let limit = Instant::now() + TIMEOUT;
     while !is_so() {
-        assert!(Instant::now() < limit, "not within {PATIENCE:?}: {what}");
+        assert!(Instant::now() < limit, "not within {TIMEOUT:?}: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -16,7 +16,7 @@ use coreward_model::dispatch::{Liveness, Weight, given_up};
 use rand::TryRng as _;
 use rand::rngs::SysRng;
 
-use super::options::{Options, POLL_INTERVAL, Patience};
+use super::options::{Options, POLL_INTERVAL, Timeouts};
 use crate::mapped::Mapped;
 use crate::reuseport::SocketCookie;
 
@@ -244,7 +244,7 @@ impl Books {
     }
 
     /// After the queues were read. `sockets`: what stands in the array. Whether a worker has died.
-    pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, patience: &Patience) -> bool {
+    pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, timeouts: &Timeouts) -> bool {
         let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKERS];
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
         let mut died = false;
@@ -262,8 +262,8 @@ impl Books {
                 died = true;
                 continue;
             }
-            self.judge(slot, now, patience);
-            self.give_up_old(slot, entries, patience.response_timeout);
+            self.judge(slot, now, timeouts);
+            self.give_up_old(slot, entries, timeouts.response_timeout);
         }
         self.set_order();
         died
@@ -280,13 +280,13 @@ impl Books {
 
     /// Bars a worker that does not read. The programs unbar it by its first response; here too, in case that came from
     /// another socket or its queue was emptied without one.
-    fn judge(&mut self, slot: u32, now: Duration, patience: &Patience) {
+    fn judge(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let responses = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, completed));
         let signs = responses.wrapping_add(completed);
         let queued = self.queued(slot);
         let liveness = self.liveness.entry(slot).or_insert_with(|| Liveness::new(now, signs));
-        let stalled = liveness.is_stalled(now, signs, queued, patience.stall_after);
+        let stalled = liveness.is_stalled(now, signs, queued, timeouts.stall_after);
         let barred = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & intf::DISPATCH_BARRED != 0;
         match (stalled, barred) {
             (true, false) => {
@@ -294,7 +294,7 @@ impl Books {
                     event = "worker-stalled",
                     slot,
                     queued,
-                    stall_after = ?patience.stall_after,
+                    stall_after = ?timeouts.stall_after,
                     "a worker does not read its requests: it gets no new ones"
                 );
                 self.bar(slot, intf::DISPATCH_BARRED);

@@ -106,22 +106,22 @@ pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
 /// How long a worker may take, and how often it is looked after.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Patience {
+pub struct Timeouts {
     /// A request without a response that is older and cannot be in the queue any more is given up.
     pub response_timeout: Duration,
     /// A worker with a queue that answers nothing for so long gets no requests until it answers.
     pub stall_after: Duration,
 }
 
-impl Default for Patience {
+impl Default for Timeouts {
     fn default() -> Self {
         Self { response_timeout: Duration::from_secs(1), stall_after: Duration::from_millis(500) }
     }
 }
 
-/// Time between two looks; what [`Patience`] says is rounded up to multiples of it.
+/// Time between two looks; what [`Timeouts`] says is rounded up to multiples of it.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The longest [`Patience::response_timeout`]: ages are kept modulo 256 looks.
+/// The longest [`Timeouts::response_timeout`]: ages are kept modulo 256 looks.
 pub const LONGEST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, Dispatch, Patience, Policy, RequestId};
+use coreward_dataplane::dispatch::{self, Dispatch, Policy, RequestId, Timeouts};
 use coreward_dataplane::reuseport;
 use coreward_intf as intf;
 use socket2::SockRef;
@@ -14,11 +14,11 @@ use crate::support::dispatch_bed::{
 };
 use crate::support::may_load_bpf;
 
-const PATIENCE: Patience =
-    Patience { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
+const TIMEOUTS: Timeouts =
+    Timeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
 
 fn looks(bed: &mut Bed, count: u32) {
-    (0..count).for_each(|_| _ = bed.poll(&PATIENCE));
+    (0..count).for_each(|_| _ = bed.poll(&TIMEOUTS));
 }
 
 fn unmatched(bed: &Bed) -> u64 {
@@ -238,10 +238,10 @@ fn a_dead_worker_costs_no_request_and_its_slot_is_used_again() {
                 // Before user space knows.
                 clients.iter().for_each(|client| bed.send(client, b"b"));
                 bed.read(60 - lost as usize);
-                assert!(bed.poll(&PATIENCE));
+                assert!(bed.poll(&TIMEOUTS));
                 let dead = bed.counts(1);
                 assert_eq!((dead.outstanding, dead.repaired, dead.eligible), (0, lost, false), "{policy:?}");
-                assert!(!bed.poll(&PATIENCE), "it dies once");
+                assert!(!bed.poll(&TIMEOUTS), "it dies once");
                 assert_eq!(bed.add_worker(), 1);
                 assert!(bed.counts(1).eligible);
                 (0..60).for_each(|_| bed.send(&client(), b"c"));

@@ -16,7 +16,7 @@ use crate::support::may_load_bpf;
 use crate::support::network::{PinDirectory, Segment, VIP, mac_address, on_one_cpu};
 
 const PORT: u16 = 80;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVERS: u8 = 3;
 
 fn keys(current: KeyIndex) -> FleetKeys {
@@ -55,21 +55,21 @@ impl Bed {
 
     fn connect(&self) -> TcpStream {
         let address = SocketAddr::from((VIP, PORT));
-        let stream = self.segment.client.within(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let stream = self.segment.client.within(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
     /// A new connection: the client's end, the server's, and which server it is.
     fn connection(&self) -> (TcpStream, TcpStream, usize) {
         let client = self.connect();
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             for (number, listener) in self.listeners.iter().enumerate() {
                 listener.set_nonblocking(true).unwrap();
                 if let Ok((server, _)) = listener.accept() {
                     server.set_nonblocking(false).unwrap();
-                    server.set_read_timeout(Some(PATIENCE)).unwrap();
+                    server.set_read_timeout(Some(TIMEOUT)).unwrap();
                     return (client, server, number);
                 }
             }

@@ -17,7 +17,7 @@ use socket2::SockRef;
 
 use crate::support::network::{CLIENT, Pair, VIP};
 use crate::support::server_bed::{
-    Bed, PATIENCE, PORT, Sniffer, attach, cookie_of, flags, id, keys, pattern, send_and_receive,
+    Bed, PORT, Sniffer, TIMEOUT, attach, cookie_of, flags, id, keys, pattern, send_and_receive,
 };
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, now_ms, timestamp_offset, word};
 
@@ -126,7 +126,7 @@ fn answers_without_a_socket_and_resets_are_stamped() {
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let port = client.local_addr().unwrap().port();
     drop(client);
-    let (mut frames, end) = (sniffer.settled_from_vip(&bed), Instant::now() + PATIENCE);
+    let (mut frames, end) = (sniffer.settled_from_vip(&bed), Instant::now() + TIMEOUT);
     // The end of the server's side, and what it says to the end of the client's.
     let both_ended = |frames: &[Vec<u8>]| {
         let after_end = frames.iter().skip_while(|frame| flags(frame) != FIN | ACK);
@@ -235,7 +235,7 @@ fn a_new_process_takes_over() {
 }
 
 const PACKETS_PER_KEY: usize = 500;
-const TIMEOUT: Duration = Duration::from_secs(60);
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The fleet's current key changes 30 times while data flows both ways.
 #[test]
@@ -249,7 +249,7 @@ fn keys_change_under_a_transfer() {
     let data = pattern(1 << 20);
     let key_bit = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_bit = |keys: &FleetKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
-    let (over, mut frames, end) = (AtomicBool::new(false), vec![], Instant::now() + TIMEOUT);
+    let (over, mut frames, end) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
     let rounds = std::thread::scope(|scope| {
         let transfers = scope.spawn(|| {
             let mut rounds = 0;

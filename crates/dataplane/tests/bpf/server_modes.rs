@@ -16,7 +16,7 @@ use coreward_model::{FourTuple, ServerId};
 
 use crate::support::hand_client::{HandClient, send_to_all, set_identification, syn_echo};
 use crate::support::network::{CLIENT, VIP};
-use crate::support::server_bed::{Bed, PATIENCE, PORT, flags, id, keys};
+use crate::support::server_bed::{Bed, PORT, TIMEOUT, flags, id, keys};
 use crate::support::{
     self, ACK, RST, SYN, Tcp, may_load_bpf, now_ms, ones_complement_sum, timestamp_offset, usual_timestamp, word,
 };
@@ -58,7 +58,7 @@ fn the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it() {
         assert_eq!(echoed, 1, "the client's own TSval");
         client.acknowledge();
         let (mut server, _) = listener.accept().unwrap();
-        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        server.set_read_timeout(Some(TIMEOUT)).unwrap();
         for _ in 0..3 {
             let answers = client.talk(b"request", unchanged);
             assert!(!answers.is_empty());
@@ -118,7 +118,7 @@ fn when_the_connection_table_is_lost_connections_go_on_with_the_servers_id() {
     assert!(step < 1 << 31, "TSval does not step back");
     let later = client.talk(b"request", unchanged);
     assert_eq!(cookie_of(&client, &later[0]), Cookie::Server(id()));
-    server.set_read_timeout(Some(PATIENCE)).unwrap();
+    server.set_read_timeout(Some(TIMEOUT)).unwrap();
     server.read_exact(&mut [0; 21]).unwrap();
     assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
     bed.assert_nobody_noticed();
@@ -237,7 +237,7 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
         let ack = client.frame(ACK, 0, b"");
         assert!(!handed_on(&mut client, &ack, BEFORE), "SYN cookies {syn_cookies}");
         let (mut server, _) = listener.accept().unwrap();
-        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        server.set_read_timeout(Some(TIMEOUT)).unwrap();
         client.talk(b"request", |frame| set_identification(frame, BEFORE));
         server.read_exact(&mut [0; 7]).unwrap();
     }
@@ -339,7 +339,7 @@ fn handshakes_and_connections_that_stall_are_counted_once() {
     let (mut server, _) = listener.accept().unwrap();
     server.write_all(b"answer").unwrap();
     let new_syn_acks = || silent.settled().iter().filter(|frame| flags(frame) == SYN | ACK).count();
-    let (mut syn_acks, end) = (1, Instant::now() + PATIENCE);
+    let (mut syn_acks, end) = (1, Instant::now() + TIMEOUT);
     while syn_acks < 4 {
         std::thread::sleep(Duration::from_millis(20));
         let stalled = bed.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);

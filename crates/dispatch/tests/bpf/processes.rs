@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, POLL_INTERVAL, Patience, Policy, WorkerCounts};
+use coreward_dataplane::dispatch::{self, POLL_INTERVAL, Policy, Timeouts, WorkerCounts};
 use coreward_dataplane::test_run::may_load_bpf;
 use coreward_dispatch::{config, service, status};
 use nix::sched::{CloneFlags, unshare};
@@ -17,10 +17,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 /// Longer than a busy machine keeps a worker waiting: no request is given up, no worker barred for that.
-const NO_STALLS: Timeouts = [dispatch::LONGEST_RESPONSE_TIMEOUT, Duration::from_secs(600)];
-const STALLS: Timeouts = [Duration::from_secs(2), Duration::from_millis(1500)];
+const NO_STALLS: TimeoutPair = [dispatch::LONGEST_RESPONSE_TIMEOUT, Duration::from_secs(600)];
+const STALLS: TimeoutPair = [Duration::from_secs(2), Duration::from_millis(1500)];
 /// For a response, and until a worker counts as stalled.
-type Timeouts = [Duration; 2];
+type TimeoutPair = [Duration; 2];
 /// For what comes by itself.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Set in the processes that are workers.
@@ -92,7 +92,7 @@ fn in_namespace(test: impl FnOnce() + Send) {
 }
 
 /// A service with its workers, its dispatch and its clients, all driven from one thread.
-struct Site {
+struct TestEnv {
     workers: Vec<Worker>,
     service: Option<service::Service>,
     config: config::Service,
@@ -104,8 +104,8 @@ struct Site {
     looked: Instant,
 }
 
-impl Site {
-    fn start(policy: Policy, workers: usize, timeouts: Timeouts) -> Self {
+impl TestEnv {
+    fn start(policy: Policy, workers: usize, timeouts: TimeoutPair) -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut config = config::Service::new(SERVICE, policy);
@@ -133,8 +133,8 @@ impl Site {
     }
 
     /// They count from the next [`attach`](Self::attach) on.
-    fn set_timeouts(&mut self, [response_timeout, stall_after]: Timeouts) {
-        self.config.patience = Patience { response_timeout, stall_after };
+    fn set_timeouts(&mut self, [response_timeout, stall_after]: TimeoutPair) {
+        self.config.timeouts = Timeouts { response_timeout, stall_after };
     }
 
     fn attach(&mut self) {
@@ -205,7 +205,7 @@ impl Site {
     }
 }
 
-impl Drop for Site {
+impl Drop for TestEnv {
     fn drop(&mut self) {
         // Also after a failure, which is not to be hidden by another one.
         let _ = service::detach(&self.pins());
@@ -222,7 +222,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
     if may_load_bpf("counts_are_exact_with_responses_of_all_kinds") {
         for policy in Policy::all() {
             in_namespace(|| {
-                let mut site = Site::start(policy, 3, NO_STALLS);
+                let mut site = TestEnv::start(policy, 3, NO_STALLS);
                 for number in 0..600 {
                     site.step(match number % 10 {
                         3 => THREE_DATAGRAMS,
@@ -256,7 +256,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
 fn workers_die_stop_go_on_and_come_back_under_load() {
     if may_load_bpf("workers_die_stop_go_on_and_come_back_under_load") {
         in_namespace(|| {
-            let mut site = Site::start(Policy::ShortestQueue, 4, STALLS);
+            let mut site = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
             (0..200).for_each(|_| site.step(ECHO));
             let killed = site.workers.remove(0);
             let pid = killed.0.id();
@@ -278,7 +278,7 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
             assert!(!stopped.eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
             site.workers[0].signal(Signal::SIGCONT);
             site.workers.push(Worker::start());
-            let all_back = |site: &Site| site.eligible() == 4;
+            let all_back = |site: &TestEnv| site.eligible() == 4;
             site.until("all workers are back", all_back);
             (0..300).for_each(|_| site.step(ECHO));
             let counts = site.settled();
@@ -296,7 +296,7 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
 fn detached_and_attached_under_load_no_request_is_lost() {
     if may_load_bpf("detached_and_attached_under_load_no_request_is_lost") {
         in_namespace(|| {
-            let mut site = Site::start(Policy::ShortestQueue, 3, NO_STALLS);
+            let mut site = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);
             for _ in 0..5 {
                 (0..60).for_each(|_| site.step(ECHO));
                 site.detach();

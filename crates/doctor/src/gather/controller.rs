@@ -20,7 +20,7 @@ use tonic::transport::Endpoint;
 use super::is_address;
 use crate::facts::{Role, Service};
 
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// 16,384 servers and 1,000 services are about 1 MB.
 const ANSWER_BYTES: usize = 64 << 20;
 
@@ -54,8 +54,7 @@ fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetRep
         anyhow!("no controller answers at {controller} ({reason}): {expected}")
     };
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-        let endpoint =
-            Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(PATIENCE).timeout(PATIENCE);
+        let endpoint = Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(TIMEOUT).timeout(TIMEOUT);
         let channel = endpoint.connect_with_connector(Connector::new(controller, tls)).await;
         let channel = channel.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
         let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
@@ -68,7 +67,7 @@ fn fetch(controller: SocketAddr, tls: Option<&Files>) -> anyhow::Result<FleetRep
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let asked = || -> anyhow::Result<()> {
         // An API without its listening address is another controller's.
-        drop(std::net::TcpStream::connect_timeout(&config.listen, PATIENCE)?);
+        drop(std::net::TcpStream::connect_timeout(&config.listen, TIMEOUT)?);
         let (scheme, ca) = match &config.tls {
             Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
             _ => ("http", None),

@@ -49,7 +49,7 @@ impl Drop for Etcd {
 /// Of who leads in a test that does not wait for its end: a machine that stands still for a while does not end it.
 const LEASE: Duration = Duration::from_secs(30);
 /// For what etcd does at once.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn candidate(name: &str, lease: Duration) -> Candidate {
     Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease }
@@ -86,7 +86,7 @@ fn large(marker: u8) -> Chunks {
 
 fn put(cluster: &Arc<Cluster>, key: &'static str, value: &'static str) {
     let done =
-        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + PATIENCE, |mut client| async move {
+        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.put(key, value, None).await
         }));
     done.unwrap();
@@ -112,7 +112,7 @@ fn a_large_change_is_there_for_the_next_leader_and_what_was_half_written_is_not(
     let store = open(&cluster, &second);
     assert_eq!(store.parts(), &changed);
     let left =
-        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + PATIENCE, |mut client| async move {
+        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.get("/test/parts/part/9/77", None).await
         }));
     assert_eq!(left.unwrap().count(), 0);
@@ -127,10 +127,9 @@ fn deposed_leader_cannot_write() {
     cluster.block_on(store.save(large(1))).unwrap();
     // Its lease is taken from it, as when it was stopped for long; it does not know.
     put(&other, "/test/leader", "somebody");
-    let delete =
-        other.block_on(other.call(coreward_etcd::clock::Deadline::now() + PATIENCE, |mut client| async move {
-            client.delete("/test/leader", None).await
-        }));
+    let delete = other.block_on(other.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
+        client.delete("/test/leader", None).await
+    }));
     delete.unwrap();
     let second = lead(&other, "b");
     let mut successor = open(&other, &second);
@@ -173,7 +172,7 @@ fn others_wait_and_know_who_leads() {
     let waiting = cluster.clone();
     let second =
         cluster.spawn(async move { candidate("b", LEASE).campaign(waiting, move |now| told.send(now).unwrap()).await });
-    assert_eq!(seen.recv_timeout(PATIENCE).unwrap(), LeaderState::Leader("a".to_owned()));
+    assert_eq!(seen.recv_timeout(TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
     assert!(!second.is_finished());
     cluster.block_on(first.resign()).unwrap();
     let second = cluster.block_on(second).unwrap();

@@ -9,7 +9,7 @@ use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::Timestamps;
-use coreward_model::policy::TrafficWanted;
+use coreward_model::policy::TelemetryLevel;
 use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
@@ -231,7 +231,7 @@ impl Forwarder {
 
     fn count_traffic(&mut self) -> anyhow::Result<()> {
         let wanted = self.services.values().map(|(service, _)| service.traffic).max().unwrap_or_default();
-        self.balancer.count_traffic(wanted == TrafficWanted::All)
+        self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
     /// Whose MAC addresses must be known.

@@ -225,7 +225,7 @@ impl LoadBalancer {
             }
             return match self.by_bucket(place, packet) {
                 (None, _) if first => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
-                (_, decision) => decision.with_identification(Identification::Kept),
+                (_, decision) => decision.with_identification(Identification::PolicyCache),
             };
         };
         let tuple = packet.tuple();

@@ -26,7 +26,7 @@ pub(super) const BROADCAST: Mac = [0xff; 6];
 /// What becomes of the IP header's identification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Identification {
-    Kept,
+    PolicyCache,
     /// It names the server before, or `NO_SERVER`.
     Before(u16),
 }
@@ -53,7 +53,7 @@ impl Decision {
             counter,
             destination: [0; 6],
             server: None,
-            identification: Identification::Kept,
+            identification: Identification::PolicyCache,
             echo: None,
             event: None,
             opens: false,

@@ -1,7 +1,7 @@
 //! `awrr`: weighted round robin whose weights follow the reported loads (Barbette et al., Cheetah, NSDI'20, Sect. 4.1).
 //! A server of mean load has 10 turns, an idle one 20, one far above the mean 2; times its weight.
 
-use super::turns::weighted_turns;
+use super::wrr_schedule::weighted_turns;
 use super::{Policy, Pool, independent_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;

@@ -3,7 +3,7 @@
 //! bucket i goes to server i mod n.
 
 use super::groups::{fill_candidates, rss_groups};
-use super::kept::Kept;
+use super::policy_cache::PolicyCache;
 use super::{Policy, Pool, independent_key, striped, table_with};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
@@ -12,12 +12,12 @@ pub const NAME: &str = "crossrss";
 
 pub struct CrossRss {
     key: RssKey,
-    pub(super) kept: Kept,
+    pub(super) kept: PolicyCache,
 }
 
 impl CrossRss {
     pub fn new(seed: u64) -> Self {
-        Self { key: independent_key(seed), kept: Kept::default() }
+        Self { key: independent_key(seed), kept: PolicyCache::default() }
     }
 }
 
@@ -26,7 +26,7 @@ impl Policy for CrossRss {
         NAME
     }
 
-    fn most_candidates(&self, _buckets: BucketCount) -> usize {
+    fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         1
     }
 
@@ -45,7 +45,7 @@ pub fn core_aware(
     fallback: &RssKey,
     rule: Rule,
     per_bucket: impl Fn(usize, usize) -> usize,
-    kept: &mut Kept,
+    kept: &mut PolicyCache,
 ) -> PlacementTable {
     let groups = rss_groups(pool, fallback);
     let nobody = pool.eligible().next().is_none();

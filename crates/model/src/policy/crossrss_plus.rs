@@ -28,9 +28,9 @@ use std::borrow::Cow;
 use coreward_intf as intf;
 
 use super::crossrss::core_aware;
-use super::kept::Kept;
-use super::levels::Levels;
-use super::{Class, LoadSpread, Loads, Policy, Pool, TrafficWanted, independent_key};
+use super::normalized_load::NormalizedLoad;
+use super::policy_cache::PolicyCache;
+use super::{Class, LoadSpread, Loads, Policy, Pool, TelemetryLevel, independent_key};
 use crate::ServerId;
 use crate::load::{CoreLoads, fixed_point};
 use crate::placement::{BucketCount, PlacementTable, Rule};
@@ -67,7 +67,7 @@ pub struct CrossRssPlus {
     key: RssKey,
     cost: Cost,
     recent: RecentLoads,
-    pub(super) kept: Kept,
+    pub(super) kept: PolicyCache,
 }
 
 impl CrossRssPlus {
@@ -82,13 +82,13 @@ impl CrossRssPlus {
     }
 
     fn with_cost(seed: u64, cost: Cost) -> Self {
-        Self { key: independent_key(seed), cost, recent: RecentLoads::default(), kept: Kept::default() }
+        Self { key: independent_key(seed), cost, recent: RecentLoads::default(), kept: PolicyCache::default() }
     }
 }
 
 impl Cost {
     /// What one connection counts, as a load.
-    fn of_connection(&mut self, pool: &Pool, kept: &mut Kept) -> f64 {
+    fn of_connection(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
         match self {
             Cost::Share(share) => *share * pool.load_per_connection(),
             Cost::Deficit { opened } => {
@@ -110,8 +110,8 @@ impl Cost {
 }
 
 /// What is missing in all to bring every core below its level up to it, in the work of a usual core.
-fn deficit(pool: &Pool, kept: &mut Kept) -> f64 {
-    let levels = Levels::of(pool);
+fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
+    let levels = NormalizedLoad::of(pool);
     let of_class = |(class, spread): (&Class, &LoadSpread)| {
         let (level, speed) = levels.level(*class);
         speed * spread.missing(level)
@@ -168,7 +168,7 @@ impl RecentLoads {
         let mut evened = pool.servers.clone();
         let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
         for server in &mut evened {
-            let Some(Loads::Cores(loads)) = &mut server.loads else { continue };
+            let Some(Loads::Local(loads)) = &mut server.loads else { continue };
             // Who is not there, or does not report, is forgotten.
             while before.next_if(|known| known.id < server.id).is_some() {}
             let known = before.next_if(|known| known.id == server.id);
@@ -182,7 +182,7 @@ impl RecentLoads {
 }
 
 /// As many candidates per bucket as the data plane looks at, and as fit into its table.
-fn fitting(buckets: BucketCount, groups: usize) -> usize {
+fn scale_to_fit(buckets: BucketCount, groups: usize) -> usize {
     let fits = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
     fits.min(intf::MAX_CANDIDATES as usize)
 }
@@ -192,22 +192,22 @@ impl Policy for CrossRssPlus {
         NAME
     }
 
-    fn traffic_wanted(&self) -> TrafficWanted {
-        TrafficWanted::Connections
+    fn telemetry_level(&self) -> TelemetryLevel {
+        TelemetryLevel::Connections
     }
 
     fn read<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         self.recent.evened(pool)
     }
 
-    fn most_candidates(&self, buckets: BucketCount) -> usize {
-        fitting(buckets, 1)
+    fn max_candidates_per_bucket(&self, buckets: BucketCount) -> usize {
+        scale_to_fit(buckets, 1)
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.read(pool);
         let kept = &mut self.kept;
-        let per_bucket = |servers: usize, groups: usize| servers.min(fitting(buckets, groups)).max(1);
+        let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
         // Every load balancer sees only its own assignments; the others' are about as many.
         let cost = self.cost.of_connection(pool, kept) * f64::from(pool.load_balancers);

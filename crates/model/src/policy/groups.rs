@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use super::kept::{Kept, KeptGroup};
-use super::levels::Levels;
-use super::passed_up::PassedUpCores;
-use super::reached::{ReachedLoads, core_at, core_of};
+use super::bucket_loads::{BucketLoads, core_at, core_of};
+use super::normalized_load::NormalizedLoad;
+use super::policy_cache::{KeptGroup, PolicyCache};
+use super::rack_aggregate::RackAggregate;
 use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
@@ -142,7 +142,7 @@ pub fn fill_candidates(
     buckets: BucketCount,
     pool: &Pool,
     per_bucket: usize,
-    kept: &mut Kept,
+    kept: &mut PolicyCache,
 ) {
     let cores = Cores::new(pool, buckets);
     let without_loads = !pool.has_loads();
@@ -175,13 +175,13 @@ struct KnownHere<'a, 'g> {
     servers: Vec<&'a PoolServer>,
     /// Whether one of them takes part in some buckets only.
     in_part: bool,
-    /// Where each is level, and how fast ([`Levels::level`]); empty where all are alike.
+    /// Where each is level, and how fast ([`NormalizedLoad::level`]); empty where all are alike.
     levels: Vec<(f64, f64)>,
-    reached: &'g ReachedLoads,
+    reached: &'g BucketLoads,
 }
 
 impl<'a, 'g> KnownHere<'a, 'g> {
-    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut ReachedLoads, most: usize) -> Self {
+    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut BucketLoads, most: usize) -> Self {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
         let in_part = servers.iter().any(|server| server.ramp < 1.0);
@@ -198,11 +198,11 @@ impl<'a, 'g> KnownHere<'a, 'g> {
 struct PassedUp<'a, 'g> {
     lists: Vec<&'a CandidateList>,
     /// The least of them; `None`: they are compared by something else than their loads.
-    cores: Option<&'g PassedUpCores>,
+    cores: Option<&'g RackAggregate>,
 }
 
 impl<'a, 'g> PassedUp<'a, 'g> {
-    fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut PassedUpCores, most: usize) -> Self {
+    fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
         let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
         let is_kept = cores.levels.alike() && !lists.is_empty();
         if is_kept {
@@ -217,7 +217,7 @@ struct Cores<'a> {
     pool: &'a Pool,
     buckets: BucketCount,
     neutral: f64,
-    levels: Levels,
+    levels: NormalizedLoad,
     /// By id: the eligible servers whose cores are in what racks pass up.
     reduced: Vec<Option<&'a PoolServer>>,
 }
@@ -233,7 +233,7 @@ impl<'a> Cores<'a> {
         for server in is_reduced {
             reduced[usize::from(server.id.get())] = Some(server);
         }
-        Self { pool, buckets, neutral: pool.neutral_load(), levels: Levels::of(pool), reduced }
+        Self { pool, buckets, neutral: pool.neutral_load(), levels: NormalizedLoad::of(pool), reduced }
     }
 
     /// The least loaded cores that take part in the bucket's connections, each with what it is compared by.
@@ -273,7 +273,7 @@ impl<'a> Cores<'a> {
         for list in &passed_up.lists {
             for (core, load) in list.of_bucket(bucket) {
                 let Some(server) = taking_part(core) else { continue };
-                if !least.offer(self.levels.compared(server.class(), *load), *load, *core) {
+                if !least.offer(self.levels.normalize(server.class(), *load), *load, *core) {
                     // Those that follow are not less.
                     break;
                 }
@@ -311,7 +311,7 @@ impl<'a> Cores<'a> {
     fn in_turn(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
-            (Core { server: server.id, core }, self.levels.compared(server.class(), load))
+            (Core { server: server.id, core }, self.levels.normalize(server.class(), load))
         };
         let mut found: Vec<(Core, f64)> = self.taking_part(group, bucket).map(candidate).collect();
         if found.is_empty() {
@@ -335,7 +335,7 @@ impl<'a> Cores<'a> {
 }
 
 fn is_reduced(server: &PoolServer) -> bool {
-    matches!(server.loads, Some(Loads::Reduced { .. }))
+    matches!(server.loads, Some(Loads::Aggregated { .. }))
 }
 
 #[cfg(test)]
@@ -367,7 +367,7 @@ mod tests {
     /// The part of all connections that the last server gets.
     fn part_of_last(pool: &Pool, rule: Rule, per_bucket: usize) -> f64 {
         const CONNECTIONS: u32 = 20_000;
-        let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), Kept::default());
+        let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
         let table = core_aware(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
         assert_eq!(table.groups.len(), 2);

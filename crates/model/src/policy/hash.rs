@@ -1,13 +1,13 @@
 //! `hash`: what an LB without any knowledge of loads does. Bucket i goes to server i mod n, by a hash of its own; with
 //! unequal shares to the server whose turn it is.
 
-use super::turns::turns;
+use super::wrr_schedule::turns;
 use crate::ServerId;
 
 pub const NAME: &str = "hash";
 
 /// For each of `size` buckets the position of its server among `servers`: empty without servers.
-pub fn striped_table(servers: usize, size: usize) -> Vec<usize> {
+pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
     if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
 }
 
@@ -15,7 +15,7 @@ pub fn striped_table(servers: usize, size: usize) -> Vec<usize> {
 pub fn weighted_striped_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
     let turns = turns(&shares);
-    striped_table(turns.len(), size).into_iter().map(|turn| turns[turn]).collect()
+    modulo_table(turns.len(), size).into_iter().map(|turn| turns[turn]).collect()
 }
 
 #[cfg(test)]
@@ -29,7 +29,7 @@ mod tests {
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();
             weighted_striped_table(&servers, size)
         };
-        assert_eq!(table(&[7.0, 7.0, 7.0], 7), striped_table(3, 7));
+        assert_eq!(table(&[7.0, 7.0, 7.0], 7), modulo_table(3, 7));
         let heavy = table(&[3.0, 1.0], 128);
         assert_eq!(heavy.iter().filter(|position| **position == 0).count(), 96);
         assert!(table(&[], 128).is_empty());

@@ -11,7 +11,7 @@
 
 use coreward_intf as intf;
 
-use super::{Measure, Policy, Pool, TrafficWanted, independent_key, table_of, table_with};
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_of, table_with};
 use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable, Rule};
@@ -27,18 +27,18 @@ const PURPOSE_CANDIDATES: u64 = 7;
 pub struct Least {
     key: RssKey,
     seed: u64,
-    measure: Measure,
+    measure: LoadMetric,
     candidates: usize,
 }
 
 impl Least {
     /// By open connections, within what the data plane can look at.
     pub fn new(seed: u64) -> Self {
-        Self::by(Measure::Connections, seed)
+        Self::by(LoadMetric::Connections, seed)
     }
 
     /// By that measure.
-    pub fn by(measure: Measure, seed: u64) -> Self {
+    pub fn by(measure: LoadMetric, seed: u64) -> Self {
         Self { key: independent_key(seed), seed, measure, candidates: intf::MAX_CANDIDATES as usize }
     }
 
@@ -51,10 +51,10 @@ impl Least {
     fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
         let have = self.measure.of_servers(pool);
         let per_connection = self.per_connection(pool, &have);
-        let compared = compared(&have, &self.measure.parts(pool), pool.opened_connections, per_connection);
+        let compared = normalize(&have, &self.measure.parts(pool), pool.opened_connections, per_connection);
         let most = compared.iter().copied().fold(0.0, f64::max);
         let unit = match self.measure {
-            Measure::Connections => f64::from(load_of_one(most)),
+            LoadMetric::Connections => f64::from(load_of_one(most)),
             _ => f64::from(fixed_point(1.0)) / most.max(f64::MIN_POSITIVE),
         };
         let cost = ((per_connection * unit) as u32).clamp(1, fixed_point(1.0));
@@ -63,7 +63,7 @@ impl Least {
 
     /// What an open connection has of the measure, on average.
     fn per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
-        if self.measure == Measure::Connections {
+        if self.measure == LoadMetric::Connections {
             return 1.0;
         }
         let open: f64 = pool.eligible().map(|server| f64::from(server.open_connections)).sum();
@@ -72,7 +72,7 @@ impl Least {
 }
 
 /// What of each server is compared: what it has, where all have the same part. Never below 0.
-fn compared(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
+fn normalize(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
     let largest = parts.iter().copied().fold(0.0, f64::max);
     if parts.iter().all(|part| *part == largest) {
         return have.to_vec();
@@ -85,19 +85,19 @@ fn compared(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_co
 impl Policy for Least {
     fn name(&self) -> &'static str {
         match self.measure {
-            Measure::Connections => NAMES[0],
-            Measure::Packets => NAMES[1],
-            Measure::Bytes => NAMES[2],
-            Measure::Cpu => NAMES[3],
+            LoadMetric::Connections => NAMES[0],
+            LoadMetric::Packets => NAMES[1],
+            LoadMetric::Bytes => NAMES[2],
+            LoadMetric::Cpu => NAMES[3],
         }
     }
 
-    fn traffic_wanted(&self) -> TrafficWanted {
-        self.measure.traffic_wanted()
+    fn telemetry_level(&self) -> TelemetryLevel {
+        self.measure.telemetry_level()
     }
 
     fn reads_traffic(&self) -> bool {
-        self.measure != Measure::Cpu
+        self.measure != LoadMetric::Cpu
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
@@ -263,13 +263,13 @@ mod tests {
             ..PoolServer::new(id.try_into().unwrap())
         };
         let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];
-        for (measure, least) in [(Measure::Packets, 1), (Measure::Bytes, 2), (Measure::Cpu, 3)] {
+        for (measure, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
             let table = Least::by(measure, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
             assert!((0..128).all(|bucket| table.candidates_of(0, bucket)[0].server.get() == least), "{measure:?}");
             assert!(table.assignment_cost > 1);
         }
         // Thirty connections bring 150 packets a second, five each.
-        let table = Least::by(Measure::Packets, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
+        let table = Least::by(LoadMetric::Packets, 1).place(&Pool::new(servers.to_vec(), 1), BucketCount::PUBLISHED, 1);
         let distance = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
         assert_eq!(distance / table.assignment_cost, 8);
     }

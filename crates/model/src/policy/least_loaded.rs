@@ -12,7 +12,7 @@ const REMEMBERED: usize = 2 * MOST_CANDIDATES as usize;
 
 /// A core's place in the order of a bucket's loads: equals by id, as CrossRSS has it.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Place {
+pub struct RankedCore {
     /// The load that the bucket reaches there.
     pub load: f64,
     /// The core.
@@ -21,19 +21,19 @@ pub struct Place {
     pub source: u32,
 }
 
-impl Place {
-    fn is_before(&self, other: &Place) -> bool {
+impl RankedCore {
+    fn is_before(&self, other: &RankedCore) -> bool {
         self.load.total_cmp(&other.load).then(self.core.cmp(&other.core)).is_lt()
     }
 }
 
 /// The least loaded cores of one bucket, the least first. No core that is not here is before the last one.
 #[derive(Debug, Clone, Default)]
-pub struct LeastLoaded(Vec<Place>);
+pub struct LeastLoaded(Vec<RankedCore>);
 
 /// Of all cores but those of a source that is taken out nobody who is not remembered is before it.
 #[derive(Debug, Clone, Copy)]
-pub struct Bound(Place);
+pub struct Bound(RankedCore);
 
 impl LeastLoaded {
     /// Takes out what a source said; `None`: nothing was remembered at all.
@@ -46,7 +46,7 @@ impl LeastLoaded {
 
     /// Puts in a core of the source that was taken out; `false`: it is too far behind.
     #[inline]
-    pub fn put_in(&mut self, bound: Bound, place: Place) -> bool {
+    pub fn put_in(&mut self, bound: Bound, place: RankedCore) -> bool {
         let is_near = place.is_before(&bound.0);
         if is_near {
             let position = self.0.partition_point(|known| known.is_before(&place));
@@ -58,7 +58,7 @@ impl LeastLoaded {
 
     /// The one core of a source has another load.
     #[inline]
-    pub fn moved(&mut self, old: f64, new: Place) {
+    pub fn moved(&mut self, old: f64, new: RankedCore) {
         // Most are far behind, and stay there.
         if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
             return;
@@ -69,7 +69,7 @@ impl LeastLoaded {
     }
 
     /// Looks at all anew. What follows a core that is too far behind, in one of the iterators, is further.
-    pub fn find<I: Iterator<Item = Place>>(&mut self, all: impl Iterator<Item = I>) {
+    pub fn find<I: Iterator<Item = RankedCore>>(&mut self, all: impl Iterator<Item = I>) {
         self.0.clear();
         for ascending in all {
             for place in ascending {
@@ -85,7 +85,7 @@ impl LeastLoaded {
     }
 
     /// The least first.
-    pub fn places(&self) -> &[Place] {
+    pub fn places(&self) -> &[RankedCore] {
         &self.0
     }
 }
@@ -99,13 +99,13 @@ mod tests {
 
     const SERVERS: usize = 60;
 
-    fn place(position: usize, load: f64) -> Place {
+    fn place(position: usize, load: f64) -> RankedCore {
         let server = ServerId::try_from((position as u64 * 37) % 61).unwrap();
-        Place { load, core: Core { server, core: 0 }, source: position as u32 }
+        RankedCore { load, core: Core { server, core: 0 }, source: position as u32 }
     }
 
     /// In order: what is remembered is the beginning of it.
-    fn expect_beginning(least: &LeastLoaded, mut all: Vec<Place>) -> Result<(), TestCaseError> {
+    fn expect_beginning(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
         prop_assert_eq!(least.places(), &all[..least.places().len()]);
         Ok(())
@@ -120,7 +120,7 @@ mod tests {
                 let load = f64::from(twentieths) / 20.0;
                 let old = std::mem::replace(&mut loads[position], load);
                 least.moved(old, place(position, load));
-                let all: Vec<Place> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
+                let all: Vec<RankedCore> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
                 if least.places().len() < usize::from(MOST_CANDIDATES) {
                     least.find(all.iter().map(|place| std::iter::once(*place)));
                     prop_assert_eq!(least.places().len(), REMEMBERED);
@@ -136,13 +136,13 @@ mod tests {
         ) {
             let list = |rack: usize, twentieths: &[u32]| {
                 let of_rack = twentieths.iter().enumerate().map(|(at, twentieths)| {
-                    Place { source: rack as u32, ..place(rack * 4 + at, f64::from(*twentieths) / 20.0) }
+                    RankedCore { source: rack as u32, ..place(rack * 4 + at, f64::from(*twentieths) / 20.0) }
                 });
-                let mut list: Vec<Place> = of_rack.collect();
+                let mut list: Vec<RankedCore> = of_rack.collect();
                 list.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
                 list
             };
-            let mut lists: Vec<Vec<Place>> = (0..SERVERS / 4).map(|rack| list(rack, &[20; 4])).collect();
+            let mut lists: Vec<Vec<RankedCore>> = (0..SERVERS / 4).map(|rack| list(rack, &[20; 4])).collect();
             let mut least = LeastLoaded::default();
             for (rack, twentieths) in changes {
                 lists[rack] = list(rack, &twentieths);

@@ -7,11 +7,11 @@ use crate::load::CoreLoads;
 #[derive(Debug, Clone, PartialEq)]
 pub enum Loads {
     /// Of each core, by receive queue.
-    Cores(CoreLoads),
+    Local(CoreLoads),
     /// The same from the server's rack controller, as the service's policy reads them (`Policy::read`).
-    Whole(CoreLoads),
+    Relayed(CoreLoads),
     /// Only their sum: the cores are in what the rack passes up ([`super::RackSummary`]).
-    Reduced {
+    Aggregated {
         /// Of all cores.
         sum: f64,
         /// How many they are, at least 1.
@@ -21,7 +21,7 @@ pub enum Loads {
 
 impl From<Vec<f64>> for Loads {
     fn from(cores: Vec<f64>) -> Self {
-        Self::Cores(cores.into())
+        Self::Local(cores.into())
     }
 }
 
@@ -29,24 +29,24 @@ impl Loads {
     /// The load of each core, where it is known here.
     pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
-            Loads::Cores(cores) | Loads::Whole(cores) => Some(cores),
-            Loads::Reduced { .. } => None,
+            Loads::Local(cores) | Loads::Relayed(cores) => Some(cores),
+            Loads::Aggregated { .. } => None,
         }
     }
 
     /// Of all cores, added up in their order: the same whether it is done here or at the rack.
     pub fn sum(&self) -> f64 {
         match self {
-            Loads::Cores(cores) | Loads::Whole(cores) => cores.sum(),
-            Loads::Reduced { sum, .. } => *sum,
+            Loads::Local(cores) | Loads::Relayed(cores) => cores.sum(),
+            Loads::Aggregated { sum, .. } => *sum,
         }
     }
 
     /// How many cores.
     pub fn count(&self) -> u32 {
         match self {
-            Loads::Cores(cores) | Loads::Whole(cores) => cores.len() as u32,
-            Loads::Reduced { cores, .. } => *cores,
+            Loads::Local(cores) | Loads::Relayed(cores) => cores.len() as u32,
+            Loads::Aggregated { cores, .. } => *cores,
         }
     }
 
@@ -56,7 +56,8 @@ impl Loads {
     }
 }
 
-/// Servers whose cores are filled to the same level and as fast: what [`super::levels::Levels`] tells apart.
+/// Servers whose cores are filled to the same level and as fast, as by
+/// [`super::normalized_load::NormalizedLoad`].
 #[derive(Debug, Clone, Copy)]
 pub struct Class {
     /// Of the servers.

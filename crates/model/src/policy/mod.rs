@@ -5,37 +5,37 @@
 //! *flow policy* (rr, wrr, awrr, pow2 and its measures) by a rule of the data plane that needs a little state of its own.
 
 mod awrr;
+mod bucket_loads;
 mod consistent_hash;
 mod crossrss;
 mod crossrss_plus;
-mod fixed;
 mod groups;
 mod hash;
-mod kept;
 mod least;
 mod least_loaded;
-mod levels;
+mod load_metric;
 mod loads;
 mod maglev;
-mod measure;
-mod passed_up;
+mod normalized_load;
+mod policy_cache;
 mod pool;
 mod pow2;
 mod rack;
-mod reached;
+mod rack_aggregate;
 mod rr;
-mod turns;
+mod static_policy;
 mod weight;
 mod wrr;
+mod wrr_schedule;
 
 pub use consistent_hash::ring_table;
 pub use crossrss_plus::CrossRssPlus;
 pub use groups::{RssGroup, rss_groups, rss_key_count};
-pub use hash::striped_table;
+pub use hash::modulo_table;
 pub use least::Least;
+pub use load_metric::{LoadMetric, TelemetryLevel};
 pub use loads::{Bin, Class, LoadSpread, Loads, SpreadBins};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
-pub use measure::{Measure, TrafficWanted};
 pub use pool::{Pool, PoolServer, TrafficRates};
 pub use rack::{CandidateList, MOST_CANDIDATES, RackSummary, ReducedServer};
 pub use weight::{Capacity, CapacityError, Weight, WeightError};
@@ -55,7 +55,7 @@ pub trait Policy: Send {
     fn name(&self) -> &'static str;
 
     /// Whether every table for one pool is the same: no load, no count and no turn decides.
-    fn is_fixed(&self) -> bool {
+    fn is_load_independent(&self) -> bool {
         false
     }
 
@@ -70,8 +70,8 @@ pub trait Policy: Send {
     }
 
     /// What it wants to hear from load balancers.
-    fn traffic_wanted(&self) -> TrafficWanted {
-        TrafficWanted::Nothing
+    fn telemetry_level(&self) -> TelemetryLevel {
+        TelemetryLevel::Nothing
     }
 
     /// The pool with its loads as this policy goes by them; asked once for each table, where the load of each core is known:
@@ -81,7 +81,7 @@ pub trait Policy: Send {
     }
 
     /// How many of its least loaded cores a rack must pass up for each bucket, so that nothing is lost.
-    fn most_candidates(&self, _buckets: BucketCount) -> usize {
+    fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         0
     }
 
@@ -99,22 +99,24 @@ type Make = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
 pub const REGISTRY: [(&str, Make); 16] = [
-    (hash::NAME, |seed| Box::new(fixed::Fixed::new(hash::NAME, hash::weighted_striped_table, seed))),
+    (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_striped_table, seed))),
     (consistent_hash::NAME, |seed| {
-        Box::new(fixed::Fixed::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
+        Box::new(static_policy::StaticPolicy::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
     }),
-    (maglev::NAME, |seed| Box::new(fixed::Fixed::new(maglev::NAME, maglev::weighted_maglev_table, seed))),
+    (maglev::NAME, |seed| {
+        Box::new(static_policy::StaticPolicy::new(maglev::NAME, maglev::weighted_maglev_table, seed))
+    }),
     (rr::NAME, |seed| Box::new(rr::RoundRobin::new(seed))),
     (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobin::new(seed))),
     (awrr::NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),
-    (pow2::NAMES[0], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Cpu, seed))),
-    (pow2::NAMES[1], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Connections, seed))),
-    (pow2::NAMES[2], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Packets, seed))),
-    (pow2::NAMES[3], |seed| Box::new(pow2::PowerOfTwo::new(Measure::Bytes, seed))),
+    (pow2::NAMES[0], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Cpu, seed))),
+    (pow2::NAMES[1], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Connections, seed))),
+    (pow2::NAMES[2], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Packets, seed))),
+    (pow2::NAMES[3], |seed| Box::new(pow2::PowerOfTwo::new(LoadMetric::Bytes, seed))),
     (least::NAMES[0], |seed| Box::new(least::Least::new(seed))),
-    (least::NAMES[1], |seed| Box::new(least::Least::by(Measure::Packets, seed))),
-    (least::NAMES[2], |seed| Box::new(least::Least::by(Measure::Bytes, seed))),
-    (least::NAMES[3], |seed| Box::new(least::Least::by(Measure::Cpu, seed))),
+    (least::NAMES[1], |seed| Box::new(least::Least::by(LoadMetric::Packets, seed))),
+    (least::NAMES[2], |seed| Box::new(least::Least::by(LoadMetric::Bytes, seed))),
+    (least::NAMES[3], |seed| Box::new(least::Least::by(LoadMetric::Cpu, seed))),
     (crossrss::NAME, |seed| Box::new(crossrss::CrossRss::new(seed))),
     (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
 ];
@@ -134,15 +136,15 @@ pub fn names() -> Vec<&'static str> {
 
 /// The names of the policies whose choice depends on the pool alone.
 pub fn fixed_names() -> Vec<&'static str> {
-    REGISTRY.iter().filter(|(_, make)| make(0).is_fixed()).map(|(name, _)| *name).collect()
+    REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
 /// What the policy with that name wants to hear from load balancers, and what its servers' reports are checked against; nothing where
 /// there is none.
-pub fn traffic_wanted(name: &str) -> TrafficWanted {
+pub fn telemetry_level(name: &str) -> TelemetryLevel {
     let wanted = |policy: Box<dyn Policy>| {
-        let checked = if policy.reads_loads() { TrafficWanted::Connections } else { TrafficWanted::Nothing };
-        policy.traffic_wanted().max(checked)
+        let checked = if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
+        policy.telemetry_level().max(checked)
     };
     named(name, 0).map(wanted).unwrap_or_default()
 }

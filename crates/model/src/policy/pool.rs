@@ -111,7 +111,7 @@ impl Pool {
     pub fn renew(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
         let passed_up = match (&server.loads, &known.loads) {
-            (None, Some(loads)) if !matches!(loads, Loads::Cores(_)) => known.loads.take(),
+            (None, Some(loads)) if !matches!(loads, Loads::Local(_)) => known.loads.take(),
             // Whether a rack passes its loads up is to be looked for.
             (None, Some(_)) => {
                 self.in_one_rack = false;
@@ -157,7 +157,7 @@ impl Pool {
         }
         self.in_one_rack = true;
         for server in &mut self.servers {
-            server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
+            server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Local(_)));
         }
         racks.iter().for_each(|rack| self.hear(rack));
         self
@@ -168,7 +168,7 @@ impl Pool {
         for reduced in &rack.servers {
             if let Some(position) = self.position(reduced.id) {
                 let loads = &mut self.servers[position].loads;
-                *loads = loads.take().filter(|loads| matches!(loads, Loads::Cores(_)));
+                *loads = loads.take().filter(|loads| matches!(loads, Loads::Local(_)));
             }
         }
     }
@@ -179,7 +179,7 @@ impl Pool {
             let Some(position) = self.position(reduced.id) else { continue };
             match &mut self.servers[position].loads {
                 loads @ None => *loads = Some(reduced.loads.clone()),
-                Some(Loads::Cores(_)) => {}
+                Some(Loads::Local(_)) => {}
                 Some(_) => self.in_one_rack = false,
             }
         }
@@ -237,7 +237,7 @@ impl Pool {
                 neutral_load: if cores == 0 { 0.0 } else { sum / cores as f64 },
                 has_loads: self.eligible().any(|server| server.loads.is_some()),
                 alike,
-                any_reports_here: self.servers.iter().any(|server| matches!(server.loads, Some(Loads::Cores(_)))),
+                any_reports_here: self.servers.iter().any(|server| matches!(server.loads, Some(Loads::Local(_)))),
             }
         })
     }
@@ -406,8 +406,8 @@ mod tests {
         servers.dedup_by_key(|(server, _)| *server);
         let of = |(server, tenths): &(u64, u32)| {
             let loads = match tenths {
-                1 => Loads::Whole(vec![0.5; 2].into()),
-                _ => Loads::Reduced { sum: f64::from(*tenths) / 10.0, cores: 3 },
+                1 => Loads::Relayed(vec![0.5; 2].into()),
+                _ => Loads::Aggregated { sum: f64::from(*tenths) / 10.0, cores: 3 },
             };
             crate::policy::ReducedServer { id: id(*server), loads }
         };

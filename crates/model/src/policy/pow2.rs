@@ -2,8 +2,8 @@
 //! `crossrss` gets (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001). `pow2:connections` and so
 //! on compare something else. Servers are drawn by weight.
 
-use super::turns::turns;
-use super::{Measure, Policy, Pool, TrafficWanted, independent_key, table_of};
+use super::wrr_schedule::turns;
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_of};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
@@ -13,11 +13,11 @@ pub const NAMES: [&str; 4] = ["pow2", "pow2:connections", "pow2:packets", "pow2:
 
 pub struct PowerOfTwo {
     key: RssKey,
-    measure: Measure,
+    measure: LoadMetric,
 }
 
 impl PowerOfTwo {
-    pub fn new(measure: Measure, seed: u64) -> Self {
+    pub fn new(measure: LoadMetric, seed: u64) -> Self {
         Self { key: independent_key(seed), measure }
     }
 }
@@ -25,24 +25,24 @@ impl PowerOfTwo {
 impl Policy for PowerOfTwo {
     fn name(&self) -> &'static str {
         match self.measure {
-            Measure::Cpu => NAMES[0],
-            Measure::Connections => NAMES[1],
-            Measure::Packets => NAMES[2],
-            Measure::Bytes => NAMES[3],
+            LoadMetric::Cpu => NAMES[0],
+            LoadMetric::Connections => NAMES[1],
+            LoadMetric::Packets => NAMES[2],
+            LoadMetric::Bytes => NAMES[3],
         }
     }
 
-    fn traffic_wanted(&self) -> TrafficWanted {
-        self.measure.traffic_wanted()
+    fn telemetry_level(&self) -> TelemetryLevel {
+        self.measure.telemetry_level()
     }
 
     fn reads_traffic(&self) -> bool {
-        self.measure != Measure::Cpu
+        self.measure != LoadMetric::Cpu
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let mut table = table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
-        if self.measure != Measure::Cpu {
+        if self.measure != LoadMetric::Cpu {
             let parts = self.measure.parts(pool);
             let full: Vec<f64> = self.measure.of_servers(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
             let fullest = full.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
     use crate::policy::{PoolServer, TrafficRates, Weight};
 
-    fn members(measure: Measure, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
+    fn members(measure: LoadMetric, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
         let table = PowerOfTwo::new(measure, 1).place(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
         table.members.iter().map(|member| (member.server.get(), member.load)).collect()
     }
@@ -76,10 +76,10 @@ mod tests {
         };
         let servers = vec![server(1, 30, 100.0, 9.0), server(2, 60, 50.0, 18.0)];
         let one = fixed_point(1.0);
-        assert_eq!(members(Measure::Connections, servers.clone()), [(1, one / 2), (2, one)]);
-        assert_eq!(members(Measure::Packets, servers.clone()), [(1, one), (2, one / 2)]);
-        assert_eq!(members(Measure::Bytes, servers.clone()), [(1, one / 2), (2, one)]);
-        assert_eq!(members(Measure::Cpu, servers), [(1, one / 4), (2, one / 2)]);
+        assert_eq!(members(LoadMetric::Connections, servers.clone()), [(1, one / 2), (2, one)]);
+        assert_eq!(members(LoadMetric::Packets, servers.clone()), [(1, one), (2, one / 2)]);
+        assert_eq!(members(LoadMetric::Bytes, servers.clone()), [(1, one / 2), (2, one)]);
+        assert_eq!(members(LoadMetric::Cpu, servers), [(1, one / 4), (2, one / 2)]);
     }
 
     #[test]
@@ -89,7 +89,7 @@ mod tests {
             weight: Weight::new(weight).unwrap(),
             ..PoolServer::new(id.try_into().unwrap())
         };
-        let members = members(Measure::Connections, vec![server(1, 3), server(2, 1)]);
+        let members = members(LoadMetric::Connections, vec![server(1, 3), server(2, 1)]);
         assert_eq!(members.iter().filter(|(id, _)| *id == 1).count(), 3);
         let load = |wanted: u16| members.iter().find(|(id, _)| *id == wanted).unwrap().1;
         assert_eq!((load(1), load(2)), (fixed_point(1.0 / 3.0), fixed_point(1.0)));

@@ -15,9 +15,9 @@
 
 use std::collections::BTreeMap;
 
+use super::bucket_loads::reached;
 use super::groups::Least;
 use super::loads::{Class, LoadSpread, Loads, SpreadBins};
-use super::reached::reached;
 use super::{Policy, Pool, PoolServer};
 use crate::ServerId;
 use crate::placement::{BucketCount, Core};
@@ -42,7 +42,7 @@ pub struct RackSummary {
 pub struct ReducedServer {
     /// Its id.
     pub id: ServerId,
-    /// [`Loads::Reduced`]; of one in its slow start [`Loads::Whole`].
+    /// [`Loads::Aggregated`]; of one in its slow start [`Loads::Relayed`].
     pub loads: Loads,
 }
 
@@ -67,9 +67,10 @@ impl CandidateList {
 
 impl RackSummary {
     /// What a rack with these servers passes up, with at most `most` candidates for each bucket: fewer than
-    /// [`Policy::most_candidates`] lose something. To be asked once for each table, as the policy may remember loads.
+    /// [`Policy::max_candidates_per_bucket`] lose something. To be called once per table, as the policy may
+    /// remember loads.
     pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
-        let most = policy.most_candidates(buckets).min(most);
+        let most = policy.max_candidates_per_bucket(buckets).min(most);
         let read = policy.read(pool);
         let mut summary = Self { servers: Vec::new(), spreads: Vec::new(), lists: Vec::new() };
         let mut spreads: BTreeMap<Class, LoadSpread> = BTreeMap::new();
@@ -78,10 +79,10 @@ impl RackSummary {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
             if server.ramp < 1.0 {
-                summary.servers.push(ReducedServer { id: server.id, loads: Loads::Whole(cores.clone()) });
+                summary.servers.push(ReducedServer { id: server.id, loads: Loads::Relayed(cores.clone()) });
                 continue;
             }
-            let loads = Loads::Reduced { sum: loads.sum(), cores: loads.count() };
+            let loads = Loads::Aggregated { sum: loads.sum(), cores: loads.count() };
             summary.servers.push(ReducedServer { id: server.id, loads });
             if !server.eligible {
                 continue;

@@ -1,6 +1,6 @@
 //! `rr`: new connections go to the servers in turn, each as often as its weight.
 
-use super::turns::weighted_turns;
+use super::wrr_schedule::weighted_turns;
 use super::{Policy, Pool, independent_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;

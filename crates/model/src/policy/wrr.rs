@@ -1,7 +1,7 @@
 //! `wrr`: new connections go to the servers in turn, each as often as its weight times its
 //! capacity: its cores, unless the operator says otherwise.
 
-use super::turns::weighted_turns;
+use super::wrr_schedule::weighted_turns;
 use super::{Policy, Pool, independent_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;

@@ -5,7 +5,7 @@ use std::net::Ipv4Addr;
 
 use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
 use coreward_model::policy::{
-    Capacity, Policy, Pool, PoolServer, REGISTRY, TrafficRates, TrafficWanted, Weight, named, names, traffic_wanted,
+    Capacity, Policy, Pool, PoolServer, REGISTRY, TelemetryLevel, TrafficRates, Weight, named, names, telemetry_level,
 };
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -166,7 +166,7 @@ fn policies_that_use_opened_connections_request_them() {
             (table.assignment_cost, table.candidates)
         };
         if table(10) != table(1000) {
-            assert_ne!(traffic_wanted(name), TrafficWanted::Nothing, "{name}");
+            assert_ne!(telemetry_level(name), TelemetryLevel::Nothing, "{name}");
             users.push(name);
         }
     }

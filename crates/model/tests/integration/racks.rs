@@ -73,7 +73,7 @@ fn later(servers: &mut [Racked], report: u64) {
                         .enumerate()
                         .map(|(core, load)| (load * 3.0 + core as f64 * 0.1 + turn as f64 * 0.05) % 1.3)
                 });
-                server.loads = cores.map(|cores| Loads::Cores(cores.collect()));
+                server.loads = cores.map(|cores| Loads::Local(cores.collect()));
             }
         }
     }

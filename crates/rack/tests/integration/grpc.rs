@@ -21,11 +21,11 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Streaming};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// For what comes soon, or never.
 async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
 }
 
 async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
@@ -174,7 +174,7 @@ impl LoadBalancer {
     /// The first table whose candidates for buckets 0 and 1 are these: server numbers and loads in percent.
     async fn table_of(&mut self, wanted: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut seen = Vec::new();
-        let found = tokio::time::timeout(PATIENCE, async {
+        let found = tokio::time::timeout(TIMEOUT, async {
             loop {
                 let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
                 let Some(dataplane_update::Update::Table(bytes)) = update else { continue };

@@ -20,7 +20,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Endpoint;
 use tonic::{Code, Status};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An authority, and what it has signed.
 struct Certificates(tempfile::TempDir);
@@ -111,7 +111,7 @@ async fn answer(
             }
         }
     };
-    tokio::time::timeout(PATIENCE, ask).await.expect("an answer in time")
+    tokio::time::timeout(TIMEOUT, ask).await.expect("an answer in time")
 }
 
 const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];

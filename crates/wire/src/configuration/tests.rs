@@ -28,7 +28,7 @@ fn fleet() -> FleetConfiguration {
             _ => ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() },
         },
         policy: "least".into(),
-        traffic: TrafficWanted::Connections,
+        traffic: TelemetryLevel::Connections,
         time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
         check: None,
         when_all_down: if index == 0 { WhenAllDown::Drop } else { WhenAllDown::FailOpen },

@@ -1,7 +1,7 @@
 //! One independent run of a simulation, and what of its outcome a figure wants.
 
 use super::parameters::throughput;
-use super::scenario::Measure;
+use super::scenario::Metric;
 use crate::{lb, path, pcc, rpc};
 
 /// A run; the same job gives the same outcome.
@@ -23,7 +23,7 @@ pub enum Job {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Wanted {
     /// The measure.
-    pub measure: Measure,
+    pub measure: Metric,
     /// What something outside of the simulated cores lets pass at most (throughput).
     pub at_most: Option<f64>,
     /// Of this policy, where a run has several.
@@ -34,7 +34,7 @@ pub struct Wanted {
 
 impl Wanted {
     /// A measure of the first seed, and no more.
-    pub fn of(measure: Measure) -> Self {
+    pub fn of(measure: Metric) -> Self {
         Self { measure, at_most: None, policy: None, seed: 1 }
     }
 }
@@ -78,23 +78,23 @@ impl Outcome {
             Self::Peak(peak, full) => {
                 let most = wanted.at_most.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full).min(most);
-                Some(if wanted.measure == Measure::PeakLoad { throughput / full } else { throughput })
+                Some(if wanted.measure == Metric::PeakLoad { throughput / full } else { throughput })
             }
             Self::Lb(outcome, seeds) => {
                 let policy = outcome.policies.iter().find(|policy| Some(&policy.policy) == wanted.policy.as_ref())?;
                 let measured = policy.seeds.get(seeds.iter().position(|seed| *seed == wanted.seed)?)?;
                 match wanted.measure {
-                    Measure::ServerVariancePct => Some(measured.server_variance_pct),
-                    Measure::CoreVariancePct => Some(measured.core_variance_pct),
-                    Measure::ServedPct => Some(100.0 - measured.dropped_pct),
+                    Metric::ServerVariancePct => Some(measured.server_variance_pct),
+                    Metric::CoreVariancePct => Some(measured.core_variance_pct),
+                    Metric::ServedPct => Some(100.0 - measured.dropped_pct),
                     _ => None,
                 }
             }
             Self::Pcc(outcome) => {
                 let run = run_of(outcome, wanted.seed)?;
                 match wanted.measure {
-                    Measure::BrokenPct => Some(run.broken_pct()),
-                    Measure::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
+                    Metric::BrokenPct => Some(run.broken_pct()),
+                    Metric::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
                     _ => None,
                 }
             }
@@ -102,10 +102,10 @@ impl Outcome {
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
                 let spread = match wanted.measure {
-                    Measure::P99 => combination.p99,
-                    Measure::Mean => combination.mean,
-                    Measure::ServerVariancePct => combination.server_variance_pct,
-                    Measure::CoreVariancePct => combination.core_variance_pct,
+                    Metric::P99 => combination.p99,
+                    Metric::Mean => combination.mean,
+                    Metric::ServerVariancePct => combination.server_variance_pct,
+                    Metric::CoreVariancePct => combination.core_variance_pct,
                     _ => return None,
                 };
                 Some(spread.median)
@@ -116,14 +116,14 @@ impl Outcome {
     /// The wanted value over time.
     pub fn over_time(&self, wanted: &Wanted) -> Option<Vec<(f64, f64)>> {
         match self {
-            Self::Rpc(outcome) if wanted.measure == Measure::P99 => {
+            Self::Rpc(outcome) if wanted.measure == Metric::P99 => {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
                 let of_second: fn(&pcc::Second) -> f64 = match wanted.measure {
-                    Measure::BrokenPct => pcc::Second::broken_pct,
-                    Measure::PoolServers => |second| second.servers as f64,
-                    Measure::CompletedPerSecond => |second| second.completed as f64,
+                    Metric::BrokenPct => pcc::Second::broken_pct,
+                    Metric::PoolServers => |second| second.servers as f64,
+                    Metric::CompletedPerSecond => |second| second.completed as f64,
                     _ => return None,
                 };
                 // What a second counts is known at its end.
@@ -140,14 +140,14 @@ fn run_of(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::Run> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 
-fn of_requests(outcome: &rpc::Outcome, measure: Measure) -> Option<f64> {
+fn of_requests(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
     match measure {
-        Measure::P99 => Some(outcome.all.p99),
-        Measure::Mean => Some(outcome.all.mean),
-        Measure::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
-        Measure::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
+        Metric::P99 => Some(outcome.all.p99),
+        Metric::Mean => Some(outcome.all.mean),
+        Metric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
+        Metric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
         // Of all classes alike: without a bound on the queue, as figures are, nothing is dropped.
-        Measure::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
+        Metric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
         _ => None,
     }
 }

@@ -107,7 +107,7 @@ pub struct Panel {
     /// Stands above it; claims and published values name it.
     pub title: Spanned<String>,
     /// What is measured.
-    pub measure: Spanned<Measure>,
+    pub measure: Spanned<Metric>,
     /// How it is drawn.
     #[serde(default)]
     pub draw: Draw,
@@ -283,7 +283,7 @@ pub enum SweepAxis {
 /// What a run gives, as a panel names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Measure {
+pub enum Metric {
     /// 99th percentile of the latency of all requests, in short service times.
     P99,
     /// The same of the shortest class of requests.

@@ -1,7 +1,7 @@
 //! `hash`, `consistent-hash`, `maglev`: a table of buckets; and `stateful-hash`: the same behind connection tables.
 
 use coreward_model::ServerId;
-use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, ring_table, striped_table};
+use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, modulo_table, ring_table};
 
 use super::Config;
 use super::balancer::{Balancer, Placed};
@@ -35,7 +35,7 @@ impl HashLayout {
     /// By bucket, the position of its server among `servers`.
     pub fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
         match self {
-            HashLayout::Striped => striped_table(servers.len(), size),
+            HashLayout::Striped => modulo_table(servers.len(), size),
             HashLayout::Ring => ring_table(servers, size),
             HashLayout::Maglev => maglev_table(servers, size),
         }

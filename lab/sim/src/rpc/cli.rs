@@ -6,7 +6,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::{
-    Class, Config, Measure, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloUnit, Window, peak, run,
+    Class, Config, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloMetric, SloUnit, Window, peak, run,
 };
 use crate::output::{Format, Printed};
 
@@ -85,7 +85,7 @@ pub struct PeakArgs {
     slo: f64,
     /// Whose 99th percentile
     #[arg(long, value_enum, default_value_t)]
-    measure: Measure,
+    measure: SloMetric,
     /// Of which service time the SLO is a multiple
     #[arg(long, value_enum, default_value_t)]
     slo_unit: SloUnit,

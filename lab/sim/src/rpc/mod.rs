@@ -23,7 +23,7 @@ pub use config::{Config, Error};
 pub use jbsrq::{JbsrqOptions, Priorities};
 pub use outcome::{Class, Quantiles, Window};
 use outcome::{Observer, Recorder};
-pub use peak::{Measure, Peak, PeakConfig, SloUnit, peak};
+pub use peak::{Peak, PeakConfig, SloMetric, SloUnit, peak};
 pub use policy::{FORMS, Policy, PolicyError};
 use server::{Server, ServerSpec, WithServer};
 pub use service::{LongClass, Sampler, Service, ServiceError};

@@ -22,14 +22,14 @@ pub struct PeakConfig {
     /// Steps of bisection, 1 to 30: the load is found to 2^-steps.
     pub steps: u32,
     /// Whose 99th percentile.
-    pub measure: Measure,
+    pub measure: SloMetric,
     /// What the bound is a multiple of.
     pub unit: SloUnit,
 }
 
 /// Whose latency an SLO bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Measure {
+pub enum SloMetric {
     /// The requests of the shortest class
     #[default]
     Short,
@@ -54,7 +54,7 @@ impl Default for PeakConfig {
             slo: 30.0,
             seeds: 1..=5,
             steps: 10,
-            measure: Measure::default(),
+            measure: SloMetric::default(),
             unit: SloUnit::default(),
         }
     }
@@ -113,7 +113,7 @@ fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
     let mut bound = Bound {
         from: NEVER,
         latency: ticks(search.slo * unit),
-        classes: if search.measure == Measure::Short { 1 } else { u8::MAX },
+        classes: if search.measure == SloMetric::Short { 1 } else { u8::MAX },
         most_late: measured / 100,
         responses: 0,
         late: 0,

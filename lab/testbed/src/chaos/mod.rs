@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::conformity::{SetOnDrop, change_loads, write_busy};
+use crate::conformance::{SetOnDrop, change_loads, write_busy};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
 use crate::interrupt;
 use crate::nginx::Nginx;
@@ -51,7 +51,7 @@ use fault::FaultKind;
 use invariants::{ResourceUsage, Watch};
 use outcome::{Outcome, Recovery};
 use schedule::{Parts, Planned, Schedule};
-use site::Site;
+use site::TestEnv;
 use traffic::{STREAM_SERVICE, Traffic};
 
 /// Options of `coreward-lab testbed chaos`.
@@ -166,14 +166,14 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         ..FleetOptions::default()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
-    let site = Site::new(&testbed, fleet, disk, preload, etcd, options.other_binary.clone())?;
+    let site = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.other_binary.clone())?;
     Run::new(&testbed, site, options)?.make(documents)
 }
 
 /// A run under way.
 struct Run<'a> {
     testbed: &'a Testbed,
-    site: Site<'a>,
+    site: TestEnv<'a>,
     options: &'a Options,
     kinds: Vec<FaultKind>,
     start: Instant,
@@ -185,7 +185,7 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    fn new(testbed: &'a Testbed, mut site: Site<'a>, options: &'a Options) -> anyhow::Result<Self> {
+    fn new(testbed: &'a Testbed, mut site: TestEnv<'a>, options: &'a Options) -> anyhow::Result<Self> {
         let mut kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
         let cannot_be = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
         kinds.retain(|kind| *kind != cannot_be);

@@ -29,7 +29,7 @@ const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// The fleet, and what is wrong with it now.
 #[derive(Debug)]
-pub struct Site<'a> {
+pub struct TestEnv<'a> {
     testbed: &'a Testbed,
     fleet: Fleet,
     network: Network<'a>,
@@ -57,7 +57,7 @@ struct Lying {
     thread: JoinHandle<anyhow::Result<()>>,
 }
 
-impl<'a> Site<'a> {
+impl<'a> TestEnv<'a> {
     /// Nothing is wrong yet.
     ///
     /// # Errors
@@ -184,7 +184,7 @@ impl<'a> Site<'a> {
         self.fleet.kill(daemon)
     }
 
-    /// One that ends at once is found by [`Site::maintain`].
+    /// One that ends at once is found by [`TestEnv::maintain`].
     fn start(&mut self, daemon: &str) {
         self.down.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {
@@ -255,7 +255,7 @@ impl<'a> Site<'a> {
     }
 }
 
-impl Drop for Site<'_> {
+impl Drop for TestEnv<'_> {
     fn drop(&mut self) {
         for Lying { done, .. } in self.liars.values() {
             done.store(true, Ordering::Relaxed);

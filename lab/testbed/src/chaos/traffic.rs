@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::Serialize;
 
-use crate::conformity::{download_once, parse_wrk};
+use crate::conformance::{download_once, parse_wrk};
 use crate::connection_errors::Broken;
 use crate::http::{Answerer, Connection};
 use crate::nginx::WHO;

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
-use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, lab_command};
+use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
@@ -106,7 +106,7 @@ impl Lane {
     /// When a busy file cannot be read.
     pub fn sample(&mut self) -> anyhow::Result<()> {
         let in_pool = |(number, server): (&u16, &PacedServer)| {
-            let active = self.fleet.pool().get(number) == Some(&Standing::Active);
+            let active = self.fleet.pool().get(number) == Some(&AdminState::Active);
             active.then(|| server.busy_ns().map(|busy_ns| (*number, busy_ns)))
         };
         self.samples.push(self.servers.iter().filter_map(in_pool).collect::<anyhow::Result<_>>()?);
@@ -120,8 +120,8 @@ impl Lane {
     pub fn change_pool(&mut self, event: Event) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         match event {
-            Event::Join => pool.insert(self.waiting, Standing::Active),
-            Event::Drain => pool.insert(self.longest_in_pool(), Standing::Draining),
+            Event::Join => pool.insert(self.waiting, AdminState::Active),
+            Event::Drain => pool.insert(self.longest_in_pool(), AdminState::Draining),
         };
         self.fleet.set_pool(&self.testbed, pool)
     }

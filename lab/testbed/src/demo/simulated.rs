@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use coreward_model::arrivals::ArrivalLog;
 use coreward_model::policy;
-use coreward_model::replay::{Circumstances, PoolChange, Pools, replay_by_second};
+use coreward_model::replay::{PoolChange, Pools, ReportPhase, replay_by_second};
 use coreward_model::statistics::median;
 
 use super::measure::{Sample, Variances, windows};
@@ -53,7 +53,7 @@ pub fn simulate(
 /// Medians over the logs, all replayed on the same fleet, as live.
 fn draw_of(options: &DemoOptions, policy: &str, draw: u64, logs: &[&ArrivalLog], timeline: &Timeline) -> Variances {
     let of_log = |(position, log): (usize, &&ArrivalLog)| {
-        let circumstances = Circumstances::Drawn;
+        let circumstances = ReportPhase::Random;
         let servers = options.servers + 1;
         let pools = Pools { servers, cores: options.cores, seed: draw, circumstances, ..Pools::default() };
         let changes = changes(options.servers, position as u16, timeline);

@@ -41,7 +41,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let Some(first) = configs.first() else { return Ok(Vec::new()) };
     let alike = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
     ensure!(configs.iter().all(|config| alike(&config)), "servers and cores: expected the same for all series");
-    let site = Site::start(first)?;
+    let site = TestEnv::start(first)?;
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
         let _fleet = site.fleet(&group[0].policies)?;
         for config in group {
@@ -60,12 +60,12 @@ fn as_path(job: &Job) -> Option<&path::Config> {
 }
 
 /// A client, a load balancer and servers; the fields are dropped in this order.
-struct Site {
+struct TestEnv {
     _servers: Vec<KeyValueServer>,
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     fn start(config: &path::Config) -> anyhow::Result<Self> {
         let instance = instance::unique_name("pathfigure")?;
         let (servers, cores) = (config.servers, config.cores);
@@ -118,7 +118,7 @@ impl Site {
         let name = format!("{} and {policy}", config.policies.concat());
         ensure!(dispatched >= sent, "{name}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
         ensure!(lost == 0, "{name}: {lost} of {sent} requests were lost");
-        let p99 = seen.value(coreward_sim::figure::scenario::Measure::P99)?;
+        let p99 = seen.value(coreward_sim::figure::scenario::Metric::P99)?;
         eprintln!("run {seed}, {name}: p99 {p99:.2} ({sent}; by server {by_server:?})");
         Ok(seen)
     }

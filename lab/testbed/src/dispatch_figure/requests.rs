@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_load::event_loop::now_ns;
-use coreward_sim::figure::scenario::Measure;
+use coreward_sim::figure::scenario::Metric;
 use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;
@@ -183,13 +183,13 @@ impl Measurement {
     ///
     /// # Errors
     /// When it is none that the generator takes, or nothing was answered.
-    pub fn value(&self, measure: Measure) -> anyhow::Result<f64> {
+    pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
         let (first, last) = (self.report.classes.first(), self.report.classes.last());
         let latency = match measure {
-            Measure::P99 => Some(&self.report.latency_us),
-            Measure::ShortP99 => first.map(|class| &class.latency_us),
-            Measure::LongP99 => last.map(|class| &class.latency_us),
-            Measure::LongAnsweredPct => {
+            Metric::P99 => Some(&self.report.latency_us),
+            Metric::ShortP99 => first.map(|class| &class.latency_us),
+            Metric::LongP99 => last.map(|class| &class.latency_us),
+            Metric::LongAnsweredPct => {
                 let long = last.context("a report without classes")?;
                 return Ok(long.arrived as f64 / long.requests as f64 * 100.0);
             }

@@ -7,7 +7,7 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use coreward_sim::figure::job::Job;
 use coreward_sim::figure::live::{Progress, Sample};
-use coreward_sim::figure::scenario::{Measure, Scenario};
+use coreward_sim::figure::scenario::{Metric, Scenario};
 use coreward_sim::rpc;
 
 use super::dispatcher::{Dispatcher, key_value_service};
@@ -40,7 +40,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut site = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| of_one_curve(a, b)) {
-        let site = Site::with_workers(&mut site, group[0].cores)?;
+        let site = TestEnv::with_workers(&mut site, group[0].cores)?;
         let service = key_value_service(&group[0].policy, &group[0].service, unit_us)?;
         let dispatcher = Dispatcher::start(&site.testbed, 1, &service, group[0].cores)?;
         for config in group {
@@ -55,7 +55,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         Job::Peak(search) => {
             let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
             let curve = configs.iter().filter(|config| of_one_curve(config, &of_seed));
-            let p99 = |config: &&&rpc::Config| Ok((config.load, found(&measured, **config)?.value(Measure::ShortP99)?));
+            let p99 = |config: &&&rpc::Config| Ok((config.load, found(&measured, **config)?.value(Metric::ShortP99)?));
             points::peak(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
         }
         other => anyhow::bail!("{other:?} is not measured at one server"),
@@ -67,13 +67,13 @@ fn as_rpc(job: &Job) -> Option<&rpc::Config> {
 }
 
 /// A client and a server; the fields are dropped in this order.
-struct Site {
+struct TestEnv {
     workers: u16,
     _server: KeyValueServer,
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     /// The present one, or a new one where there is none with so many workers.
     fn with_workers(present: &mut Option<Self>, workers: u16) -> anyhow::Result<&Self> {
         if present.as_ref().is_none_or(|site| site.workers != workers) {
@@ -113,7 +113,7 @@ impl Site {
         let dispatched = dispatcher.dispatched()? - before;
         ensure!(dispatched >= sent, "{policy}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
-        let (short, all) = (seen.value(Measure::ShortP99)?, seen.value(Measure::P99)?);
+        let (short, all) = (seen.value(Metric::ShortP99)?, seen.value(Metric::P99)?);
         eprintln!(
             "run {seed}, {service}, {policy}, load {load}: p99 of short requests {short:.2}, of all {all:.2} ({sent})"
         );

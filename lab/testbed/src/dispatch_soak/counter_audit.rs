@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::fault_injector::FaultCounts;
-use super::site::{Site, WORKERS, eligible};
+use super::site::{TestEnv, WORKERS, eligible};
 use crate::counters::{self, Counters};
 
 /// Everything at one moment.
@@ -27,7 +27,7 @@ impl Reading {
     ///
     /// # Errors
     /// When something cannot be read.
-    pub fn take(site: &Site) -> anyhow::Result<Self> {
+    pub fn take(site: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             books: site.books()?,
             client: counters::read(site.testbed().client())?,

@@ -9,7 +9,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 use std::net::SocketAddrV4;
 
-use super::site::{FIRST_PORT, FLOWS, Site, WORKERS};
+use super::site::{FIRST_PORT, FLOWS, TestEnv, WORKERS};
 use super::spoof::{FIRST_ID, Spoofer, UnansweredClient};
 use crate::interrupt;
 
@@ -66,7 +66,7 @@ impl FaultCounts {
 /// What makes trouble in one segment.
 #[derive(Debug)]
 pub struct FaultInjector<'a> {
-    site: &'a mut Site,
+    site: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
     /// Whether books may begin anew.
     anew: bool,
@@ -82,14 +82,14 @@ impl<'a> FaultInjector<'a> {
     ///
     /// # Errors
     /// When sockets cannot be had.
-    pub fn new(site: &'a mut Site, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
+    pub fn new(site: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
         let nuisance = UnansweredClient::open(site.testbed().client())?;
         let spoofer = Spoofer::open(site.testbed().server(1)?)?;
         Ok(Self { site, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: FaultCounts::default() })
     }
 
     /// Where it is made.
-    pub fn site(&self) -> &Site {
+    pub fn site(&self) -> &TestEnv {
         self.site
     }
 

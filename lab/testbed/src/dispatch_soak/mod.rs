@@ -21,7 +21,7 @@ use serde::Serialize;
 use crate::{instance, interrupt};
 use counter_audit::{Reading, Segment};
 use fault_injector::{FaultCounts, FaultInjector};
-use site::Site;
+use site::TestEnv;
 
 /// [`seeded_rng`]'s stream for what goes wrong when.
 const PURPOSE_TROUBLE: u64 = 0x6469_7301;
@@ -80,7 +80,7 @@ pub fn main(options: Options) -> anyhow::Result<()> {
 /// # Errors
 /// When something cannot be set up, or a signal came; what did not hold is in the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
-    let mut site = Site::start(instance)?;
+    let mut site = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, PURPOSE_TROUBLE);
     let total = Duration::from_secs(options.seconds.into());
     let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;

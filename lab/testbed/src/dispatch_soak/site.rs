@@ -41,7 +41,7 @@ const LOAD_TIMEOUT: &str = "6";
 
 /// A testbed with a server and its dispatch.
 #[derive(Debug)]
-pub struct Site {
+pub struct TestEnv {
     purged: MapHandle,
     _purge_link: Link,
     daemon: Option<Process>,
@@ -50,7 +50,7 @@ pub struct Site {
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     /// Starts everything.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use coreward_tls::authority::{Authority, Validity};
 use coreward_tls::{Files, Identity, Name, Role};
 
 use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
-use super::options::{FleetOptions, LoadSource, Standing};
+use super::options::{AdminState, FleetOptions, LoadSource};
 use crate::topology::{DEVICE, Testbed, load_balancer_name, rack_name, server_address};
 
 /// Where the paced server of a server publishes the busy time of its workers.
@@ -26,7 +26,7 @@ pub(super) fn configuration(testbed: &Testbed, daemon: &str) -> PathBuf {
 pub(super) fn write_controller_files(
     testbed: &Testbed,
     options: &FleetOptions,
-    pool: &BTreeMap<u16, Standing>,
+    pool: &BTreeMap<u16, AdminState>,
 ) -> anyhow::Result<()> {
     let store = options.store.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
     let listen = format!("listen = \"{}\"\n", controller_address());
@@ -60,7 +60,7 @@ pub(super) fn write_controller_files(
         text += "tables = \"interval\"\n";
     }
     for (number, standing) in pool {
-        let state = if *standing == Standing::Active { "active" } else { "draining" };
+        let state = if *standing == AdminState::Active { "active" } else { "draining" };
         let address = server_address(*number);
         write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
         text += options.servers_more.get(number).map_or("", String::as_str);

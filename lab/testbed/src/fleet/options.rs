@@ -124,7 +124,7 @@ pub enum LoadSource {
 
 /// What the controller's file says of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Standing {
+pub enum AdminState {
     /// Takes new connections.
     Active,
     /// Keeps what it has.

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::Fleet;
 use super::names::api_address_of;
-use super::options::Standing;
+use super::options::AdminState;
 use crate::topology::{Testbed, load_balancer_name};
 
 impl Fleet {
@@ -18,7 +18,7 @@ impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.status(testbed)?;
         let reporting = array(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
-        let active = self.pool.values().filter(|standing| **standing == Standing::Active).count();
+        let active = self.pool.values().filter(|standing| **standing == AdminState::Active).count();
         let expected = if self.options.agents { active } else { 0 };
         ensure!(reporting >= expected, "{reporting} servers report: expected {expected}");
         for number in self.load_balancers.keys() {

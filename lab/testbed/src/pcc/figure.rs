@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, anyhow};
 use coreward_sim::figure::live::{Progress, Sample};
-use coreward_sim::figure::scenario::{Measure, Panel, Scenario};
+use coreward_sim::figure::scenario::{Metric, Panel, Scenario};
 
 use super::method::Method;
 use super::run::Run;
@@ -60,10 +60,10 @@ fn values(panel: &Panel, run: &Run) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends = (1..).map(f64::from);
     let seconds = run.seconds.iter();
     match (*panel.measure.get_ref(), &panel.x) {
-        (Measure::BrokenPct, Some(_)) => Ok(ends.zip(seconds.map(|second| second.broken_pct())).collect()),
-        (Measure::BrokenPct, None) => Ok(vec![(0.0, run.total().broken_pct())]),
-        (Measure::CompletedPerSecond, Some(_)) => Ok(ends.zip(seconds.map(|second| second.completed as f64)).collect()),
-        (Measure::PoolServers, Some(_)) => {
+        (Metric::BrokenPct, Some(_)) => Ok(ends.zip(seconds.map(|second| second.broken_pct())).collect()),
+        (Metric::BrokenPct, None) => Ok(vec![(0.0, run.total().broken_pct())]),
+        (Metric::CompletedPerSecond, Some(_)) => Ok(ends.zip(seconds.map(|second| second.completed as f64)).collect()),
+        (Metric::PoolServers, Some(_)) => {
             Ok(ends.zip((0..).zip(seconds).map(|(second, _)| f64::from(timeline::servers_after(second)))).collect())
         }
         (other, _) => Err(anyhow!("{other:?} is not measured")).context(panel.title.get_ref().clone()),

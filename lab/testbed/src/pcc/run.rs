@@ -10,7 +10,7 @@ use super::method::Method;
 use super::timeline::{self, Change};
 use crate::connection_errors::Broken;
 use crate::demo::host_cpu::HostCpu;
-use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing};
+use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource};
 use crate::load::Latency;
 use crate::process::TIMEOUT;
 use crate::stream::client::{StreamSecond, Streams};
@@ -63,7 +63,7 @@ impl Run {
         if let Some(missing) = missing_privilege() {
             anyhow::bail!(missing);
         }
-        let mut site = Site::start(method, streams.seed)?;
+        let mut site = TestEnv::start(method, streams.seed)?;
         let mut machine = HostCpu::new()?;
         let warm_up = u64::from(streams.warm_up_seconds);
         let start_ns = now_ns() + LEAD.as_nanos() as u64;
@@ -138,7 +138,7 @@ impl Run {
 }
 
 /// A testbed at work. The fields are dropped in this order: the testbed last.
-struct Site {
+struct TestEnv {
     fleet: Fleet,
     _servers: StreamServers,
     seed: u64,
@@ -149,7 +149,7 @@ struct Site {
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name("pcc")?,
@@ -186,10 +186,10 @@ impl Site {
         for change in changes {
             match change {
                 Change::AddServer => {
-                    pool.insert(self.next_server, Standing::Active);
+                    pool.insert(self.next_server, AdminState::Active);
                     self.next_server += 1;
                 }
-                Change::DrainServer => drop(pool.insert(self.server_that_goes(&pool), Standing::Draining)),
+                Change::DrainServer => drop(pool.insert(self.server_that_goes(&pool), AdminState::Draining)),
                 Change::RemoveServer => drop(pool.remove(&self.server_that_goes(&pool))),
                 Change::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
                 Change::KillLoadBalancer => {
@@ -201,8 +201,8 @@ impl Site {
         if pool == *self.fleet.pool() { Ok(()) } else { self.fleet.set_pool(&self.testbed, pool) }
     }
 
-    fn server_that_goes(&mut self, pool: &BTreeMap<u16, Standing>) -> u16 {
-        let active = pool.iter().filter(|(_, standing)| **standing == Standing::Active);
+    fn server_that_goes(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
+        let active = pool.iter().filter(|(_, standing)| **standing == AdminState::Active);
         let active: Vec<u16> = active.map(|(number, _)| *number).collect();
         self.gone += 1;
         timeline::server_that_goes(&active, self.seed, self.gone)

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
-use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, lab_command};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
 use fantoccini::elements::Element;
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 /// Within the controller's namespace.
 const DRIVER_PORT: u16 = 9515;
 const DASHBOARD: &str = "http://127.0.0.1:7401/";
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVERS: u16 = 6;
 const CORES: u16 = 4;
 /// What is looked at lasts so long at most (s).
@@ -51,7 +51,7 @@ async fn connect() -> anyhow::Result<Client> {
     });
     let Value::Object(options) = options else { unreachable!("an object") };
     let capabilities: Capabilities = options.into_iter().collect();
-    let end = tokio::time::Instant::now() + PATIENCE;
+    let end = tokio::time::Instant::now() + TIMEOUT;
     loop {
         let client = ClientBuilder::new(HttpConnector::new())
             .capabilities(capabilities.clone())
@@ -67,16 +67,12 @@ async fn connect() -> anyhow::Result<Client> {
 
 /// Until the script gives true.
 async fn until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
-    let end = tokio::time::Instant::now() + PATIENCE;
+    let end = tokio::time::Instant::now() + TIMEOUT;
     loop {
         if client.execute(&format!("return {script};"), Vec::new()).await? == Value::Bool(true) {
             return Ok(());
         }
-        ensure!(
-            tokio::time::Instant::now() < end,
-            "not within {PATIENCE:?}: {what}; the page: {}",
-            page(client).await?
-        );
+        ensure!(tokio::time::Instant::now() < end, "not within {TIMEOUT:?}: {what}; the page: {}", page(client).await?);
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
@@ -213,7 +209,7 @@ fn a_browser_shows_every_core_and_what_changes() {
     let fleet = std::sync::Mutex::new(&mut fleet);
     let drain = || {
         let mut pool = pool.clone();
-        pool.insert(2, Standing::Draining);
+        pool.insert(2, AdminState::Draining);
         fleet.lock().unwrap().set_pool(&testbed, pool)
     };
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build();

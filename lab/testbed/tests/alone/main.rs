@@ -1,7 +1,7 @@
 //! End-to-end tests that need the machine for themselves or last long, in one executable.
 
 mod chaos;
-mod conformity;
+mod conformance;
 mod dashboard;
 mod demo;
 mod dispatch_figures;

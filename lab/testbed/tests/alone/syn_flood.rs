@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
 use coreward_model::rss::{seeded_rng, uniform_below};
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Namespace, TestbedOptions, counters, skip_without_privilege};
 
-use crate::support::{Site, pause, unbroken};
+use crate::support::{TestEnv, pause, unbroken};
 
 /// Addresses behind the router where nobody is: 10.2.128.0/17.
 const NOBODY: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
@@ -81,7 +81,7 @@ fn flooded(instance: &str, consistency: Consistency) {
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    let mut site = Site::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
+    let mut site = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
     // The router would ask for each of these addresses by ARP.
     let mut ip = std::process::Command::new("ip");
     ip.args(["route", "add", "blackhole", NOBODY.0]);
@@ -91,7 +91,7 @@ fn flooded(instance: &str, consistency: Consistency) {
         let flood = scope.spawn(|| flood(&client, &done));
         let streams = site.streams(100.0);
         pause(3_000);
-        site.set(1, Some(Standing::Draining));
+        site.set(1, Some(AdminState::Draining));
         pause(2_000);
         unbroken(streams);
         done.store(true, Ordering::Relaxed);

@@ -17,12 +17,12 @@ use crate::support::{eventually, eventually_in_force, pause};
 const SERVERS: u16 = 3;
 const LIMIT: Duration = Duration::from_secs(10);
 
-struct Site {
+struct TestEnv {
     _nginx: Vec<Nginx>,
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     /// Servers at work, and another load balancer in front of them; no agent yet.
     fn behind(kind: Kind, instance: &str) -> (baseline_lb::OtherBalancer, Self) {
         let options =
@@ -134,7 +134,7 @@ fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
     if skip_without_privilege("a_live_pool_is_taken_over_from_a_director_and_given_back") {
         return;
     }
-    let (director, site) = Site::behind(Kind::Director, "adoptdr");
+    let (director, site) = TestEnv::behind(Kind::Director, "adoptdr");
     let wrk = site.wrk(9);
     let mut oldest = site.connect(40);
     assert_eq!(site.tcp_timestamps(), ["1"; SERVERS as usize]);
@@ -190,7 +190,7 @@ fn a_vip_is_taken_over_from_haproxy_and_given_back() {
     if skip_without_privilege("a_vip_is_taken_over_from_haproxy_and_given_back") {
         return;
     }
-    let (_haproxy, site) = Site::behind(Kind::Proxy, "adoptproxy");
+    let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy");
     let mut theirs = site.connect(40);
     // What plain DNS is: clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());

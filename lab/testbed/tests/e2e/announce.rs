@@ -8,7 +8,7 @@ use coreward_testbed::fleet::{FleetOptions, coreward_command};
 use coreward_testbed::topology::{DEVICE, VIP, load_balancer_address};
 use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, eventually, unbroken};
+use crate::support::{TestEnv, eventually, unbroken};
 
 /// A neighbour is gone after 2 s without a packet: a busy machine may stop a BIRD for longer than 500 ms.
 const BFD: &str =
@@ -36,7 +36,7 @@ fn load_balancer_file(number: u16) -> String {
     )
 }
 
-fn start_bird(site: &Site, namespace: &Namespace, name: &str, text: &str) -> Process {
+fn start_bird(site: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> Process {
     let file = |extension: &str| site.testbed.directory().join(format!("bird-{name}.{extension}"));
     fs::write(file("conf"), text).unwrap();
     let log = File::create(file("log")).unwrap();
@@ -47,14 +47,14 @@ fn start_bird(site: &Site, namespace: &Namespace, name: &str, text: &str) -> Pro
     bird.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
-fn ip(site: &Site, namespace: &Namespace, arguments: &str) -> String {
+fn ip(site: &TestEnv, namespace: &Namespace, arguments: &str) -> String {
     let mut command = Command::new("ip");
     command.args(arguments.split_whitespace());
     String::from_utf8(site.testbed.run(namespace, command).unwrap().stdout).unwrap()
 }
 
 /// The load balancers that the router sends connections for the VIP to.
-fn next_hops(site: &Site) -> Vec<u16> {
+fn next_hops(site: &TestEnv) -> Vec<u16> {
     let route = ip(site, site.testbed.chooser(), &format!("route show {VIP}/32"));
     let is_hop = |number: &u16| {
         let hop = format!("via {} ", load_balancer_address(*number));
@@ -77,7 +77,7 @@ fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
     };
     // A multiple of what BIRD and the router take to withdraw: when it is over, their routes are looked at.
     let more = "[announce]\ndrain = \"10s\"\n".to_owned();
-    let mut site = Site::start(
+    let mut site = TestEnv::start(
         options,
         FleetOptions { policy: "rr".to_owned(), more_of_load_balancers: more, ..FleetOptions::default() },
     );

@@ -1,7 +1,7 @@
 //! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
 
 use coreward_daemon::drop_capabilities::Daemon;
-use coreward_testbed::fleet::{Fleet, FleetOptions, Standing, unit_capabilities};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
 use coreward_testbed::http::Connection;
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
@@ -78,7 +78,7 @@ fn daemons_need_no_more_than_their_units_leave_them() {
     });
     // Who may have to hand packets on to a server that drains finds it by ARP.
     let mut pool = fleet.pool().clone();
-    pool.insert(2, Standing::Draining);
+    pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
     eventually(*TIMEOUT, "the agent has found the other server", || complaints(&fleet).is_empty());

@@ -11,9 +11,9 @@ use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privileg
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::support::{Site, eventually, pause};
+use crate::support::{TestEnv, eventually, pause};
 
-fn site(instance: &str) -> Site {
+fn site(instance: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 2, ..TestbedOptions::default() };
     let fleet = FleetOptions {
         consistency: Consistency::Stateful,
@@ -21,15 +21,15 @@ fn site(instance: &str) -> Site {
         more_of_load_balancers: "connection_timers = { idle = \"2s\", closing = \"1s\" }\n".to_owned(),
         ..FleetOptions::default()
     };
-    Site::start(options, fleet)
+    TestEnv::start(options, fleet)
 }
 
-fn connect(site: &Site) -> TcpStream {
+fn connect(site: &TestEnv) -> TcpStream {
     site.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
 }
 
 /// How many connections `coreward connections` counts.
-fn connections(site: &Site) -> usize {
+fn connections(site: &TestEnv) -> usize {
     let directory = site.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
     command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);

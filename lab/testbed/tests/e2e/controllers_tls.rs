@@ -25,7 +25,7 @@ const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n";
 
 /// The fields are dropped in this order: the testbed last.
-struct Site {
+struct TestEnv {
     _etcd: Process,
     member: Member,
     operator: Files,
@@ -53,7 +53,7 @@ fn api_of(number: u16) -> String {
     format!("https://{CONTROLLER_ADDRESS}:{}", 7410 + number)
 }
 
-impl Site {
+impl TestEnv {
     fn start(instance: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
@@ -172,7 +172,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
     if skip_without_privilege("commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store") {
         return;
     }
-    let site = Site::start("ctltls");
+    let site = TestEnv::start("ctltls");
     let all = [1, 2, 3];
     let alone = site.write_alone();
     let files = all.map(|number| {
@@ -260,7 +260,7 @@ fn a_controller_that_etcd_does_not_let_in_says_why() {
     if skip_without_privilege("a_controller_that_etcd_does_not_let_in_says_why") {
         return;
     }
-    let site = Site::start("ctldenied");
+    let site = TestEnv::start("ctldenied");
     let elsewhere = certificates(&site.testbed).join("elsewhere");
     let foreign = issue(&authority(&elsewhere), &elsewhere, Role::Controller, "c1", None);
     let own = site.files(Role::Controller, "c1");

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, eventually, eventually_in_force, unbroken};
+use crate::support::{TestEnv, eventually, eventually_in_force, unbroken};
 
 #[test]
 fn keys_rotate_and_no_connection_breaks() {
@@ -14,13 +14,13 @@ fn keys_rotate_and_no_connection_breaks() {
     }
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
-    let mut site = Site::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let streams = site.streams(150.0);
     site.connections(300);
     let stamps =
-        |site: &Site, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
+        |site: &TestEnv, key: u32| site.coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
     assert!(stamps(&site, 0));
-    site.set(1, Some(Standing::Draining));
+    site.set(1, Some(AdminState::Draining));
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
         // Sooner after the one before than is safe for connections that were idle meanwhile; these are not.
         site.coreward(&["keys", "rotate", "--force"]).unwrap();

@@ -5,15 +5,15 @@
 use std::process::Command;
 
 use coreward_model::consistency::Timestamps;
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::topology::{DEVICE, VIP};
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 
-use crate::support::{Site, eventually, unbroken};
+use crate::support::{TestEnv, eventually, unbroken};
 
 /// Servers with these values of net.ipv4.tcp_timestamps.
-fn site(instance: &str, tcp_timestamps: &[&str]) -> Site {
+fn site(instance: &str, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: tcp_timestamps.len() as u16,
@@ -27,7 +27,7 @@ fn site(instance: &str, tcp_timestamps: &[&str]) -> Site {
         agents: false,
         ..FleetOptions::default()
     };
-    let site = Site::start(options, fleet);
+    let site = TestEnv::start(options, fleet);
     for (number, value) in (1..).zip(tcp_timestamps) {
         site.testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
@@ -35,12 +35,12 @@ fn site(instance: &str, tcp_timestamps: &[&str]) -> Site {
 }
 
 /// What load balancer 1 says.
-fn state(site: &Site) -> Value {
+fn state(site: &TestEnv) -> Value {
     site.fleet.status(&site.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
 /// How far the clock of a server is known: by its state, and what is wrong.
-fn clock(site: &Site, server: &str) -> (String, String) {
+fn clock(site: &TestEnv, server: &str) -> (String, String) {
     let state = state(site);
     let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();
     let clock = clocks.iter().find(|clock| clock["server"] == server);
@@ -48,13 +48,13 @@ fn clock(site: &Site, server: &str) -> (String, String) {
     (text("state"), text("problem"))
 }
 
-fn forward(site: &Site, value: &str) {
+fn forward(site: &TestEnv, value: &str) {
     let load_balancer = site.testbed.load_balancer(1).unwrap();
     load_balancer.set_sysctls(&[(&format!("ipv4/conf/{DEVICE}/forwarding"), value)]).unwrap();
 }
 
 /// Connections to every server, until their clocks are known.
-fn warm_up(site: &Site) {
+fn warm_up(site: &TestEnv) {
     let client = site.testbed.client();
     // Below the ports of the streams that come.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
@@ -79,9 +79,9 @@ fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     let client = site.streams(150.0);
     site.connections(300);
-    site.set(1, Some(Standing::Draining));
+    site.set(1, Some(AdminState::Draining));
     site.connections(75);
-    site.set(5, Some(Standing::Active));
+    site.set(5, Some(AdminState::Active));
     site.connections(75);
     site.fleet.kill("lb1").unwrap();
     site.connections(30);
@@ -92,7 +92,7 @@ fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
     site.coreward(&["keys", "rotate", "--force"]).unwrap();
     site.fleet.upgrade(&site.testbed, "lb1").unwrap();
     site.connections(150);
-    site.set(1, Some(Standing::Active));
+    site.set(1, Some(AdminState::Active));
     eventually(*TIMEOUT, "replies are stamped", || site.counter("lb1", "reply_stamped") > 1_000);
     site.connections(75);
     // It starts with nothing in its memory; what it does not know yet must not be routed on as it is.
@@ -119,14 +119,14 @@ fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
     let mut site = site("lbtsown", &["0", "1", "2", "2"]);
     let client = site.streams(150.0);
     site.connections(375);
-    site.set(4, Some(Standing::Draining));
+    site.set(4, Some(AdminState::Draining));
     site.connections(75);
     site.set(1, None);
     site.connections(75);
     site.fleet.kill("lb1").unwrap();
     site.fleet.restart(&site.testbed, "lb1").unwrap();
     site.connections(75);
-    site.set(1, Some(Standing::Active));
+    site.set(1, Some(AdminState::Active));
     let known = |server| clock(&site, server).0;
     eventually(*TIMEOUT, "the clocks are known", || {
         [known("s1"), known("s2"), known("s3"), known("s4")] == ["no-timestamps", "differs", "known", "known"]

@@ -4,26 +4,26 @@
 use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, eventually, unbroken};
+use crate::support::{TestEnv, eventually, unbroken};
 
 /// What routers need to notice that a load balancer is gone.
 const NOTICED: Duration = Duration::from_millis(150);
 
-fn site(instance: &str, consistency: Consistency) -> Site {
+fn site(instance: &str, consistency: Consistency) -> TestEnv {
     let options =
         TestbedOptions { instance: instance.to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
-    Site::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..FleetOptions::default() })
+    TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..FleetOptions::default() })
 }
 
 /// Everything that may become of load balancers, one after the other.
-fn everything(site: &mut Site) {
+fn everything(site: &mut TestEnv) {
     let client = site.streams(150.0);
     site.connections(225);
     // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are others.
-    site.set(1, Some(Standing::Draining));
+    site.set(1, Some(AdminState::Draining));
     site.connections(75);
     assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);
     site.connections(75);

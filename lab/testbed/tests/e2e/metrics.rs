@@ -9,14 +9,14 @@ use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
 use prometheus_parse::{Scrape, Value};
 
-use crate::support::{Site, eventually, metrics_page, unbroken};
+use crate::support::{TestEnv, eventually, metrics_page, unbroken};
 
 const ADDRESS: &str = "127.0.0.1:9440";
 
 /// Values by name and labels, as a parser of Prometheus' format reads them.
 type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
-fn scrape(site: &Site, host: &Namespace) -> Option<Values> {
+fn scrape(site: &TestEnv, host: &Namespace) -> Option<Values> {
     let text = metrics_page(&site.testbed, host, ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
     // The parser knows Prometheus' own format, which ends without a word.
@@ -86,7 +86,7 @@ fn endpoints_serve_what_the_table_says() {
     let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
     let options =
         FleetOptions { more_of_load_balancers: key.clone(), agents_more: key.clone(), ..FleetOptions::default() };
-    let mut site = Site::start(testbed, options);
+    let mut site = TestEnv::start(testbed, options);
     // Before the tables of the file.
     let file = site.testbed.directory().join("controller.toml");
     let text = fs::read_to_string(&file).unwrap();

@@ -10,7 +10,7 @@ use std::net::{SocketAddr, SocketAddrV4, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::topology::{SERVICE, VIP};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters, skip_without_privilege};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -159,7 +159,7 @@ fn subflows_that_join_reach_the_server_of_the_first() {
         || streams.iter_mut().for_each(|(stream, server)| assert_eq!(ask(stream, TRANSFER_BYTES), *server));
     all_stay();
     let mut pool = fleet.pool().clone();
-    pool.insert(1, Standing::Draining);
+    pool.insert(1, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
     pause(500);

@@ -3,15 +3,15 @@
 
 use std::time::Duration;
 
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, unbroken};
+use crate::support::{TestEnv, unbroken};
 
-fn site(instance: &str, load_balancers: u16) -> Site {
+fn site(instance: &str, load_balancers: u16) -> TestEnv {
     let options =
         TestbedOptions { instance: instance.to_owned(), servers: 5, load_balancers, ..TestbedOptions::default() };
-    let mut site = Site::start(options, FleetOptions::default());
+    let mut site = TestEnv::start(options, FleetOptions::default());
     site.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", "0")]).unwrap();
     site.set(5, None);
     site.fleet.wait_until_ready(&site.testbed).unwrap();
@@ -26,11 +26,11 @@ fn the_flow_table_keeps_connections_while_servers_come_and_go() {
     let mut site = site("nots", 1);
     let client = site.streams(150.0);
     for (server, standing) in [
-        (5, Some(Standing::Active)),
-        (1, Some(Standing::Draining)),
+        (5, Some(AdminState::Active)),
+        (1, Some(AdminState::Draining)),
         (2, None),
-        (1, Some(Standing::Active)),
-        (3, Some(Standing::Draining)),
+        (1, Some(AdminState::Active)),
+        (3, Some(AdminState::Draining)),
     ] {
         site.connections(225);
         site.set(server, standing);
@@ -48,7 +48,7 @@ fn a_load_balancer_without_the_flow_finds_its_server() {
     let client = site.streams(150.0);
     site.connections(300);
     // Of a bucket that changed hands once, the load balancer that takes over knows the server before.
-    site.set(5, Some(Standing::Active));
+    site.set(5, Some(AdminState::Active));
     site.connections(300);
     site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();
     site.connections(225);

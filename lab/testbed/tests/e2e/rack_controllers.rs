@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use coreward_testbed::chaos::traffic::STREAM_SERVICE;
-use coreward_testbed::conformity::write_busy;
+use coreward_testbed::conformance::write_busy;
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, asking, bundle, busy_file};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::stream::client::Streams;
@@ -69,7 +69,7 @@ impl Drop for Loads {
 }
 
 /// The fields are dropped in this order: the testbed last.
-struct Site {
+struct TestEnv {
     fleet: Fleet,
     loads: Loads,
     _nginx: Vec<Nginx>,
@@ -77,7 +77,7 @@ struct Site {
     testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     /// `racks_of`: by server, through which racks its agent speaks and which its document names.
     fn start(instance: &str, racks_of: &[(u16, &[u16])]) -> Self {
         let testbed = TestbedOptions { instance: instance.to_owned(), cores: CORES, racks: 2, ..Default::default() };
@@ -201,7 +201,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     if skip_without_privilege("racks_and_the_controller_come_and_go_and_no_connection_notices") {
         return;
     }
-    let mut site = Site::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
+    let mut site = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
     site.go_by(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
         site.all_go_to(server);
@@ -257,7 +257,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
 }
 
 /// `coreward drain --wait` of a server behind a rack: its connections are counted, and the last one ends it.
-fn drain(site: &Site) {
+fn drain(site: &TestEnv) {
     site.all_go_to(2);
     let mut leaving = open(&site.testbed, 3);
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
@@ -286,7 +286,7 @@ fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
     if skip_without_privilege("a_rack_is_who_it_says_and_speaks_for_its_own_servers_only") {
         return;
     }
-    let mut site = Site::start("rackswho", &[(1, &[1]), (2, &[2])]);
+    let mut site = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
     site.is_refused(
         "rack1",
         (Role::Rack, "rack2"),

@@ -5,14 +5,14 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::stream::Request;
 use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;
 
-use crate::support::{Site, eventually, pause};
+use crate::support::{TestEnv, eventually, pause};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -64,14 +64,14 @@ fn servers_hear_of_aborted_connections() {
         return;
     }
     let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
-    let mut site = Site::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
+    let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let client = site.testbed.client().clone();
     client
         .within(|| {
             let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
             // The server has its socket once the handshake's last packet has come.
             eventually(LIMIT, "24 connections are open", || sockets(&site.testbed) == 24);
-            site.set(1, Some(Standing::Draining));
+            site.set(1, Some(AdminState::Draining));
             pause(500);
             // Active: the RST carries a timestamp, and with it the cookie.
             for stream in streams.split_off(12) {

@@ -5,7 +5,7 @@ use std::net::SocketAddrV4;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::topology::{DEVICE, SERVICE};
@@ -13,21 +13,21 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege}
 
 use crate::support::{eventually, still_answered};
 
-struct Site {
+struct TestEnv {
     testbed: Testbed,
     fleet: Fleet,
     nginx: Vec<Nginx>,
 }
 
-fn site(instance: &str, servers: u16, policy: &str) -> Site {
+fn site(instance: &str, servers: u16, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let fleet = Fleet::start(&testbed, FleetOptions { policy: policy.to_owned(), ..Default::default() }).unwrap();
-    Site { testbed, fleet, nginx }
+    TestEnv { testbed, fleet, nginx }
 }
 
-impl Site {
+impl TestEnv {
     fn in_client<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         self.testbed.client().within(|| Ok(action())).unwrap()
     }
@@ -111,7 +111,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
     let mut connections = site.open(20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
     let mut pool = site.fleet.pool().clone();
-    pool.insert(1, Standing::Draining);
+    pool.insert(1, AdminState::Draining);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
     eventually(*TIMEOUT, "server 1 drains", || site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
     still_answered(&mut connections);
@@ -122,7 +122,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
     still_answered(&mut connections);
     assert!(site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
     // And back.
-    pool.insert(1, Standing::Active);
+    pool.insert(1, AdminState::Active);
     site.fleet.set_pool(&site.testbed, pool).unwrap();
     eventually(*TIMEOUT, "server 1 is back", || site.open(10).iter().any(|(_, answerer)| answerer.server == 1));
     still_answered(&mut connections);

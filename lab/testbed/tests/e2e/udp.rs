@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_testbed::fleet::{FleetOptions, Standing};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::topology::{SERVICE, VIP};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Site, eventually};
+use crate::support::{TestEnv, eventually};
 
 /// A UDP service beside the TCP service, at the same address and port.
 fn service(udp: &str, policy: &str) -> String {
@@ -23,9 +23,9 @@ fn service(udp: &str, policy: &str) -> String {
     )
 }
 
-fn site(instance: &str, udp: &str, policy: &str) -> Site {
+fn site(instance: &str, udp: &str, policy: &str) -> TestEnv {
     let options = TestbedOptions { instance: instance.to_owned(), servers: 4, ..TestbedOptions::default() };
-    Site::start(options, FleetOptions { more: service(udp, policy), ..FleetOptions::default() })
+    TestEnv::start(options, FleetOptions { more: service(udp, policy), ..FleetOptions::default() })
 }
 
 /// On every server a thread that answers each datagram with the server's number and the datagram, until this is dropped.
@@ -137,7 +137,7 @@ fn datagrams_of_a_flow_stay_with_their_server() {
             all_stay();
             // What is longer than a frame comes in fragments, the later ones without ports.
             flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(5_000).unwrap(), *server));
-            site.set(1, Some(Standing::Draining));
+            site.set(1, Some(AdminState::Draining));
             eventually(*TIMEOUT, "server 1 drains", || (0..8).all(|_| Flow::open().ask(10).unwrap() != 1));
             all_stay();
             site.set(2, None);

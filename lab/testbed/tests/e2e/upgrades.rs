@@ -14,14 +14,14 @@ use coreward_testbed::{TestbedOptions, skip_without_privilege};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::support::{Site, eventually, eventually_in_force, pause, unbroken};
+use crate::support::{TestEnv, eventually, eventually_in_force, pause, unbroken};
 
 const SERVERS: u16 = 3;
 
-fn site(instance: &str, load_balancers: u16, consistency: Consistency) -> Site {
+fn site(instance: &str, load_balancers: u16, consistency: Consistency) -> TestEnv {
     let testbed =
         TestbedOptions { instance: instance.to_owned(), servers: SERVERS, load_balancers, ..TestbedOptions::default() };
-    Site::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
+    TestEnv::start(testbed, FleetOptions { consistency, ..FleetOptions::default() })
 }
 
 fn agents() -> impl Iterator<Item = String> {
@@ -35,7 +35,7 @@ fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
     mapped.store(0, 99);
 }
 
-impl Site {
+impl TestEnv {
     fn pins(&self, daemon: &str) -> PathBuf {
         match daemon.strip_prefix("lb") {
             Some(number) => self.testbed.load_balancer_pin_directory(number.parse().unwrap()),
@@ -149,7 +149,7 @@ fn real_versions_are_exchanged_up_and_down() {
 }
 
 /// The daemon starts anew with nothing pinned.
-fn renew(site: &mut Site, daemon: &str, binary: Option<&Path>) {
+fn renew(site: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pins = site.pins(daemon);
     // It may refuse what the other version pinned.
     let _ = site.fleet.exchange(&site.testbed, daemon, binary);

@@ -22,7 +22,7 @@ const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\
                         [service.health]\ncheck = \"tcp\"\ninterval = \"200ms\"\ntimeout = \"1s\"\nrise = 2\nfall = 3\n";
 
 /// The fields are dropped in this order: the testbed last.
-struct Site {
+struct TestEnv {
     fleet: Fleet,
     etcd: Option<Process>,
     member: Member,
@@ -35,7 +35,7 @@ fn start_etcd(testbed: &Testbed, member: &Member) -> Process {
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-impl Site {
+impl TestEnv {
     fn start() -> Self {
         let options = TestbedOptions {
             instance: "noetcd".to_owned(),
@@ -158,7 +158,7 @@ fn connections_go_on_without_etcd_and_without_controllers() {
     if skip_without_privilege("connections_go_on_without_etcd_and_without_controllers") {
         return;
     }
-    let mut site = Site::start();
+    let mut site = TestEnv::start();
     let mut connections = site.open(AT_EVERY_SERVER).unwrap();
     assert_eq!(site.leaders(), 1);
 

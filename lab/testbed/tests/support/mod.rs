@@ -8,7 +8,7 @@ pub mod load;
 use std::process::Command;
 use std::time::{Duration, Instant, SystemTime};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, Standing, asking};
+use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, asking};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
@@ -50,13 +50,13 @@ pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> Open
 }
 
 /// The fields are dropped in this order: the testbed last.
-pub struct Site {
+pub struct TestEnv {
     pub fleet: Fleet,
     _servers: StreamServers,
     pub testbed: Testbed,
 }
 
-impl Site {
+impl TestEnv {
     /// A testbed at work, with servers that stream.
     pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
@@ -73,7 +73,7 @@ impl Site {
 
     /// Changes what the controller's file says of a server; `None`: nothing any more. Returns when every part has
     /// confirmed it: a connection need not survive two changes at once.
-    pub fn set(&mut self, server: u16, standing: Option<Standing>) {
+    pub fn set(&mut self, server: u16, standing: Option<AdminState>) {
         let generation = |site: &Self| site.fleet.status(&site.testbed).ok()?["configuration_generation"].as_u64();
         let before = generation(self);
         let mut pool = self.fleet.pool().clone();

@@ -19,7 +19,7 @@ use coreward_wire::{AgentConfiguration, StampedService};
 use socket2::{Domain, Socket, Type};
 
 pub const CORES: u16 = 4;
-const PATIENCE: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
     let testbed = Testbed::create(TestbedOptions {
@@ -91,9 +91,9 @@ pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<St
         socket.set_reuse_address(true)?;
         socket.set_linger(Some(Duration::ZERO))?;
         socket.bind(&SocketAddr::from((testbed.client_address(0), source_port)).into())?;
-        socket.connect_timeout(&SocketAddr::from(SERVICE).into(), PATIENCE)?;
+        socket.connect_timeout(&SocketAddr::from(SERVICE).into(), TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
-        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
         write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -104,9 +104,9 @@ pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<St
 
 /// Waits for something that comes by itself.
 pub fn wait_until(what: &str, mut done: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !done()? {
-        anyhow::ensure!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
+        anyhow::ensure!(Instant::now() < end, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

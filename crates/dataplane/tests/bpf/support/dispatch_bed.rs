@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, Dispatch, Options, Patience, Policy, WorkerCounts};
+use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, Timeouts, WorkerCounts};
 use nix::sched::{CloneFlags, unshare};
 use parking_lot::Mutex;
 use socket2::{Domain, Protocol, Socket, Type};
@@ -148,9 +148,9 @@ impl Bed {
     }
 
     /// One look, 100 ms after the one before. Whether a worker was found dead.
-    pub fn poll(&mut self, patience: &Patience) -> bool {
+    pub fn poll(&mut self, timeouts: &Timeouts) -> bool {
         self.clock += dispatch::POLL_INTERVAL;
-        self.dispatch.poll(self.clock, patience).unwrap()
+        self.dispatch.poll(self.clock, timeouts).unwrap()
     }
 
     pub fn counts(&self, slot: u32) -> WorkerCounts {

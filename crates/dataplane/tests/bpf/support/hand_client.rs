@@ -7,7 +7,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 
 use super::network::{SERVER, VIP};
-use super::server_bed::{Bed, PATIENCE, PORT, Sniffer, flags};
+use super::server_bed::{Bed, PORT, Sniffer, TIMEOUT, flags};
 use super::{ACK, SYN, Tcp, ones_complement_sum, tcp_offset, timestamp_offset, usual_timestamp, word};
 
 /// Nobody's address: the client's kernel keeps silent about what comes for it.
@@ -68,7 +68,7 @@ impl<'bed> HandClient<'bed> {
 
     /// What the server sends upon something that it must answer: what comes until it keeps silent for 50 ms.
     fn answers(&mut self) -> Vec<Vec<u8>> {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             let frames = self.receive();
             if !frames.is_empty() {

@@ -18,7 +18,7 @@ use super::network::{CLIENT, Pair, PinDirectory, SERVER, VIP, on_one_cpu};
 use super::{ACK, FIN, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn keys() -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::Second }
@@ -61,8 +61,8 @@ impl Bed {
 
     pub fn connect(&self) -> TcpStream {
         let address = SocketAddr::from((VIP, PORT));
-        let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, PATIENCE)).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
 
@@ -70,7 +70,7 @@ impl Bed {
     pub fn connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
         let client = self.connect();
         let (server, _) = listener.accept().unwrap();
-        server.set_read_timeout(Some(PATIENCE)).unwrap();
+        server.set_read_timeout(Some(TIMEOUT)).unwrap();
         (client, server)
     }
 
@@ -159,7 +159,7 @@ impl Sniffer {
         let asking = [2, 9, number[0], number[1], number[2], number[3]];
         self.send(bed, &arp_request(asking, SERVER));
         let is_answer = |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == asking;
-        let (mut frames, end) = (Vec::new(), Instant::now() + PATIENCE);
+        let (mut frames, end) = (Vec::new(), Instant::now() + TIMEOUT);
         loop {
             let new = self.received_of_all();
             let is_over = new.iter().any(is_answer);

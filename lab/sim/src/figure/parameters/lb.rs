@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::{Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, SweepAxis};
+use crate::figure::scenario::{Metric, SweepAxis};
 use crate::lb::Config;
 use crate::trace::Source;
 
@@ -65,7 +65,7 @@ impl Lb {
     /// traffic once for all `policies`, and where all seeds see the same traffic for all of them.
     pub fn job(
         &self,
-        measure: Measure,
+        measure: Metric,
         seed: u64,
         seeds: u64,
         policies: &[String],
@@ -93,7 +93,7 @@ impl Lb {
             ..default
         };
         config.check().map_err(|error| Unfit::Rejected(error.to_string()))?;
-        let measured = matches!(measure, Measure::ServerVariancePct | Measure::CoreVariancePct | Measure::ServedPct);
+        let measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
         if !measured {
             return Err(Unfit::NotMeasured { kind: KIND, measure });
         }

@@ -15,7 +15,7 @@ pub use path::Path;
 pub use pcc::Pcc;
 pub use rpc::{Rpc, throughput};
 
-use super::scenario::{Measure, SweepAxis};
+use super::scenario::{Metric, SweepAxis};
 use crate::names::UnknownName;
 
 /// Why parameters make no simulation.
@@ -53,7 +53,7 @@ pub enum Unfit {
         /// The kind of simulation.
         kind: &'static str,
         /// What was to be measured.
-        measure: Measure,
+        measure: Metric,
     },
     /// The simulator's own words.
     #[error("{0}")]

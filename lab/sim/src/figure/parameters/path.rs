@@ -2,7 +2,7 @@
 
 use super::{Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, SweepAxis};
+use crate::figure::scenario::{Metric, SweepAxis};
 use crate::path::{Config, Readings};
 use crate::rpc::{Policy, Service};
 
@@ -67,9 +67,9 @@ impl Path {
     }
 
     /// The run that measures this with these parameters, and what of its outcome is wanted.
-    pub fn job(&self, measure: Measure, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
+    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
-        if !matches!(measure, Measure::P99 | Measure::Mean | Measure::ServerVariancePct | Measure::CoreVariancePct) {
+        if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
             return Err(Unfit::NotMeasured { kind: KIND, measure });
         }
         let default = Config::default();

@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::{Choice, Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, SweepAxis};
+use crate::figure::scenario::{Metric, SweepAxis};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
 /// The name of this kind in scenario files.
@@ -64,11 +64,11 @@ impl Pcc {
     }
 
     /// The run that measures this with these parameters, and what of its outcome is wanted. One run is of all seeds.
-    pub fn job(&self, measure: Measure, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
+    pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         if !matches!(
             measure,
-            Measure::BrokenPct | Measure::ImbalancePct | Measure::PoolServers | Measure::CompletedPerSecond
+            Metric::BrokenPct | Metric::ImbalancePct | Metric::PoolServers | Metric::CompletedPerSecond
         ) {
             return Err(Unfit::NotMeasured { kind: KIND, measure });
         }

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use super::{Choice, Text, Unfit, parameters, whole};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Measure, SweepAxis};
+use crate::figure::scenario::{Metric, SweepAxis};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
 use coreward_model::dispatch::Lambda;
 
@@ -36,7 +36,7 @@ parameters! {
         /// Bound on p99, for peak loads.
         pub slo: f64,
         /// Whose p99: that of the `short` requests (unless said) or of `all`.
-        pub slo_of: Choice<rpc::Measure>,
+        pub slo_of: Choice<rpc::SloMetric>,
         /// What the bound is a multiple of: the `short` service time (unless said) or the `mean`.
         pub slo_unit: Choice<rpc::SloUnit>,
         /// Bisections of a search for a peak load.
@@ -63,9 +63,9 @@ impl Rpc {
 
     /// The run that measures this with these parameters, and what of its outcome is wanted. `None` where the offered load
     /// is more than the policy can carry: latency has no bound there, so there is no point to draw.
-    pub fn job(&self, measure: Measure, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
+    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
-        let peak = matches!(measure, Measure::PeakLoad | Measure::PeakThroughput);
+        let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
         let config = Config {
             policy: self.policy.clone().ok_or(missing("policy"))?.0,
             cores: self.cores.ok_or(missing("cores"))?,
@@ -80,7 +80,7 @@ impl Rpc {
             window: self.window,
         };
         let job = match measure {
-            Measure::PeakLoad | Measure::PeakThroughput => {
+            Metric::PeakLoad | Metric::PeakThroughput => {
                 let slo = self.slo.ok_or(missing("slo"))?;
                 let steps = self.steps.ok_or(missing("steps"))?;
                 Job::Peak(PeakConfig {
@@ -92,7 +92,7 @@ impl Rpc {
                     unit: self.slo_unit.unwrap_or_default().0,
                 })
             }
-            Measure::P99 | Measure::ShortP99 | Measure::LongP99 | Measure::Mean | Measure::LongAnsweredPct => {
+            Metric::P99 | Metric::ShortP99 | Metric::LongP99 | Metric::Mean | Metric::LongAnsweredPct => {
                 let carried = config.policy.capacity(config.service.mean(), config.latency);
                 let passed = self.dispatcher_limit.unwrap_or(f64::INFINITY);
                 if config.load >= carried || throughput(&config, config.load) >= passed {

@@ -9,43 +9,43 @@ use super::{Class, Pool};
 use crate::statistics::mean;
 
 /// The levels of a pool.
-pub struct Levels {
+pub struct NormalizedLoad {
     mean: f64,
     /// Added to all, so that none is below 0.
-    lift: f64,
+    offset: f64,
     mean_weight: f64,
     mean_speed: f64,
     alike: bool,
 }
 
-impl Levels {
+impl NormalizedLoad {
     /// Of the eligible servers.
     pub fn of(pool: &Pool) -> Self {
         let alike = pool.totals().alike;
-        let mut levels = Self { mean: pool.neutral_load(), lift: 0.0, mean_weight: 1.0, mean_speed: 1.0, alike };
+        let mut levels = Self { mean: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, alike };
         if !alike {
             let classes: Vec<Class> = pool.eligible().map(|server| server.class()).collect();
             let weights: Vec<f64> = classes.iter().map(|class| f64::from(class.weight.get())).collect();
             let speeds: Vec<f64> = classes.iter().map(|class| class.speed).collect();
             levels.mean_weight = mean(&weights).unwrap_or(1.0);
             levels.mean_speed = mean(&speeds).unwrap_or(1.0);
-            let lowest = classes.iter().map(|class| levels.compared(*class, 0.0)).fold(0.0, f64::min);
-            levels.lift = -lowest;
+            let lowest = classes.iter().map(|class| levels.normalize(*class, 0.0)).fold(0.0, f64::min);
+            levels.offset = -lowest;
         }
         levels
     }
 
     /// What a core of a server of that class with that load is compared by. In one class it never falls where loads rise.
-    pub fn compared(&self, class: Class, load: f64) -> f64 {
+    pub fn normalize(&self, class: Class, load: f64) -> f64 {
         if self.alike {
             return load;
         }
         self.compared_at(self.level(class), load)
     }
 
-    /// The same in a pool whose cores are not all alike, where [`Levels::level`] of the class is known.
+    /// The same in a pool whose cores are not all alike, where [`NormalizedLoad::level`] of the class is known.
     pub fn compared_at(&self, (level, speed): (f64, f64), load: f64) -> f64 {
-        self.lift + self.mean - speed * (level - load)
+        self.offset + self.mean - speed * (level - load)
     }
 
     /// Whether all cores are level at the same load, and as fast.
@@ -76,22 +76,22 @@ mod tests {
         }
     }
 
-    fn compared(servers: &[PoolServer]) -> Vec<f64> {
+    fn normalize(servers: &[PoolServer]) -> Vec<f64> {
         let pool = Pool::new(servers.to_vec(), 1);
-        let levels = Levels::of(&pool);
-        servers.iter().map(|server| levels.compared(server.class(), server.mean_load(0.0))).collect()
+        let levels = NormalizedLoad::of(&pool);
+        servers.iter().map(|server| levels.normalize(server.class(), server.mean_load(0.0))).collect()
     }
 
     #[test]
     fn cores_that_are_alike_are_compared_by_load() {
-        assert_eq!(compared(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
-        assert_eq!(compared(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
+        assert_eq!(normalize(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
+        assert_eq!(normalize(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
     }
 
     #[test]
     fn a_heavy_server_is_level_at_a_higher_load() {
         // Mean 0.4, weights 1 and 3: levels 0.2 and 0.6.
-        let both = compared(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
+        let both = normalize(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
         assert!((both[0] - both[1]).abs() < 1e-9, "{both:?}");
     }
 
@@ -99,9 +99,9 @@ mod tests {
     fn a_fast_core_that_lacks_as_much_takes_more() {
         // Both lack 0.1 to the mean but for a third one above it; the fast one's lack is twice the work.
         let servers = [server(1, 0.4, 1, Some(2.0)), server(2, 0.4, 1, Some(4.0)), server(3, 0.7, 1, Some(2.0))];
-        let of = compared(&servers);
+        let of = normalize(&servers);
         let pool = Pool::new(servers.to_vec(), 1);
-        let levels = Levels::of(&pool);
+        let levels = NormalizedLoad::of(&pool);
         assert!(of[1] < of[0] && of[0] < of[2], "{of:?}");
         let missing = |server: &PoolServer| {
             let (level, speed) = levels.level(server.class());

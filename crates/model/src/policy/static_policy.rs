@@ -9,19 +9,19 @@ use crate::rss::RssKey;
 type SharesOut = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 
 /// One of them.
-pub struct Fixed {
+pub struct StaticPolicy {
     name: &'static str,
     shares_out: SharesOut,
     key: RssKey,
 }
 
-impl Fixed {
+impl StaticPolicy {
     pub fn new(name: &'static str, shares_out: SharesOut, seed: u64) -> Self {
         Self { name, shares_out, key: independent_key(seed) }
     }
 }
 
-impl Policy for Fixed {
+impl Policy for StaticPolicy {
     fn name(&self) -> &'static str {
         self.name
     }
@@ -30,7 +30,7 @@ impl Policy for Fixed {
         false
     }
 
-    fn is_fixed(&self) -> bool {
+    fn is_load_independent(&self) -> bool {
         true
     }
 

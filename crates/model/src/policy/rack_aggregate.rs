@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::least_loaded::{LeastLoaded, Place};
+use super::least_loaded::{LeastLoaded, RankedCore};
 use super::loads::{Class, LoadSpread};
 use super::{CandidateList, RackSummary};
 use crate::placement::BucketCount;
@@ -61,7 +61,7 @@ impl PassedUpSpreads {
 
 /// The least loaded cores of each bucket, of all racks' servers with one RSS key, by their loads.
 #[derive(Debug, Default)]
-pub struct PassedUpCores {
+pub struct RackAggregate {
     known: Known,
     key: Option<RssKey>,
     /// How many the racks pass up of each bucket, together.
@@ -70,7 +70,7 @@ pub struct PassedUpCores {
     least: Vec<LeastLoaded>,
 }
 
-impl PassedUpCores {
+impl RackAggregate {
     /// As it is now. `most`: how many of each bucket are wanted.
     pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
         let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
@@ -111,12 +111,12 @@ impl PassedUpCores {
     }
 
     /// The least of the bucket, at least as many as were wanted, as far as there are.
-    pub fn least(&self, bucket: u32) -> &[Place] {
+    pub fn least(&self, bucket: u32) -> &[RankedCore] {
         self.least.get(bucket as usize).map_or(&[], LeastLoaded::places)
     }
 
     /// Whether that is all there is.
-    pub fn is_all(&self, places: &[Place]) -> bool {
+    pub fn is_all(&self, places: &[RankedCore]) -> bool {
         places.len() >= self.count
     }
 }
@@ -125,7 +125,7 @@ fn lists<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a
     rack.lists.iter().filter(move |list| list.key == *key)
 }
 
-fn places(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = Place> {
+fn places(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
     let candidates = list.of_bucket(bucket).iter();
-    candidates.map(move |(core, load)| Place { load: *load, core: *core, source: position as u32 })
+    candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, source: position as u32 })
 }

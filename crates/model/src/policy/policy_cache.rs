@@ -7,16 +7,16 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use super::Pool;
+use super::bucket_loads::BucketLoads;
 use super::loads::{Class, LoadSpread, Loads};
-use super::passed_up::{PassedUpCores, PassedUpSpreads};
-use super::reached::ReachedLoads;
+use super::rack_aggregate::{PassedUpSpreads, RackAggregate};
 use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous};
 
 /// What one policy keeps.
 #[derive(Debug, Default)]
-pub struct Kept {
+pub struct PolicyCache {
     /// By group.
     pub(super) groups: Vec<KeptGroup>,
     spreads: Spreads,
@@ -28,12 +28,12 @@ pub struct Kept {
 #[derive(Debug, Default)]
 pub struct KeptGroup {
     /// Of servers whose loads are known here.
-    pub reached: ReachedLoads,
+    pub reached: BucketLoads,
     /// Of those that racks pass up.
-    pub passed_up: PassedUpCores,
+    pub passed_up: RackAggregate,
 }
 
-impl Kept {
+impl PolicyCache {
     /// How the known loads of the eligible servers are spread, by class.
     pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
         self.spreads.update(pool);
@@ -65,7 +65,7 @@ impl Kept {
     }
 }
 
-/// See [`Kept::consistent`].
+/// See [`PolicyCache::consistent`].
 #[derive(Debug, Default)]
 struct Consistent {
     made_of: Option<(Vec<(ServerId, u32)>, BucketCount)>,
@@ -182,7 +182,7 @@ mod tests {
                 };
                 let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
                 let pool = pool.with_opened_connections(opened);
-                plus_anew.kept = Kept::default();
+                plus_anew.kept = PolicyCache::default();
                 prop_assert_eq!(plus.place(&pool, buckets, generation), plus_anew.place(&pool, buckets, generation));
                 let anew = CrossRss::new(7).place(&pool, buckets, generation);
                 prop_assert_eq!(published.place(&pool, buckets, generation), anew);

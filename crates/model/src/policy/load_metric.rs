@@ -4,7 +4,7 @@ use super::{Pool, PoolServer};
 
 /// What makes a server full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Measure {
+pub enum LoadMetric {
     /// Open connections.
     Connections,
     /// Packets per second that load balancers send to it.
@@ -15,13 +15,13 @@ pub enum Measure {
     Cpu,
 }
 
-impl Measure {
+impl LoadMetric {
     /// What load balancers must count for it.
-    pub fn traffic_wanted(self) -> TrafficWanted {
+    pub fn telemetry_level(self) -> TelemetryLevel {
         match self {
-            Measure::Connections => TrafficWanted::Connections,
-            Measure::Packets | Measure::Bytes => TrafficWanted::All,
-            Measure::Cpu => TrafficWanted::Nothing,
+            LoadMetric::Connections => TelemetryLevel::Connections,
+            LoadMetric::Packets | LoadMetric::Bytes => TelemetryLevel::All,
+            LoadMetric::Cpu => TelemetryLevel::Nothing,
         }
     }
 
@@ -29,10 +29,10 @@ impl Measure {
     pub fn of_servers(self, pool: &Pool) -> Vec<f64> {
         let neutral = pool.neutral_load();
         let of = |server: &PoolServer| match self {
-            Measure::Connections => Some(f64::from(server.open_connections)),
-            Measure::Packets => server.traffic.map(|traffic| traffic.packets),
-            Measure::Bytes => server.traffic.map(|traffic| traffic.bytes),
-            Measure::Cpu => Some(server.mean_load(neutral)),
+            LoadMetric::Connections => Some(f64::from(server.open_connections)),
+            LoadMetric::Packets => server.traffic.map(|traffic| traffic.packets),
+            LoadMetric::Bytes => server.traffic.map(|traffic| traffic.bytes),
+            LoadMetric::Cpu => Some(server.mean_load(neutral)),
         };
         let known: Vec<f64> = pool.eligible().filter_map(of).collect();
         let mean = crate::statistics::mean(&known).unwrap_or(0.0);
@@ -44,7 +44,7 @@ impl Measure {
     pub fn parts(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
         match self {
-            Measure::Cpu => weights.collect(),
+            LoadMetric::Cpu => weights.collect(),
             _ => weights.zip(pool.capacities()).map(|(weight, capacity)| weight * capacity).collect(),
         }
     }
@@ -52,7 +52,7 @@ impl Measure {
 
 /// What a policy wants to hear from load balancers of every server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum TrafficWanted {
+pub enum TelemetryLevel {
     /// It goes by reports alone, or by nothing.
     #[default]
     Nothing,
@@ -62,16 +62,16 @@ pub enum TrafficWanted {
     All,
 }
 
-impl TrafficWanted {
+impl TelemetryLevel {
     /// All of them, each wanting more than the one before.
-    pub const ALL: [TrafficWanted; 3] = [TrafficWanted::Nothing, TrafficWanted::Connections, TrafficWanted::All];
+    pub const ALL: [TelemetryLevel; 3] = [TelemetryLevel::Nothing, TelemetryLevel::Connections, TelemetryLevel::All];
 
     /// The name as the wire writes it.
     pub fn name(self) -> &'static str {
         match self {
-            TrafficWanted::Nothing => "nothing",
-            TrafficWanted::Connections => "connections",
-            TrafficWanted::All => "all",
+            TelemetryLevel::Nothing => "nothing",
+            TelemetryLevel::Connections => "connections",
+            TelemetryLevel::All => "all",
         }
     }
 }

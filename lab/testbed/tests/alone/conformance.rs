@@ -1,6 +1,6 @@
-//! The short form of `coreward-lab testbed conformity`: the same parts, seconds instead of minutes.
+//! The short form of `coreward-lab testbed conformance`: the same parts, seconds instead of minutes.
 
-use coreward_testbed::conformity::{Options, run};
+use coreward_testbed::conformance::{Options, run};
 use coreward_testbed::skip_without_privilege;
 
 fn short(instance: &str, syncookies: u8) {

@@ -1,7 +1,7 @@
 //! What the buckets of a group reach at each of its servers, and the least of it: kept from one table to the next.
 
 use super::PoolServer;
-use super::least_loaded::{LeastLoaded, Place};
+use super::least_loaded::{LeastLoaded, RankedCore};
 use super::loads::Loads;
 use crate::ServerId;
 use crate::load::CoreLoads;
@@ -13,7 +13,7 @@ const MOST_LOADS: usize = 4 << 20;
 
 /// The load that each bucket of a group reaches at each of its servers.
 #[derive(Debug, Default)]
-pub struct ReachedLoads {
+pub struct BucketLoads {
     buckets: u32,
     columns: Vec<Column>,
     /// By bucket, then by server as in `columns`; empty where they would be too many.
@@ -30,7 +30,7 @@ struct Column {
     made_of: Option<(CoreLoads, Option<Rss>)>,
 }
 
-impl ReachedLoads {
+impl BucketLoads {
     /// As it is now, for these servers of the group with that key. `most`: how many of each bucket's least loaded are wanted; 0:
     /// none are, as servers are compared by something else.
     pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
@@ -81,7 +81,7 @@ impl ReachedLoads {
         each_reached(server, rss, buckets, neutral, |bucket, core, load| {
             let old = std::mem::replace(&mut loads[bucket * stride + position], load);
             if let Some(least) = least.get_mut(bucket) {
-                least.moved(old, Place { load, core: Core { server: server.id, core }, source: position as u32 });
+                least.moved(old, RankedCore { load, core: Core { server: server.id, core }, source: position as u32 });
             }
         });
     }
@@ -93,7 +93,7 @@ impl ReachedLoads {
         for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < wanted) {
             let loads = &self.loads[bucket as usize * stride..][..stride];
             let place = |((source, load), server): ((u32, &f64), &&PoolServer)| {
-                std::iter::once(Place { load: *load, core: core_at(server, key, bucket), source })
+                std::iter::once(RankedCore { load: *load, core: core_at(server, key, bucket), source })
             };
             least.find((0..).zip(loads).zip(servers).map(place));
         }
@@ -106,7 +106,7 @@ impl ReachedLoads {
     }
 
     /// The least loaded cores of the bucket, at least as many as were wanted, as far as there are; `None`: they are not kept.
-    pub fn least(&self, bucket: u32) -> Option<&[Place]> {
+    pub fn least(&self, bucket: u32) -> Option<&[RankedCore]> {
         self.least.get(bucket as usize).map(LeastLoaded::places)
     }
 }

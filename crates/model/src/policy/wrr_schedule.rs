@@ -30,11 +30,11 @@ pub fn turns(shares: &[f64]) -> Vec<usize> {
     let whole = shares.iter().all(|share| share.fract() == 0.0);
     let scale = if whole { 1.0 } else { STEPS };
     let weights: Vec<u32> = shares.iter().map(|share| ((share * scale).round() as u32).max(1)).collect();
-    interleaved(&fitting(&weights))
+    interleaved(&scale_to_fit(&weights))
 }
 
 /// The weights in lowest terms; scaled down, at least to 1, where the turns would not fit the data plane.
-fn fitting(weights: &[u32]) -> Vec<u32> {
+fn scale_to_fit(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
     let total: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
     let most = u64::from(intf::MAX_MEMBERS);
@@ -118,7 +118,7 @@ mod tests {
         let of = |server: usize| turns.iter().filter(|turn| **turn == server).count();
         assert!(turns.len() <= intf::MAX_MEMBERS as usize && turns.len() > 15_000, "{}", turns.len());
         assert!((14..=15).contains(&of(3)) && of(1_500) == 1, "{} and {}", of(3), of(1_500));
-        assert_eq!(fitting(&[7; 16_384]), [1; 16_384]);
+        assert_eq!(scale_to_fit(&[7; 16_384]), [1; 16_384]);
     }
 
     proptest! {

@@ -15,7 +15,7 @@ use anyhow::{Context as _, bail, ensure};
 use coreward_model::rss::{seeded_rng, uniform_below};
 
 use crate::counters::{self, Counters, OVERTAKEN_ACKS, OVERTAKEN_DATA, TIMESTAMP_DROPS};
-use crate::fleet::{Fleet, FleetOptions, LoadSource, Standing, busy_file};
+use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
 use crate::http::Connection;
 use crate::instance;
 use crate::namespace::Namespace;
@@ -111,7 +111,7 @@ impl Tcp {
 /// # Errors
 /// When something cannot be set up, or something broke.
 pub fn main(options: Options) -> anyhow::Result<()> {
-    let outcome = run(&instance::unique_name("conformity")?, options)?;
+    let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.is_clean(), "something broke: see above");
     Ok(())
@@ -315,7 +315,7 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
         }
         let mut pool = fleet.pool().clone();
         let number = numbers[turn / 2 % numbers.len()];
-        pool.insert(number, if turn % 2 == 0 { Standing::Draining } else { Standing::Active });
+        pool.insert(number, if turn % 2 == 0 { AdminState::Draining } else { AdminState::Active });
         fleet.set_pool(testbed, pool)?;
         changes.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(POOL_CHANGE_INTERVAL);
