@@ -66,45 +66,52 @@ static __always_inline __u16 cookie_time_mask(__u64 hash)
 	return hash;
 }
 
-/* How numbers of so many bits are hidden (intf.h, COOKIE_PRIME): the constants are folded into the code. */
-struct permutation {
-	__u32 bits;
-	__u32 factors;
-	__u64 prime;
-	__u64 reciprocal;
-	__u32 reciprocal_shift;
-};
+/* Factor number `round` of 1 to 3. Modulo 2^bits its higher bits do not count. */
+#define HIDING_FACTOR(hash, bits, round) ((hash) >> ((bits) * (round)) | 1)
 
-#define COOKIE_PERMUTATION                                                                                             \
-	((struct permutation){COOKIE_HIDDEN_BITS, COOKIE_FACTORS, COOKIE_PRIME, COOKIE_RECIPROCAL,                     \
-			      COOKIE_RECIPROCAL_SHIFT})
-
-/* x mod prime without a division. */
-static __always_inline __u64 modulo(__u64 x, struct permutation of)
+/* `x` below 2^bits, with its upper half added to the lower one. */
+static __always_inline __u64 fold(__u64 x, __u32 bits)
 {
-	return x - (x * of.reciprocal >> of.reciprocal_shift) * of.prime;
+	return x ^ x >> bits / 2;
 }
 
-/* The number that hide() hid, with the same hash. */
-static __always_inline __u32 reveal(__u64 hash, __u32 hidden, struct permutation of)
+static __always_inline __u64 unfold(__u64 x, __u32 bits)
 {
-	__u64 factor = (hash >> of.bits & (of.factors - 1)) + 1, offset = hash & ((1ull << of.bits) - 1), sum;
-
-	if (hidden >= of.prime)
-		return hidden;
-	sum = factor * hidden + offset;
-	return modulo(sum, of);
+	return x ^ x >> bits / 2 ^ x >> bits / 2 * 2;
 }
 
-/* `plain` as it stands in the cookie. `inverses`: of factors 1, 2, ... modulo the prime. */
-static __always_inline __u32 hide(__u64 hash, __u32 plain, struct permutation of, const volatile __u16 *inverses)
+/* The number that hide() hid, with the same hash. model::cookie::Permutation gives the reasons. */
+static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 {
-	__u64 inverse = inverses[hash >> of.bits & (of.factors - 1)];
-	__u64 difference = plain + 2 * of.prime - (hash & ((1ull << of.bits) - 1));
+	__u64 mask = (1ull << bits) - 1, x = fold((hidden ^ hash) & mask, bits);
 
-	if (plain >= of.prime)
-		return plain;
-	return modulo(modulo(difference, of) * inverse, of);
+	x = fold(x * HIDING_FACTOR(hash, bits, 1) & mask, bits);
+	x = fold(x * HIDING_FACTOR(hash, bits, 2) & mask, bits);
+	x = fold(x * HIDING_FACTOR(hash, bits, 3) & mask, bits);
+	x = (x + (hash >> (64 - bits))) & mask;
+	/* Else clang omits the masks of indexes, which the verifier does not know to be superfluous. */
+	barrier_var(x);
+	return x;
+}
+
+/* The inverse of an odd number modulo 2^20: Newton's method doubles the number of right bits, of which 3x ^ 2 has five. */
+static __always_inline __u64 inverse(__u64 factor)
+{
+	__u64 x = factor * 3 ^ 2;
+
+	x *= 2 - factor * x;
+	return x * (2 - factor * x);
+}
+
+/* `plain` as it stands in the cookie. */
+static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
+{
+	__u64 mask = (1ull << bits) - 1, x = (plain - (hash >> (64 - bits))) & mask;
+
+	x = unfold(x, bits) * inverse(HIDING_FACTOR(hash, bits, 3)) & mask;
+	x = unfold(x, bits) * inverse(HIDING_FACTOR(hash, bits, 2)) & mask;
+	x = unfold(x, bits) * inverse(HIDING_FACTOR(hash, bits, 1)) & mask;
+	return unfold(x, bits) ^ (hash & mask);
 }
 
 /* Which of the two keys an echo was made with: its key bit, in clear. */

@@ -22,7 +22,7 @@
  *                                       |   \___________ 15 bits, hidden by a permutation that the keyed hash draws
  *                                       which of the two keys, in clear
  *
- *    permutation = by SipHash-1-3(key[K], 4-tuple), COOKIE_PRIME below: the key is what load balancers and servers share,
+ *    permutation = by SipHash-1-3(key[K], 4-tuple), hide() of cookie.h: the key is what load balancers and servers share,
  *                and rotate
  *    time mask = bits 0..15 of SipHash-1-3(the server's own time key, 4-tuple): it never changes during a connection, so
  *                that time goes on when the fleet's key changes (PAWS, RFC 7323 Sect. 5)
@@ -43,18 +43,7 @@
 #define COOKIE_ID_MASK 0x3fffu
 /* What the keyed hash hides: everything but the key bit. */
 #define COOKIE_HIDDEN_MASK 0x7fffu
-/*
- * plain = (factor * hidden + offset) mod COOKIE_PRIME: the largest prime below 2^15. Numbers from the prime on stay as they are.
- * offset: bits 0..14 of the hash; factor: bits 15..28, + 1. A client that knows some of its cookies, and their servers, learns
- * nothing of the cookies of another tuple (pairwise independence: Carter and Wegman, 1979); a XOR would show it how ids differ.
- */
 #define COOKIE_HIDDEN_BITS 15
-#define COOKIE_PRIME 32749
-/* Factors: 1 to this. */
-#define COOKIE_FACTORS 16384
-/* x / COOKIE_PRIME = x * COOKIE_RECIPROCAL >> COOKIE_RECIPROCAL_SHIFT for x below 2^30: 2^45 / COOKIE_PRIME, rounded up. */
-#define COOKIE_RECIPROCAL 1074364778ull
-#define COOKIE_RECIPROCAL_SHIFT 45
 #define COOKIE_TIME_SHIFT 16
 /* Ids of one service: all that the cookie can hold. */
 #define SERVER_ID_COUNT 16384
@@ -384,12 +373,7 @@ struct server_entry {
 #define CORRECTION_TIME_MASK 0xfffffu
 #define CORRECTION_KEY_BIT 0x800u
 #define CORRECTION_ID_MASK 0x7ffu
-/* As COOKIE_PRIME and so on, for 11 bits. */
 #define CORRECTION_ID_BITS 11
-#define CORRECTION_PRIME 2039
-#define CORRECTION_FACTORS 1024
-#define CORRECTION_RECIPROCAL 33702539ull
-#define CORRECTION_RECIPROCAL_SHIFT 36
 
 /* Key: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
 #define CORRECTED_SERVICE_SHIFT 48
@@ -443,7 +427,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 4
+#define LB_LAYOUT_VERSION 5
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {

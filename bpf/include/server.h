@@ -61,7 +61,7 @@ struct rss_mapping {
 };
 
 /* Grows whenever a pinned layout or its meaning changes: an agent never takes over what it would misread. */
-#define SERVER_LAYOUT_VERSION 3
+#define SERVER_LAYOUT_VERSION 4
 
 /* 256 bytes: cache lines of its own. */
 struct server_counters {

@@ -144,19 +144,12 @@ static __always_inline __u64 correction_hash(__u32 key_index, const struct packe
 	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports);
 }
 
-/* Modulo CORRECTION_PRIME, of 1 to CORRECTION_FACTORS, by that - 1: user space fills it. */
-const volatile __u16 correction_inverses[CORRECTION_FACTORS];
-
-#define CORRECTION_PERMUTATION                                                                                         \
-	((struct permutation){CORRECTION_ID_BITS, CORRECTION_FACTORS, CORRECTION_PRIME, CORRECTION_RECIPROCAL,         \
-			      CORRECTION_RECIPROCAL_SHIFT})
-
 /* The server's id that the cookie in `packet->echo` names. */
 static __always_inline __u32 corrected_id(const struct packet *packet)
 {
 	__u32 index = (packet->echo & CORRECTION_KEY_BIT) / CORRECTION_KEY_BIT;
 
-	return reveal(correction_hash(index, packet), packet->echo & CORRECTION_ID_MASK, CORRECTION_PERMUTATION);
+	return reveal(correction_hash(index, packet), packet->echo & CORRECTION_ID_MASK, CORRECTION_ID_BITS);
 }
 
 /* What the server at `mac` sent for that echo: the latest TSval of its clock with these 20 bits. */

@@ -55,7 +55,7 @@ static __always_inline __u32 cookie_of(__u32 echo, __u32 client_address, __u32 v
 	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
 
 	return reveal(cookie_hash(key, client_address, vip_address, ports), echo & COOKIE_HIDDEN_MASK,
-		      COOKIE_PERMUTATION);
+		      COOKIE_HIDDEN_BITS);
 }
 
 /* The number of the service that a packet is for (find_service()). */

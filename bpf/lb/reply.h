@@ -44,8 +44,7 @@ static __always_inline __u32 corrected_value(__u32 service, const struct packet 
 {
 	__u32 index = stamping_key(milliseconds - server->offset_ms);
 	__u32 time = (milliseconds + correction_time_mask(service, packet)) & CORRECTION_TIME_MASK;
-	__u32 id = hide(correction_hash(index, packet), server->server_id & CORRECTION_ID_MASK, CORRECTION_PERMUTATION,
-			correction_inverses);
+	__u32 id = hide(correction_hash(index, packet), server->server_id & CORRECTION_ID_MASK, CORRECTION_ID_BITS);
 	__u32 value = time << CORRECTION_TIME_SHIFT | index * CORRECTION_KEY_BIT | id;
 
 	return value ? value : 1u << CORRECTION_TIME_SHIFT;

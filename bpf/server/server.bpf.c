@@ -117,17 +117,13 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 	return current & 1;
 }
 
-/* Modulo COOKIE_PRIME, of 1 to COOKIE_FACTORS, by that - 1: user space fills it. */
-const volatile __u16 cookie_inverses[COOKIE_FACTORS];
-
 /* `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no echo" (RFC 7323, Sect. 3.2). */
 static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
 {
 	__u32 index = stamping_key(time.original), ports = swapped(segment->ports);
 	__u64 hash = cookie_hash(&state.keys.key[index], segment->destination_address, segment->source_address, ports);
 	__u64 time_hash = cookie_hash(&state.time_key, segment->destination_address, segment->source_address, ports);
-	__u32 low =
-		hide(hash, cookie & COOKIE_HIDDEN_MASK, COOKIE_PERMUTATION, cookie_inverses) | index * COOKIE_KEY_BIT;
+	__u32 low = hide(hash, cookie & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS) | index * COOKIE_KEY_BIT;
 	__u32 stamped = (time.sent + cookie_time_mask(time_hash)) << COOKIE_TIME_SHIFT | low;
 
 	return stamped ? stamped : 1u << COOKIE_TIME_SHIFT;
@@ -216,7 +212,7 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 	__u32 echo = bpf_ntohl(segment->echo);
 	__u64 hash = cookie_hash(&state.keys.key[cookie_key_index(echo)], segment->source_address,
 				 segment->destination_address, segment->ports);
-	__u32 cookie = reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_PERMUTATION);
+	__u32 cookie = reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
 	__u64 time_hash;
 
 	if (!stamped_here(skb, segment, number, cookie)) {

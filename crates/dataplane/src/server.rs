@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering;
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
-use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex, Permutation};
+use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::Rss;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -481,9 +481,6 @@ fn load<'object>(
     let mut open: OpenServerSkel<'_> = ServerSkelBuilder::default().open(storage).context("bpf/server/server.bpf.c")?;
     let rodata = open.maps.rodata_data.as_deref_mut().context("server.bpf.c without read-only data")?;
     rodata.sample_every_syn = sample_every_syn.into();
-    for (slot, inverse) in rodata.cookie_inverses.iter_mut().zip(Permutation::COOKIE.inverses()) {
-        *slot = inverse;
-    }
     let pin = |name: &str| pins.map(|pins| pins.join(name));
     for (map, name, capacity) in [
         (&mut open.maps.held_timestamps, "held_timestamps", intf::MAX_HELD_TIMESTAMPS),

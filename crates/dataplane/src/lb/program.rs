@@ -11,7 +11,6 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::connection_table::TableSize;
-use coreward_model::cookie::Permutation;
 use coreward_model::tuple::Protocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -523,9 +522,6 @@ fn open<'obj>(
     constants.timestamps_off_in_use = variant.in_use.timestamps_off;
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
     constants.other_balancer_in_use = variant.in_use.other_balancer;
-    for (slot, inverse) in constants.correction_inverses.iter_mut().zip(Permutation::LB_STAMPED.inverses()) {
-        *slot = inverse;
-    }
     constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
     constants.udp_in_use = variant.in_use.udp;
     constants.traffic_in_use = variant.traffic;

@@ -1,76 +1,73 @@
 //! How a cookie's number is hidden: by a permutation that the keyed hash of the connection draws.
 //!
-//! `plain = (factor * hidden + offset) mod prime`. The family is pairwise independent (Carter and Wegman, 1979): whoever
-//! knows one hidden number of a connection, and what it stands for, knows nothing of any other one, nor of another
-//! connection's. With XOR in its place the difference of two ids would be the same for every connection, and 2^15 probes
-//! of one connection would show all differences.
+//! Three rounds of multiplication by a drawn odd factor and a shift to the right with XOR, between a XOR and an addition
+//! of drawn numbers. A multiplication carries differences to higher bits only, a shift to lower ones. An affine
+//! permutation would not do: the quotient of two differences of hidden numbers is then equal for every connection and
+//! key.
 
 use coreward_intf as intf;
 
-/// A family of permutations of the numbers below 2^bits. Those from `prime` on stay as they are.
+/// A family of permutations of the numbers below 2^bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permutation {
     bits: u32,
-    /// The largest prime below 2^bits.
-    prime: u64,
-    /// A power of two: factors are 1 to this.
-    factors: u64,
 }
+
+/// Multiplications. Two do not pass the test `differences_are_spread_evenly`.
+const ROUNDS: u32 = 3;
 
 impl Permutation {
     /// Of kind and id in a cookie.
-    pub const COOKIE: Self =
-        Self { bits: intf::COOKIE_HIDDEN_BITS, prime: intf::COOKIE_PRIME as u64, factors: intf::COOKIE_FACTORS as u64 };
+    pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
 
     /// Of the id in a cookie that a load balancer stamps.
-    pub const LB_STAMPED: Self = Self {
-        bits: intf::CORRECTION_ID_BITS,
-        prime: intf::CORRECTION_PRIME as u64,
-        factors: intf::CORRECTION_FACTORS as u64,
-    };
+    pub const LB_STAMPED: Self = Self { bits: intf::CORRECTION_ID_BITS };
 
-    /// What `plain` becomes in a cookie of the connection with that hash; both below 2^bits.
+    /// Returns the number that stands for `plain` in a cookie of the connection with that hash; both below 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
-        let plain = u64::from(plain);
-        if plain >= self.prime {
-            return plain as u32;
+        let mut number = u64::from(plain).wrapping_sub(self.added(hash)) & self.mask();
+        for round in (1..=ROUNDS).rev() {
+            number = self.unfold(number).wrapping_mul(inverse(self.factor(hash, round))) & self.mask();
         }
-        let (factor, offset) = self.drawn(hash);
-        ((plain + 2 * self.prime - offset) % self.prime * self.inverse(factor) % self.prime) as u32
+        (self.unfold(number) ^ hash & self.mask()) as u32
     }
 
-    /// The number that [`hide`](Self::hide) hid.
+    /// Returns the number that [`hide`](Self::hide) hid.
     pub fn reveal(self, hash: u64, hidden: u32) -> u32 {
-        let hidden = u64::from(hidden);
-        if hidden >= self.prime {
-            return hidden as u32;
+        let mut number = self.fold((u64::from(hidden) ^ hash) & self.mask());
+        for round in 1..=ROUNDS {
+            number = self.fold(number.wrapping_mul(self.factor(hash, round)) & self.mask());
         }
-        let (factor, offset) = self.drawn(hash);
-        ((factor * hidden + offset) % self.prime) as u32
+        (number.wrapping_add(self.added(hash)) & self.mask()) as u32
     }
 
-    /// The inverse of each factor modulo the prime, by factor - 1: for the BPF programs that hide numbers.
-    pub fn inverses(self) -> impl Iterator<Item = u16> {
-        (1..=self.factors).map(move |factor| self.inverse(factor) as u16)
+    fn mask(self) -> u64 {
+        (1 << self.bits) - 1
     }
 
-    fn drawn(self, hash: u64) -> (u64, u64) {
-        let factor = (hash >> self.bits & (self.factors - 1)) + 1;
-        (factor, hash & ((1 << self.bits) - 1))
+    /// Modulo 2^bits a factor's higher bits do not count.
+    fn factor(self, hash: u64, round: u32) -> u64 {
+        hash >> (self.bits * round) | 1
     }
 
-    /// factor^(prime - 2) (Fermat).
-    fn inverse(self, factor: u64) -> u64 {
-        let (mut power, mut square, mut exponent) = (1, factor, self.prime - 2);
-        while exponent > 0 {
-            if exponent & 1 == 1 {
-                power = power * square % self.prime;
-            }
-            square = square * square % self.prime;
-            exponent >>= 1;
-        }
-        power
+    fn added(self, hash: u64) -> u64 {
+        hash >> (u64::BITS - self.bits)
     }
+
+    fn fold(self, number: u64) -> u64 {
+        number ^ number >> (self.bits / 2)
+    }
+
+    fn unfold(self, number: u64) -> u64 {
+        self.fold(number) ^ number >> (self.bits / 2 * 2)
+    }
+}
+
+/// Returns the inverse of an odd factor modulo 2^20: by Newton's method, which doubles the number of right bits.
+fn inverse(factor: u64) -> u64 {
+    let five_bits = factor.wrapping_mul(3) ^ 2;
+    let doubled = |inverse: u64| inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)));
+    doubled(doubled(five_bits))
 }
 
 #[cfg(test)]
@@ -95,17 +92,27 @@ mod tests {
         }
     }
 
+    /// Two plain numbers, or two hidden ones, that differ in one bit: which difference they lead to is not predictable.
     #[test]
-    fn the_reciprocal_of_intf_h_divides_every_sum() {
-        let of = [
-            (Permutation::COOKIE, u64::from(intf::COOKIE_RECIPROCAL), intf::COOKIE_RECIPROCAL_SHIFT),
-            (Permutation::LB_STAMPED, u64::from(intf::CORRECTION_RECIPROCAL), intf::CORRECTION_RECIPROCAL_SHIFT),
-        ];
-        for (Permutation { prime, bits, .. }, reciprocal, shift) in of {
-            let last = (prime - 1) * (prime - 1) + (1 << bits);
-            for quotient in 0..=last / prime {
-                for sum in [quotient * prime, quotient * prime + prime - 1] {
-                    assert_eq!((sum * reciprocal) >> shift, quotient, "{sum} / {prime}");
+    fn differences_are_spread_evenly() {
+        let mut rng = seeded_rng(4, 0);
+        let draws = 1 << 19;
+        for permutation in BOTH {
+            let mut counts = vec![0u32; 1 << permutation.bits];
+            for bit in 0..permutation.bits {
+                for convert in [Permutation::hide, Permutation::reveal] {
+                    counts.fill(0);
+                    let number = rng.next_u64() as u32 & permutation.mask() as u32;
+                    for _ in 0..draws {
+                        let hash = rng.next_u64();
+                        let difference =
+                            convert(permutation, hash, number) ^ convert(permutation, hash, number ^ 1 << bit);
+                        counts[difference as usize] += 1;
+                    }
+                    // By chance 16 and 256 each.
+                    let by_chance = draws >> permutation.bits;
+                    let most = counts.iter().max().unwrap();
+                    assert!(*most < 30 + 2 * by_chance, "bit {bit} of {permutation:?}: {most}");
                 }
             }
         }
@@ -131,6 +138,35 @@ mod tests {
             }
             // By chance draws / count: 1.2 and 20.
             assert!(f64::from(hits) < 8.0 + 3.0 * f64::from(draws) / f64::from(count), "{hits} of {draws}");
+        }
+    }
+
+    /// A client that has probed one connection knows the differences of its hidden numbers. With two hidden numbers of
+    /// another connection they must not name a third one: neither their quotient modulo a prime (0), nor modulo 2^bits
+    /// (1), nor by XOR (2).
+    #[test]
+    fn differences_of_one_connection_do_not_predict_another() {
+        let mut rng = seeded_rng(3, 0);
+        for (permutation, bits, prime) in [(Permutation::COOKIE, 15, 32_749u64), (Permutation::LB_STAMPED, 11, 2_039)] {
+            let modulo = [prime, 1 << bits];
+            let plain = [1, 5, 7].map(|part| (1u32 << bits) / 8 * part + 3);
+            let mut hits = [0; 3];
+            let draws = 20_000;
+            for _ in 0..draws {
+                let hashes = [rng.next_u64(), rng.next_u64()];
+                let [known, other] = hashes.map(|hash| plain.map(|plain| permutation.hide(hash, plain)));
+                let minus = |a: u32, b: u32, modulo: u64| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
+                for (hits, modulo) in hits.iter_mut().zip(modulo) {
+                    let [known, other] =
+                        [known, other].map(|of| [minus(of[0], of[1], modulo), minus(of[0], of[2], modulo)]);
+                    // known[1] / known[0] == other[1] / other[0]
+                    *hits += u32::from(known[1] * other[0] % modulo == other[1] * known[0] % modulo);
+                }
+                hits[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
+            }
+            // By chance draws / 2^bits: 0.6 and 10. Modulo 2^bits products agree more often, by common factors of two.
+            let by_chance = f64::from(draws) / f64::from(1 << bits);
+            assert!(hits.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * by_chance), "{hits:?} of {draws}");
         }
     }
 }
