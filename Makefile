@@ -77,8 +77,8 @@ soak: build ## coreward dispatch for minutes while workers die and stop (SOAK="-
 
 chaos: build ## faults under load: one controller, then three on etcd with racks, 10 minutes (CHAOS="--seed 2")
 	@scripts/install run
-	@$(LAB) testbed chaos --seconds 225 --changes 500 $(CHAOS)
-	@$(LAB) testbed chaos --seconds 225 --changes 500 --controllers 3 --racks 2 $(CHAOS)
+	@$(LAB) testbed chaos --seconds 225 --config-changes 500 $(CHAOS)
+	@$(LAB) testbed chaos --seconds 225 --config-changes 500 --controllers 3 --racks 2 $(CHAOS)
 
 fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
 	@$(LAB) fuzz packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) \

@@ -14,8 +14,8 @@ use coreward_fleet::key_ring::KeyPhase;
 pub enum NotRotated {
     /// Cookies of the key that would be overwritten may still be about.
     #[error(
-        "the key in force is {} s old: expected at least {} s (`retire_after`), as connections that have been silent since \
-         before it would break (--force does it all the same)",
+        "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have been \
+         silent since before it would break (--force does it all the same)",
         age.as_secs(),
         expected.as_secs()
     )]
@@ -114,7 +114,7 @@ impl Controller {
     fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
         let ring = &self.fleet.key_ring;
         let age = now.record.saturating_sub(ring.current_since);
-        let expected = self.fleet.retire_after;
+        let expected = self.fleet.max_connection_lifetime;
         if age < expected && !force {
             return Err(NotRotated::TooYoung { age, expected });
         }
@@ -165,7 +165,7 @@ impl Controller {
             },
             generation: ring.generation,
             waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),
-            shortest_life_s: self.fleet.retire_after.as_secs(),
+            shortest_life_s: self.fleet.max_connection_lifetime.as_secs(),
             rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
         }
     }

@@ -23,7 +23,7 @@ const SERVERS: usize = 3;
 const RETIRE_AFTER: Duration = Duration::from_secs(1000);
 
 fn config(more: &str, service: &str) -> FleetConfig {
-    let mut text = format!("retire_after = \"1000s\"\n{more}");
+    let mut text = format!("max_connection_lifetime = \"1000s\"\n{more}");
     for n in 0..SERVERS {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
     }
@@ -375,8 +375,8 @@ fn a_young_key_stays_unless_forced() {
     assert!(matches!(refused, NotRotated::TooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
-        "the key in force is 100 s old: expected at least 1000 s (`retire_after`), as connections that have been silent \
-         since before it would break (--force does it all the same)"
+        "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have been \
+         silent since before it would break (--force does it all the same)"
     );
     assert!(harness.controller.wanted_key_step(true, harness.now()).is_ok());
 }

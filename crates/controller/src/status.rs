@@ -220,9 +220,9 @@ impl Controller {
         }
         if let Some(other) = service.fleet().other_balancer {
             warnings.push(match other.handed_over {
-                true => format!("new connections are sent to {} (hand_over_to)", other.address),
+                true => format!("new connections are sent to {} (migrate_to)", other.address),
                 false => format!(
-                    "what is of no connection known here is sent to {} (adopt_from): counter `to_other_balancer`",
+                    "what is of no connection known here is sent to {} (migrate_from): counter `to_other_balancer`",
                     other.address
                 ),
             });

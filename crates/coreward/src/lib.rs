@@ -226,9 +226,9 @@ struct ExplainArgs {
     client: SocketAddr,
     /// A packet of an established connection that echoes this (TSecr, `ecr` in tcpdump), instead of a first one
     #[arg(long, value_name = "TSECR")]
-    echo: Option<u32>,
+    tsecr: Option<u32>,
     /// A packet of an established connection without timestamps
-    #[arg(long, conflicts_with = "echo")]
+    #[arg(long, conflicts_with = "tsecr")]
     without_timestamps: bool,
     /// It is a reset
     #[arg(long)]
@@ -339,12 +339,12 @@ fn run(command: Command) -> anyhow::Result<()> {
 
 fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
     let (client, format) = (args.ask.contact.client()?, args.ask.format.into());
-    let packet = match (args.reset, args.echo.is_some() || args.without_timestamps) {
+    let packet = match (args.reset, args.tsecr.is_some() || args.without_timestamps) {
         (true, _) => PacketKind::Reset,
         (false, true) => PacketKind::Established,
         (false, false) => PacketKind::First,
     };
-    let question = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, echo: args.echo };
+    let question = Explain { vip: args.vip, protocol: args.protocol, client: args.client, packet, tsecr: args.tsecr };
     show::explain(&client, &question, format)
 }
 

@@ -170,7 +170,8 @@ pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
         let end = certificate.not_after.as_secs_f64();
         ends.entry(which).and_modify(|first: &mut f64| *first = first.min(end)).or_insert(end);
     }
-    ends.into_iter().for_each(|(which, end)| page.add("coreward_certificate_expiry_seconds", &[which], end));
+    ends.into_iter()
+        .for_each(|(which, end)| page.add("coreward_certificate_not_after_timestamp_seconds", &[which], end));
 }
 
 /// Reason for the end of a stream.

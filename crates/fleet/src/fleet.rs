@@ -44,7 +44,7 @@ pub struct Fleet {
     /// Interval of rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
     /// Longest life of a cookie.
-    pub retire_after: Duration,
+    pub max_connection_lifetime: Duration,
     /// Key for agents with `manage_rss = true`.
     pub rss_key: RssKey,
     /// Servers of the document, and former ones that may have connections.
@@ -206,7 +206,7 @@ impl Fleet {
             alpha: config.alpha,
             key_ring: records.key_ring.clone(),
             key_rotation: config.key_rotation,
-            retire_after: config.retire_after,
+            max_connection_lifetime: config.max_connection_lifetime,
             rss_key: records.rss_key.clone(),
             servers,
             racks: config.racks.clone(),

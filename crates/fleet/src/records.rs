@@ -1,7 +1,7 @@
 //! Persistent state: ids and secrets. Pure; `store` writes it.
 //!
 //! A server's id is not reused while a cookie may carry it. A server that leaves the document or a pool stays on record
-//! until `retire_after` has passed, and established connections still reach it.
+//! until `max_connection_lifetime` has passed, and established connections still reach it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -127,7 +127,7 @@ impl Records {
     /// Applies a document. Fails, without a change, if chosen ids still belong to other servers, or no id is free.
     pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
         let mut next = self.clone();
-        next.retire(config.retire_after, now);
+        next.retire(config.max_connection_lifetime, now);
         next.apply_services(config, random);
         let ids = next.apply_servers(config, random)?;
         next.apply_memberships(config, &ids, now);
@@ -166,14 +166,15 @@ impl Records {
     }
 
     /// Forgets load balancers and servers whose cookies have expired. Returns whether there was one.
-    pub fn retire(&mut self, retire_after: Duration, now: Duration) -> bool {
+    pub fn retire(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
         let load_balancers = self.load_balancers.len();
-        self.load_balancers.retain(|_, known| known.left_at.is_none_or(|left| now.saturating_sub(left) < retire_after));
+        self.load_balancers
+            .retain(|_, known| known.left_at.is_none_or(|left| now.saturating_sub(left) < max_connection_lifetime));
         let before = self.servers.clone();
         for server in self.servers.values_mut() {
             server.services.retain(|_, membership| match membership {
                 Membership::Present => true,
-                Membership::LeftAt(left) => now.saturating_sub(*left) < retire_after,
+                Membership::LeftAt(left) => now.saturating_sub(*left) < max_connection_lifetime,
             });
         }
         self.servers.retain(|_, server| server.is_needed());

@@ -33,7 +33,7 @@ pub struct CaptureArgs {
     pub out: Option<PathBuf>,
     /// With --out: what was decided stands as a comment beside each packet
     #[arg(long, requires = "out")]
-    pub verdict: bool,
+    pub annotate: bool,
     /// At most so many bytes of each packet
     #[arg(long, value_name = "BYTES", default_value_t = 65_535, value_parser = clap::value_parser!(u32).range(34..=65_535))]
     pub length: u32,
@@ -57,7 +57,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let service = service_named(&args.service, &capture::services(&config.pin_directory)?)?;
     let options = Options { pin_directory: config.pin_directory, service, capture_length: args.length };
     let mut sink = match &args.out {
-        Some(path) => Sink::File(PcapNg::create(path, args.verdict)?),
+        Some(path) => Sink::File(PcapNg::create(path, args.annotate)?),
         None => Sink::Text,
     };
     let mut capture = Capture::start(options)?;

@@ -101,7 +101,7 @@ impl Security {
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
         for (reason, count) in self.failures.counts() {
-            page.add("coreward_handshakes_refused_total", &[reason.name()], count as f64);
+            page.add("coreward_tls_handshake_failures_total", &[reason.name()], count as f64);
         }
     }
 }

@@ -58,7 +58,7 @@ pub fn health_checks<'a>(
         page.add("coreward_health_servers", &[service, verdict], count as f64);
     }
     let slowest = servers.map(|server| server.latency_us).max().unwrap_or(0);
-    page.add("coreward_health_latency_seconds", &[service], f64::from(slowest) / 1e6);
+    page.add("coreward_health_check_duration_max_seconds", &[service], f64::from(slowest) / 1e6);
 }
 
 /// Adds the requests of UDP services.
@@ -71,7 +71,7 @@ pub fn dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedSer
             page.add("coreward_dispatch_queued_datagrams", &labels, worker.queued.into());
             page.add("coreward_dispatch_dispatched_total", &labels, worker.dispatched as f64);
             page.add("coreward_dispatch_completed_total", &labels, worker.completed as f64);
-            page.add("coreward_dispatch_repaired_total", &labels, worker.repaired as f64);
+            page.add("coreward_dispatch_abandoned_total", &labels, worker.repaired as f64);
             page.add("coreward_dispatch_dropped_total", &labels, worker.dropped as f64);
         }
     }

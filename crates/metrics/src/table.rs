@@ -109,14 +109,14 @@ pub const METRICS: &[Metric] = &[
         "Servers that took more than twice their fair part of new connections, and are limited to that",
     ),
     metric(
-        "coreward_handshakes_refused_total",
+        "coreward_tls_handshake_failures_total",
         Counter,
         &["reason"],
         &[Controller, Rack],
         "Connections that did not come about, by reason",
     ),
     metric(
-        "coreward_certificate_expiry_seconds",
+        "coreward_certificate_not_after_timestamp_seconds",
         MaxGauge,
         &["certificate"],
         &[Controller, Lb, Agent, Rack],
@@ -131,7 +131,7 @@ pub const METRICS: &[Metric] = &[
     ),
     metric("coreward_table_age_seconds", MaxGauge, &["service"], &[Controller], "Age of the newest placement table"),
     metric(
-        "coreward_report_to_table_seconds",
+        "coreward_table_build_delay_seconds",
         Histogram,
         &[],
         &[Controller],
@@ -202,7 +202,7 @@ pub const METRICS: &[Metric] = &[
         "Requests to the HTTP API by the status of their answers: 401, 403 and 429 are refusals",
     ),
     metric(
-        "coreward_controller_leads",
+        "coreward_controller_is_leader",
         Gauge,
         &[],
         &[Controller],
@@ -230,7 +230,7 @@ pub const METRICS: &[Metric] = &[
         "How long etcd took to answer; only where there is etcd",
     ),
     metric(
-        "coreward_report_to_kernel_seconds",
+        "coreward_table_propagation_seconds",
         Histogram,
         &[],
         &[Controller],
@@ -403,7 +403,7 @@ pub const METRICS: &[Metric] = &[
         "1: most new TCP connections do not become established",
     ),
     metric(
-        "coreward_lb_table_to_kernel_seconds",
+        "coreward_lb_table_install_seconds",
         Histogram,
         &[],
         &[Lb],
@@ -424,7 +424,7 @@ pub const METRICS: &[Metric] = &[
         "Servers of a service that this load balancer finds up or down, or of which it knows too little",
     ),
     metric(
-        "coreward_health_latency_seconds",
+        "coreward_health_check_duration_max_seconds",
         MaxGauge,
         &["service"],
         &[Lb],
@@ -468,7 +468,7 @@ pub const METRICS: &[Metric] = &[
         "Requests that a worker answered",
     ),
     metric(
-        "coreward_dispatch_repaired_total",
+        "coreward_dispatch_abandoned_total",
         Counter,
         &["server", "service", "worker"],
         DISPATCHING,

@@ -270,7 +270,7 @@ fn explanation_for_people() {
         protocol: Protocol::Tcp,
         client: "10.1.0.7:40312".parse().unwrap(),
         packet: PacketKind::First,
-        echo: None,
+        tsecr: None,
     };
     let expected = "\
 10.1.0.7:40312 -> 10.200.0.1:80/tcp (web, crossrss, table 5): s1

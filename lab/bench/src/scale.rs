@@ -122,8 +122,8 @@ pub async fn window(length: Duration, controller: &mut Controller, sent: &Atomic
         tables_per_second: (last.1 - first.1) / between,
         resident_mib: controller.memory_mib("VmRSS:")? as f64,
         most_mib: controller.memory_mib("VmHWM:")? as f64,
-        to_table: shares(&before, &after, "coreward_report_to_table_seconds"),
-        to_kernel: shares(&before, &after, "coreward_report_to_kernel_seconds"),
+        to_table: shares(&before, &after, "coreward_table_build_delay_seconds"),
+        to_kernel: shares(&before, &after, "coreward_table_propagation_seconds"),
         sent_to_kernel: shares(&before, &after, "coreward_report_sent_to_kernel_seconds"),
     })
 }

@@ -14,7 +14,7 @@ enum SimCommand {
     /// Load balancer and servers together: what each tier gives, and both
     Path(crate::path::cli::PathArgs),
     /// The highest load at which a server keeps its SLO
-    Peak(crate::rpc::cli::PeakArgs),
+    Capacity(crate::rpc::cli::PeakArgs),
     /// A trace through the load balancer, under several policies
     Lb(crate::lb::cli::LbArgs),
     /// Connections and reconfiguration: what breaks, and how evenly connections lie on the servers
@@ -29,7 +29,7 @@ pub fn run(args: SimArgs) -> anyhow::Result<String> {
     match args.command {
         SimCommand::Rpc(args) => args.run(),
         SimCommand::Path(args) => args.run(),
-        SimCommand::Peak(args) => args.run(),
+        SimCommand::Capacity(args) => args.run(),
         SimCommand::Lb(args) => args.run(),
         SimCommand::Pcc(args) => args.run(),
     }

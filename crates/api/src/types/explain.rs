@@ -43,7 +43,7 @@ pub struct Explain {
     /// What a packet that is not the first one echoes (TSecr, `ecr` in tcpdump); absent: it has no timestamps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(value_type = Option<u32>, maximum = 4294967295_u32)]
-    pub echo: Option<u32>,
+    pub tsecr: Option<u32>,
 }
 
 fn tcp() -> Protocol {

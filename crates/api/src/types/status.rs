@@ -244,7 +244,7 @@ pub enum ServerState {
     /// It takes no new connections because somebody says so; established ones still reach it.
     Draining,
     /// It is in the service, or in the fleet's document, no more; established connections still reach it, and its id stays
-    /// reserved, for `retire_after`.
+    /// reserved, for `max_connection_lifetime`.
     Gone,
 }
 

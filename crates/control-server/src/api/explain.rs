@@ -20,7 +20,7 @@ use coreward_controller::explain::{ExplainedPacket, NotExplained};
 )]
 pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) -> Result<Answer, Problem> {
     let service = ServiceAddress { socket: question.vip, protocol: question.protocol };
-    let packet = explained_packet(question.packet, question.echo);
+    let packet = explained_packet(question.packet, question.tsecr);
     let shared = api.shared()?;
     if question.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));

@@ -198,7 +198,7 @@ mod tests {
         let (api, mut manager, mut changes) = leader(directory.path());
         let shared = api.shared().unwrap();
         let put = |generation: u64| {
-            let text = format!("retire_after = \"{}h\"\n", generation + 1);
+            let text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
             let wanted = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
             let caller = Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), who: "alice".into() };
             put_fleet(State(api.clone()), Extension(caller), Json(wanted))

@@ -46,7 +46,7 @@ config_struct! {
         "alpha" => IN_THE_FLEETS_FILE,
         "buckets" => IN_THE_FLEETS_FILE,
         "retire_after_s" => IN_THE_FLEETS_FILE,
-        "retire_after" => IN_THE_FLEETS_FILE,
+        "max_connection_lifetime" => IN_THE_FLEETS_FILE,
         "key_rotation_hours" => IN_THE_FLEETS_FILE,
         "key_rotation" => IN_THE_FLEETS_FILE,
         "server" => IN_THE_FLEETS_FILE,

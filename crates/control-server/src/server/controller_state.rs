@@ -315,12 +315,12 @@ impl ControllerState {
         self.controller().add_metrics(&mut page, now);
         self.counts.add_metrics(&mut page);
         let latencies = *self.report_to_table.lock();
-        page.add_latencies("coreward_report_to_table_seconds", latencies);
+        page.add_latencies("coreward_table_build_delay_seconds", latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
             (controller.table_acks.since_receipt, controller.table_acks.since_sent)
         };
-        page.add_latencies("coreward_report_to_kernel_seconds", since_receipt);
+        page.add_latencies("coreward_table_propagation_seconds", since_receipt);
         page.add_latencies("coreward_report_sent_to_kernel_seconds", since_sent);
         page
     }

@@ -123,7 +123,7 @@ impl LeaderElection {
         for (status, count) in self.api_requests.all() {
             page.add("coreward_api_requests_total", &[&status.to_string()], count as f64);
         }
-        page.add("coreward_controller_leads", &[], f64::from(u8::from(leads.is_some())));
+        page.add("coreward_controller_is_leader", &[], f64::from(u8::from(leads.is_some())));
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
             page.add("coreward_leader_term", &[], leadership.term() as f64);
             page.add("coreward_leader_lease_seconds", &[], leadership.until().remaining().as_secs_f64());

@@ -276,11 +276,11 @@ impl StateManager {
             }
             Change::Apply(wanted) => self.apply(*wanted, author),
             Change::Retire => {
-                let retire_after = self.fleet.retire_after;
+                let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change(|records| {
                     // So that no more than the time between two of these is not counted after a crash.
                     records.clock = Some(whole_seconds(now));
-                    records.retire(retire_after, now)
+                    records.retire(max_connection_lifetime, now)
                 })
             }
             Change::Enrol { name, address } => self.change(|records| records.enrol(&name, address)),

@@ -156,7 +156,7 @@ async fn invalid_document_changes_nothing() {
              each once",
             "/wanted.toml:12:1: key `service.weihgt`: is not known: expected one of `name`, `vip`, `protocol`, \
              `consistency`, `timestamps`, `udp`, \
-             `adopt_from`, `hand_over_to`, `policy`, `slow_start`, `buckets`, `servers`, \
+             `migrate_from`, `migrate_to`, `policy`, `slow_start`, `buckets`, `servers`, \
              `health`, `when_all_down`",
         ]
     );

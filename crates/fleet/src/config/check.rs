@@ -19,8 +19,8 @@ use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, h
 
 /// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
-    let retire_after = file.retire_after.0;
-    let key_rotation = file.key_rotation.map(|interval| rotation(&interval, retire_after, reader));
+    let max_connection_lifetime = file.max_connection_lifetime.0;
+    let key_rotation = file.key_rotation.map(|interval| rotation(&interval, max_connection_lifetime, reader));
     let racks = racks::check(file.racks.as_deref(), None, reader);
     let load_balancers = racks::listed_once("load balancer", file.load_balancers.as_deref(), reader);
     let servers = servers(&file.servers, racks.as_ref(), reader);
@@ -33,7 +33,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
         tables: file.tables,
         table_lifetime: file.table_lifetime.0,
         alpha: file.alpha,
-        retire_after,
+        max_connection_lifetime,
         key_rotation,
         racks,
         load_balancers,
@@ -59,14 +59,15 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
 /// A second rotation overwrites the previous key: its cookies must have expired.
 fn rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<Period<MIN, MAX>>,
-    retire_after: Duration,
+    max_connection_lifetime: Duration,
     reader: &mut Reader<'_>,
 ) -> Duration {
     let Period(wanted) = *interval.get_ref();
-    if wanted < retire_after {
-        let [wanted, retire_after] = [wanted, retire_after].map(shown_time);
+    if wanted < max_connection_lifetime {
+        let [wanted, max_connection_lifetime] = [wanted, max_connection_lifetime].map(shown_time);
         let message = format!(
-            "a key rotation every {wanted}, but a cookie may live {retire_after} (`retire_after`): expected no less than that"
+            "a key rotation every {wanted}, but a cookie may live {max_connection_lifetime} \
+             (`max_connection_lifetime`): expected no less than that"
         );
         reader.mistake(interval.span(), message);
     }

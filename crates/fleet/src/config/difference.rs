@@ -129,7 +129,7 @@ mod tests {
         );
         let new = Source::from_text(
             "new",
-            "# Moved.\nretire_after = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\", \"s3\"]\n\
+            "# Moved.\nmax_connection_lifetime = \"1h\"\n[[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\", \"s3\"]\n\
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
              [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );
@@ -138,7 +138,7 @@ mod tests {
             shown,
             [
                 "~ fleet: alpha 0.5 -> (default)",
-                "~ fleet: retire_after (default) -> \"1h\"",
+                "~ fleet: max_connection_lifetime (default) -> \"1h\"",
                 "~ server s1: racks (default) -> [\"r1\"]",
                 "~ server s1: state (default) -> \"draining\"",
                 "- server s2",

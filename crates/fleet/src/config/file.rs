@@ -17,7 +17,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
 use super::health::Health;
-use super::{DEFAULT_RETIRE_AFTER, ServerState, TableTiming};
+use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
 /// What the controller's file has.
 const IN_THE_CONTROLLERS_FILE: &str = "it in the controller's own file";
@@ -38,8 +38,8 @@ config_struct! {
         /// Buckets of a service that names none of its own.
         pub buckets: BucketCount = BucketCount::PUBLISHED,
         /// How long a cookie may live.
-        pub retire_after: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_RETIRE_AFTER),
-        /// Rotate the cookie keys so often, no more often than retire_after.
+        pub max_connection_lifetime: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_MAX_CONNECTION_LIFETIME),
+        /// Rotate the cookie keys so often, no more often than max_connection_lifetime.
         pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
         /// The racks there are, by name: no other one may connect. Without it any may.
         pub racks: Option<Vec<Spanned<Name>>>,
@@ -94,9 +94,9 @@ config_struct! {
         /// UDP: what one decision is for.
         pub udp: Option<Spanned<UdpMode>>,
         /// Address of the load balancer that had the service before: what is not known here is sent on to it.
-        pub adopt_from: Option<Spanned<ServerAddress>>,
+        pub migrate_from: Option<Spanned<ServerAddress>>,
         /// Address of the load balancer that new connections are sent to; those of before go on here.
-        pub hand_over_to: Option<Spanned<ServerAddress>>,
+        pub migrate_to: Option<Spanned<ServerAddress>>,
         /// Where new connections go.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// So long the part of a server that joins grows, linearly.

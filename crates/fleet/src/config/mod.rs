@@ -34,7 +34,7 @@ use file::FleetFile;
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A cookie lives as long as its connection; a day covers all but the rarest.
-pub const DEFAULT_RETIRE_AFTER: Duration = Duration::from_secs(86_400);
+pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400);
 
 /// Document of the fleet.
 #[derive(Debug, Clone)]
@@ -48,7 +48,7 @@ pub struct FleetConfig {
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// Longest life of a cookie: so long the ids of former servers and the previous key are kept.
-    pub retire_after: Duration,
+    pub max_connection_lifetime: Duration,
     /// Interval of key rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
     /// Racks that may connect; `None`: any.

@@ -75,7 +75,7 @@ fn the_good_file_is_read() {
     let config = parse(GOOD).unwrap();
     assert_eq!(config.report_interval, Duration::from_millis(50));
     assert_eq!(config.alpha.get(), 0.25);
-    assert_eq!(config.retire_after, DEFAULT_RETIRE_AFTER);
+    assert_eq!(config.max_connection_lifetime, DEFAULT_MAX_CONNECTION_LIFETIME);
     let servers: Vec<_> =
         config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.state)).collect();
     assert_eq!(servers, [("s1", Some(7), ServerState::Active), ("s2", None, ServerState::Draining)]);
@@ -106,7 +106,7 @@ fn single_values() {
             "alpha = 0.25",
             "alpah = 0.25",
             "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, \
-             `table_lifetime`, `alpha`, `buckets`, `retire_after`, `key_rotation`, `racks`, `load_balancers`, \
+             `table_lifetime`, `alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, `load_balancers`, \
              `server`, `service` (nearest: `alpha`)",
         ),
         (
@@ -267,9 +267,9 @@ fn several_values() {
         ),
         (
             "buckets = 256",
-            "retire_after = \"7201s\"\nkey_rotation = \"2h\"",
-            "fleet.toml:6:16: key `key_rotation`: a key rotation every 2h, but a cookie may live 7201s (`retire_after`): \
-             expected no less than that",
+            "max_connection_lifetime = \"7201s\"\nkey_rotation = \"2h\"",
+            "fleet.toml:6:16: key `key_rotation`: a key rotation every 2h, but a cookie may live 7201s \
+             (`max_connection_lifetime`): expected no less than that",
         ),
         (
             "policy = \"pow2\"",
@@ -459,36 +459,36 @@ fn every_mistake_is_named_at_once() {
 #[test]
 fn a_service_is_adopted_or_handed_over() {
     let with = |line: &str| error("policy = \"pow2\"\n", &format!("policy = \"pow2\"\n{line}\n"));
-    let good = GOOD.replacen("policy = \"pow2\"\n", "adopt_from = \"10.2.0.5\"\n", 1);
+    let good = GOOD.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
     let config = parse(&good).unwrap();
     assert_eq!(config.services[0].other_balancer, None);
     let from = OtherBalancer { address: [10, 2, 0, 5].into(), handed_over: false };
     assert_eq!(config.services[1].other_balancer, Some(from));
     for (line, message) in [
         (
-            "adopt_from = \"10.2.0.5\"\nhand_over_to = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.hand_over_to`: `hand_over_to` with `adopt_from`: expected one of the two",
+            "migrate_from = \"10.2.0.5\"\nmigrate_to = \"10.2.0.5\"",
+            "fleet.toml:26:14: key `service.migrate_to`: `migrate_to` with `migrate_from`: expected one of the two",
         ),
         (
-            "adopt_from = \"10.200.0.1\"",
-            "fleet.toml:25:14: key `service.adopt_from`: `adopt_from` is the VIP 10.200.0.1: expected the load balancer's own \
+            "migrate_from = \"10.200.0.1\"",
+            "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load balancer's own \
              address",
         ),
         (
-            "protocol = \"udp\"\nadopt_from = \"10.2.0.5\"",
-            "fleet.toml:26:14: key `service.adopt_from`: `adopt_from` of a UDP service, whose datagrams do not show what begins \
+            "protocol = \"udp\"\nmigrate_from = \"10.2.0.5\"",
+            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` of a UDP service, whose datagrams do not show what begins \
              a flow: expected TCP",
         ),
         (
-            "timestamps = \"lb\"\nadopt_from = \"10.2.0.5\"",
-            "fleet.toml:26:14: key `service.adopt_from`: `adopt_from` with consistency \"stateless\" and timestamps by \"lb\": \
+            "timestamps = \"lb\"\nmigrate_from = \"10.2.0.5\"",
+            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with consistency \"stateless\" and timestamps by \"lb\": \
              expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps by \"server\" or \"off\"",
         ),
         (
-            "hand_over_to = \"10.2.0.5\"",
-            "fleet.toml:25:16: key `service.hand_over_to`: service \"api\" is handed over, but its server \"s2\" goes on \
+            "migrate_to = \"10.2.0.5\"",
+            "fleet.toml:25:14: key `service.migrate_to`: service \"api\" is handed over, but its server \"s2\" goes on \
              stamping new connections of service \"web\", and a server stamps those of all its services or of none: expected \
-             `hand_over_to` in both",
+             `migrate_to` in both",
         ),
     ] {
         assert_eq!(with(line), message);

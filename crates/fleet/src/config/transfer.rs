@@ -1,4 +1,4 @@
-//! Migration from and to another load balancer: `adopt_from` and `hand_over_to`.
+//! Migration from and to another load balancer: `migrate_from` and `migrate_to`.
 
 use std::collections::HashMap;
 
@@ -16,12 +16,12 @@ pub fn of(
     mode: ServiceMode,
     reader: &mut Reader<'_>,
 ) -> Option<OtherBalancer> {
-    let (key, written) = match (&service.adopt_from, &service.hand_over_to) {
+    let (key, written) = match (&service.migrate_from, &service.migrate_to) {
         (None, None) => return None,
-        (Some(from), None) => ("adopt_from", from),
-        (None, Some(to)) => ("hand_over_to", to),
+        (Some(from), None) => ("migrate_from", from),
+        (None, Some(to)) => ("migrate_to", to),
         (Some(_), Some(to)) => {
-            reader.mistake(to.span(), "`hand_over_to` with `adopt_from`: expected one of the two");
+            reader.mistake(to.span(), "`migrate_to` with `migrate_from`: expected one of the two");
             return None;
         }
     };
@@ -42,7 +42,7 @@ pub fn of(
         let message = format!("`{key}` is the VIP {other}: expected the load balancer's own address");
         reader.mistake(written.span(), message);
     }
-    Some(OtherBalancer { address: other, handed_over: service.hand_over_to.is_some() })
+    Some(OtherBalancer { address: other, handed_over: service.migrate_to.is_some() })
 }
 
 /// A server stamps new connections of all its services or of none: the kernel has one setting.
@@ -66,10 +66,10 @@ pub fn check_servers(
         let shared = shared.map(|(staying, position)| (&services[staying], &servers[position]));
         let Some((staying, server)) = shared else { continue };
         let entry = listed.iter().find(|entry| entry.span() == leaving.span);
-        let Some(written) = entry.and_then(|entry| entry.get_ref().hand_over_to.as_ref()) else { continue };
+        let Some(written) = entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else { continue };
         let message = format!(
             "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a server \
-             stamps those of all its services or of none: expected `hand_over_to` in both",
+             stamps those of all its services or of none: expected `migrate_to` in both",
             leaving.name, server.name, staying.name
         );
         reader.mistake(written.span(), message);

@@ -21,7 +21,7 @@ impl Forwarder {
         let mut page = component::begin(Component::Lb);
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);
         component::load_balancer(&mut page, &self.name, state);
-        page.add_latencies("coreward_lb_table_to_kernel_seconds", self.table_to_kernel);
+        page.add_latencies("coreward_lb_table_install_seconds", self.table_to_kernel);
         page.add("coreward_lb_send_drops_total", &[], self.symptoms.send_drops_total as f64);
         page.add("coreward_lb_masked_servers", &[], self.masked.len() as f64);
         page.add("coreward_lb_expired_tables", &[], self.table_ages.expired().len() as f64);

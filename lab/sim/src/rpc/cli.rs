@@ -1,4 +1,4 @@
-//! Arguments and output of `coreward-lab sim rpc` and `coreward-lab sim peak`.
+//! Arguments and output of `coreward-lab sim rpc` and `coreward-lab sim capacity`.
 
 use std::num::NonZeroU32;
 use std::time::Instant;
@@ -75,7 +75,7 @@ pub struct RpcArgs {
     window: Option<f64>,
 }
 
-/// Arguments of `coreward-lab sim peak`.
+/// Arguments of `coreward-lab sim capacity`.
 #[derive(Debug, clap::Args)]
 pub struct PeakArgs {
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `coreward-lab sim rpc` and `coreward-lab sim peak`: requests at the cores of one server (Turbo, HPCA'23, Sect. III
+//! `coreward-lab sim rpc` and `coreward-lab sim capacity`: requests at the cores of one server (Turbo, HPCA'23, Sect. III
 //! and VI; RingLeader, NSDI'23, Sect. 2.1).
 //!
 //! Requests come in at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores

@@ -1,4 +1,4 @@
-//! `coreward-lab sim peak`: the highest load under which the 99th percentile stays within a bound.
+//! `coreward-lab sim capacity`: the highest load under which the 99th percentile stays within a bound.
 
 use std::ops::RangeInclusive;
 

@@ -12,7 +12,7 @@ pub enum FaultKind {
     Kill,
     /// A daemon stands still for a while (SIGSTOP, SIGCONT)
     Stop,
-    /// A daemon ends in order and another process takes over, of `--other-binary` every second time
+    /// A daemon ends in order and another process takes over, of `--upgrade-binary` every second time
     Upgrade,
     /// What one part sends another is lost, in one direction or in both
     Partition,

@@ -68,7 +68,7 @@ pub struct Options {
     pub faults: Vec<FaultKind>,
     /// Changes of the configuration that the controller is to acknowledge
     #[arg(long, default_value_t = 500)]
-    pub changes: u64,
+    pub config_changes: u64,
     /// Controllers; several keep their records in an etcd of three members
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=5))]
     pub controllers: u16,
@@ -77,7 +77,7 @@ pub struct Options {
     pub racks: u16,
     /// Another version of this command, which upgrades alternate with
     #[arg(long, value_name = "FILE")]
-    pub other_binary: Option<PathBuf>,
+    pub upgrade_binary: Option<PathBuf>,
     /// Print what was seen as JSON, and nothing else
     #[arg(long)]
     pub json: bool,
@@ -166,7 +166,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         ..FleetOptions::default()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
-    let site = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.other_binary.clone())?;
+    let site = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;
     Run::new(&testbed, site, options)?.make(documents)
 }
 
@@ -212,13 +212,13 @@ impl<'a> Run<'a> {
         );
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
         let seconds = f64::from(self.options.seconds) * CHANGES_SHARE;
-        let interval = Duration::from_secs_f64(seconds / self.options.changes.max(1) as f64);
+        let interval = Duration::from_secs_f64(seconds / self.options.config_changes.max(1) as f64);
         let (busiest, byzantine_share) = std::thread::scope(|scope| {
             let _stop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
             scope.spawn(|| change_loads(self.testbed, &all_done));
             scope.spawn(|| watch.run(&all_done));
             traffic.spawn(scope, &all_done);
-            let writing = scope.spawn(|| writer.run(documents, self.options.changes, interval, &faults_done));
+            let writing = scope.spawn(|| writer.run(documents, self.options.config_changes, interval, &faults_done));
             self.rounds(&traffic, &writer, &watch)?;
             faults_done.store(true, Ordering::Relaxed);
             let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;

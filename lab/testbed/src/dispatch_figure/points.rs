@@ -56,7 +56,7 @@ pub fn of_one_curve(a: &rpc::Config, b: &rpc::Config) -> bool {
     without(a) == without(b)
 }
 
-/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim peak` defines it: the load at
+/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it: the load at
 /// which it first passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first
 /// point misses it, the last point when none does.
 ///

@@ -12,10 +12,10 @@ fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
         seconds: 20,
         seed: 1,
         faults: Vec::new(),
-        changes: 30,
+        config_changes: 30,
         controllers: 1,
         racks: 2,
-        other_binary: None,
+        upgrade_binary: None,
         json: false,
     };
     let outcome = run("chaostest", &options).unwrap();

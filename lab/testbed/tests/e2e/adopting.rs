@@ -126,8 +126,8 @@ fn wrk_errors(mut wrk: Process) -> Vec<String> {
     text.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
-const ADOPT: &str = "adopt_from = \"10.1.0.5\"\n";
-const HAND_OVER: &str = "hand_over_to = \"10.1.0.5\"\n";
+const ADOPT: &str = "migrate_from = \"10.1.0.5\"\n";
+const HAND_OVER: &str = "migrate_to = \"10.1.0.5\"\n";
 
 #[test]
 fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
