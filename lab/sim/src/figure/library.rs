@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     /// What `coreward-lab figure --all` makes.
-    const FIGURES: [&str; 29] = [
+    const FIGURES: [&str; 31] = [
         "crossrss-2a",
         "crossrss-2b",
         "cheetah-2a",
@@ -94,6 +94,8 @@ mod tests {
         "turbo-11",
         "turbo-12",
         "ringleader-3",
+        "ringleader-5",
+        "ringleader-6",
         "ringleader-8",
         "ringleader-lambda",
         "ringleader-table2-bimodal",

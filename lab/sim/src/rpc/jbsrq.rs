@@ -4,7 +4,7 @@ use std::fmt;
 use std::num::NonZeroU16;
 use std::str::FromStr;
 
-use coreward_model::dispatch::{Assignment, Lambda, UnknownAssignment};
+use coreward_model::dispatch::{Assignment, Lambda, RankRule, Selection, UnknownAssignment};
 
 use crate::names::UnknownName;
 
@@ -15,6 +15,10 @@ pub struct JbsrqOptions {
     pub lambda: Lambda,
     /// `depth`: how many requests the queue of a core holds, with the one that is served
     pub depth: NonZeroU16,
+    /// `rank`: which requests at a core count for a service
+    pub rank: RankRule,
+    /// `scheduler`: whether a service that no core takes blocks the services after it
+    pub scheduler: Selection,
     /// `quantum`: after how much of service a request yields to one of higher priority, in units of service time
     pub quantum: f64,
     /// `priorities`: whether classes have priorities (the shorter first) or all requests are alike
@@ -64,6 +68,8 @@ impl Default for JbsrqOptions {
         Self {
             lambda: Lambda::PUBLISHED,
             depth: const { NonZeroU16::new(4).unwrap() },
+            rank: RankRule::Ranked,
+            scheduler: Selection::FirstEligible,
             quantum: 5.0 / 3.0,
             priorities: Priorities::Classes,
             switch_cost: 0.0,
@@ -74,9 +80,11 @@ impl Default for JbsrqOptions {
     }
 }
 
-const OPTIONS: [&str; 8] = [
+const OPTIONS: [&str; 10] = [
     "lambda=0..1",
     "depth=N",
+    "rank=jbsrq|global|per-service",
+    "scheduler=feo|pifo",
     "quantum=TIME",
     "priorities=classes|none",
     "switch=TIME",
@@ -100,6 +108,8 @@ impl FromStr for JbsrqOptions {
                     options.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
                 }
                 "depth" => options.depth = value.parse().map_err(|_| wrong(COUNT))?,
+                "rank" => options.rank = named(&RANKS, value).ok_or_else(|| wrong("jbsrq, global or per-service"))?,
+                "scheduler" => options.scheduler = named(&SCHEDULERS, value).ok_or_else(|| wrong("feo or pifo"))?,
                 "quantum" => options.quantum = time(value, SHORTEST).ok_or_else(|| wrong(INTERVAL))?,
                 "interval" => options.interval = time(value, SHORTEST).ok_or_else(|| wrong(INTERVAL))?,
                 "switch" => {
@@ -124,6 +134,21 @@ impl FromStr for JbsrqOptions {
     }
 }
 
+/// RingLeader's own, RackSched's (OSDI'20) and nanoPU's (OSDI'21).
+const RANKS: [(&str, RankRule); 3] =
+    [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
+
+/// RingLeader's own, and SIGCOMM'16's.
+const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
+
+fn named<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
+    names.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
+}
+
+fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
+    names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| *name).to_owned()
+}
+
 /// In units of service time.
 const SHORTEST: f64 = 0.001;
 const INTERVAL: &str = "a time from 0.001 to 1000000 service times";
@@ -140,6 +165,8 @@ impl fmt::Display for JbsrqOptions {
         let options = [
             ("lambda", self.lambda.get().to_string(), default.lambda.get().to_string()),
             ("depth", self.depth.to_string(), default.depth.to_string()),
+            ("rank", name_of(&RANKS, self.rank), name_of(&RANKS, default.rank)),
+            ("scheduler", name_of(&SCHEDULERS, self.scheduler), name_of(&SCHEDULERS, default.scheduler)),
             ("quantum", self.quantum.to_string(), default.quantum.to_string()),
             ("priorities", self.priorities.to_string(), default.priorities.to_string()),
             ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),

@@ -203,6 +203,8 @@ mod tests {
             "jbsq:3",
             "jbsrq",
             "jbsrq:lambda=0.5",
+            "jbsrq:rank=global,scheduler=pifo",
+            "jbsrq:rank=per-service",
             "jbsrq-fifo",
             "jbsrq-fifo:reserved=2",
             "rss",
@@ -224,6 +226,8 @@ mod tests {
         assert_eq!(error("jbsq:0"), "policy \"jbsq:0\": expected jbsq:N with N from 1 to 65535");
         assert!(error("dfcfs:0,4").contains("X and Y from 1 on"));
         assert!(error("rss-rebalanced:0").contains("T from 0.01"));
+        assert!(error("jbsrq:rank=x").ends_with("rank \"x\": expected jbsrq, global or per-service"));
+        assert!(error("jbsrq:scheduler=").ends_with("scheduler \"\": expected feo or pifo"));
         assert!(error("jbsrq:lamda=1").contains("lamda"), "{}", error("jbsrq:lamda=1"));
     }
 

@@ -3,8 +3,9 @@
 use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{
-    Assignment, BucketHash, ClassBoundedShortestQueue, CoreAllocation, Dispatcher, JoinBoundedShortestRankedQueue,
-    JoinLightestQueue, JoinShortestQueue, RandomCore, RoundRobinCore,
+    Assignment, BucketHash, ClassBoundedShortestQueue, CoreAllocation, Dispatcher, FeoConfig,
+    JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RandomCore, RankArrays, RankedService,
+    RoundRobinCore,
 };
 use coreward_model::rss::IndirectionTable;
 
@@ -78,7 +79,11 @@ impl ServerSpec<'_> {
         let Self { cores, latency, classes, .. } = *self;
         let services = options.priorities.services(classes);
         let behind = PriorityCores::new(cores, services, ticks(options.quantum), ticks(options.switch_cost));
-        let dispatcher = JoinBoundedShortestRankedQueue::new(cores, services, options.lambda, options.depth);
+        let JbsrqOptions { lambda, depth, rank, scheduler, .. } = *options;
+        let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
+        let feo = FeoConfig { selection: scheduler, ..FeoConfig::strict(0..services) };
+        let ranks = RankArrays::new(cores, &ranked, rank, depth);
+        let dispatcher = JoinBoundedShortestRankedQueue::with(ranks, &feo).expect("1 to 64 services");
         let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, behind), services);
         if options.assignment == Assignment::CompleteShare {
             return visitor.visit(server);
