@@ -23,7 +23,7 @@
  *    the same breath as the choice. What never gets a response (ignored, its worker died) user
  *    space gives up when it is too old and cannot be in the queue any more; what waits in a queue and was never counted
  *    (more than the table holds) `queues` adds as `surplus`. So outstanding is never set below what waits. A
- *    worker that does not read its queue is barred by user space and unbarred here, by its first response.
+ *    worker that does not read its queue is disabled by user space and enabled here, by its first response.
  *
  * 5. What can go wrong. The chosen worker died since: its slot is empty, is marked so and the next best is
  *    taken, so that no request waits for user space to notice. No slot has a socket: the kernel picks as it would without
@@ -167,7 +167,7 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 }
 
 /* The worker is not chosen any more while it has this mark. */
-static __always_inline void bar(__u32 slot, __u32 flags)
+static __always_inline void disable(__u32 slot, __u32 flags)
 {
 	__sync_fetch_and_or(&state.outstanding[slot], flags);
 	__sync_fetch_and_or(&state.work[slot], (__u64)(flags >> DISPATCH_FLAGS_SHIFT) << DISPATCH_WORK_FLAGS_SHIFT);
@@ -187,7 +187,7 @@ static __always_inline __u32 select(struct sk_reuseport_md *ctx, __u32 class)
 				count(DISPATCH_COUNTER_OVER_BOUND);
 			return chosen;
 		}
-		bar(chosen, DISPATCH_GONE | DISPATCH_BARRED);
+		disable(chosen, DISPATCH_GONE | DISPATCH_DISABLED);
 		slot = next_best(class) & (MAX_DISPATCH_WORKERS - 1);
 	}
 	return MAX_DISPATCH_WORKERS;
@@ -313,11 +313,11 @@ static __always_inline void complete(__u64 entry)
 /* It answers: whatever was thought of it, it is alive. */
 static __always_inline void sign_of_life(__u32 slot)
 {
-	__u32 flags = state.outstanding[slot] & (DISPATCH_BARRED | DISPATCH_GONE);
+	__u32 flags = state.outstanding[slot] & (DISPATCH_DISABLED | DISPATCH_GONE);
 
 	__sync_fetch_and_add(&state.workers[slot].responses, 1);
-	if (flags == DISPATCH_BARRED) {
-		__sync_fetch_and_and(&state.outstanding[slot], ~DISPATCH_BARRED);
+	if (flags == DISPATCH_DISABLED) {
+		__sync_fetch_and_and(&state.outstanding[slot], ~DISPATCH_DISABLED);
 		__sync_fetch_and_and(&state.work[slot], (1ull << DISPATCH_WORK_FLAGS_SHIFT) - 1);
 	}
 }

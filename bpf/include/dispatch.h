@@ -35,7 +35,7 @@ enum dispatch_counter {
  */
 #define DISPATCH_COUNT_MASK 0x3fffffffu
 #define DISPATCH_GONE 0x40000000u /* no socket in the slot */
-#define DISPATCH_BARRED 0x80000000u /* stalled; set with GONE, too */
+#define DISPATCH_DISABLED 0x80000000u /* stalled; set with GONE, too */
 #define DISPATCH_FLAGS_SHIFT 30
 /* work[w]: ns, and the same flags above. 2^55 ns are a year; with a slot below (6 bits) less than 2^63. */
 #define DISPATCH_WORK_FLAGS_SHIFT 55

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
  * The time part of the cookie: from the server's own TSval and back, by the clock and by the hold rule (server.bpf.c,
- * "The clock" and "The hold rule"). crates/model/src/hold.rs is the same for one connection, with what can be proved of
- * it.
+ * "The clock" and "The hold rule").
+ * crates/model/src/tsval_clamp.rs is the same for one connection, with what can be
+ * proved of it.
  */
 #ifndef COREWARD_SERVER_COOKIE_TIME_H
 #define COREWARD_SERVER_COOKIE_TIME_H

@@ -15,7 +15,7 @@ use coreward_dataplane::sockets::open_sockets;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
 use coreward_model::FourTuple;
-use coreward_model::key_switch;
+use coreward_model::key_activation;
 use coreward_model::load::CoreReadings;
 use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
@@ -254,7 +254,7 @@ impl Agent {
     fn try_configure(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
         let old = self.configuration.as_ref();
         if old.is_none_or(|old| old.keys != new.keys) {
-            let switch_ms = key_switch::switch_ms(&self.programs.keys(), &new.keys, monotonic_ms());
+            let switch_ms = key_activation::switch_ms(&self.programs.keys(), &new.keys, monotonic_ms());
             self.programs.set_keys(&new.keys, switch_ms);
         }
         if old.is_none_or(|old| old.servers_before != new.servers_before) {
@@ -314,7 +314,7 @@ impl Agent {
     /// 32-bit times are compared by their difference, and so must not grow old.
     fn keep_times_near(&mut self) {
         let (keys, switch_ms) = self.programs.keys();
-        let renewed = key_switch::renewed(switch_ms, monotonic_ms());
+        let renewed = key_activation::renewed(switch_ms, monotonic_ms());
         if renewed != switch_ms {
             self.programs.set_keys(&keys, renewed);
         }

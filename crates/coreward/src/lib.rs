@@ -18,7 +18,7 @@ use coreward_api::types::{Explain, PacketKind};
 use coreward_cli::shell::ShellCommand;
 use coreward_cli::{exit_status, print};
 use coreward_daemon::drop_capabilities::Daemon;
-use coreward_dataplane::rights;
+use coreward_dataplane::capabilities;
 use coreward_dispatch::command::{self as dispatch, DispatchArgs};
 use coreward_doctor::command::{self as doctor, DoctorArgs};
 use coreward_lb::capture_command::CaptureArgs;
@@ -295,7 +295,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             coreward_rack::daemon::run(&args.config)
         }
         Command::Dispatch(args) => {
-            rights::require("coreward dispatch")?;
+            capabilities::require("coreward dispatch")?;
             Daemon::Dispatch.confine()?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
@@ -318,11 +318,11 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {
-            rights::require("coreward connections")?;
+            capabilities::require("coreward connections")?;
             print(&connections_command::run(&args)?)
         }
         Command::Capture(args) => {
-            rights::require("coreward capture")?;
+            capabilities::require("coreward capture")?;
             coreward_lb::capture_command::run(&args)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Show(ask) }) => {
@@ -358,14 +358,14 @@ fn lb(args: LbArgs) -> anyhow::Result<()> {
             }
         };
     }
-    rights::require("coreward lb")?;
+    capabilities::require("coreward lb")?;
     let config = args.config.context("--config is missing")?;
     Daemon::Lb.confine()?;
     if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
 
 fn agent(args: AgentArgs) -> anyhow::Result<()> {
-    rights::require("coreward agent")?;
+    capabilities::require("coreward agent")?;
     match (args.command, args.config) {
         (Some(AgentCommand::Rss(args)), _) => {
             let fits = coreward_agent::rss_command::run(&args)?;

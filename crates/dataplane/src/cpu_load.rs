@@ -8,7 +8,7 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Link, ProgramMut};
 
 use crate::clock::monotonic_ns;
-use crate::mapped::Mapped;
+use crate::mmap_array::MmapArray;
 use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
 type Cpus = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
@@ -16,7 +16,7 @@ type Cpus = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 /// Counts busy time of the CPUs until it is dropped.
 #[derive(Debug)]
 pub struct CpuLoad {
-    cpus: Mapped<Cpus>,
+    cpus: MmapArray<Cpus>,
     _links: Vec<Link>,
 }
 
@@ -40,7 +40,7 @@ impl CpuLoad {
         let attach =
             |program: &ProgramMut<'_>| program.attach().with_context(|| format!("attaching {:?}", program.name()));
         let links = programs.into_iter().map(attach).collect::<anyhow::Result<_>>()?;
-        Ok(Self { cpus: Mapped::new(&skeleton.maps.bss).context("mapping busy times")?, _links: links })
+        Ok(Self { cpus: MmapArray::new(&skeleton.maps.bss).context("mapping busy times")?, _links: links })
     }
 
     /// Returns the busy time of `cpu` since the start (ns), now. 0 for CPUs that are not counted.

@@ -2,11 +2,11 @@
 //! read.
 //!
 //! Pinned below one directory of a bpffs for each service: `workers` (the array of sockets), `sockets` (their slots),
-//! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] is what changes them, [`Books`] reads and repairs what the
-//! programs count; both work while requests come.
+//! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] is what changes them, [`RequestLedger`] reads
+//! and repairs what the programs count; both work while requests come.
 
-mod books;
 mod options;
+mod request_ledger;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -23,16 +23,16 @@ use coreward_model::dispatch::{ClassBounds, Weight};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
 
-pub use books::{Books, WorkerCounts};
 pub use options::{
     LONGEST_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestId, RequestType, Timeouts,
     UnknownPolicy,
 };
+pub use request_ledger::{RequestLedger, WorkerCounts};
 
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::dispatch::{DispatchSkelBuilder, OpenDispatchSkel};
 
-/// Names of the counters that [`Books::counters`] gives.
+/// Names of the counters that [`RequestLedger::counters`] gives.
 pub use coreward_intf::DISPATCH_COUNTER_NAMES as COUNTER_NAMES;
 
 /// The most workers of one service.
@@ -54,7 +54,7 @@ pub struct Dispatch {
     responses_program: OwnedFd,
     workers: SocketArray,
     sockets: MapHandle,
-    books: Books,
+    ledger: RequestLedger,
     queues: Link,
     _responses: Link,
     _drops: Link,
@@ -86,13 +86,13 @@ impl Dispatch {
         let another = || format!("{} is of another version (end it with --detach first)", pins.display());
         let loaded =
             open.load().with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", another()))?;
-        let books = Books::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
+        let ledger = RequestLedger::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
         if taken_over {
-            ensure!(books.is_of_this_version(), another());
+            ensure!(ledger.is_of_this_version(), another());
         } else {
-            books.start()?;
+            ledger.start()?;
         }
-        books.describe(options);
+        ledger.describe(options);
         let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(PIN_LINK))?;
         let drops = attach_drops(&loaded.progs.drops, &pins.join(PIN_DROPS_LINK))?;
         Ok(Self {
@@ -100,7 +100,7 @@ impl Dispatch {
             responses_program: loaded.progs.responses.as_fd().try_clone_to_owned()?,
             workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
             sockets: (&loaded.maps.sockets).try_into()?,
-            books,
+            ledger,
             queues: loaded.progs.queues.attach().context("attaching the look at the queues (iter/udp)")?,
             _responses: responses,
             _drops: drops,
@@ -125,8 +125,8 @@ impl Dispatch {
     }
 
     /// What the programs count.
-    pub fn books(&self) -> &Books {
-        &self.books
+    pub fn ledger(&self) -> &RequestLedger {
+        &self.ledger
     }
 
     /// Attaches the program to the group that `socket` is in, in place of one attached before.
@@ -151,12 +151,12 @@ impl Dispatch {
         let cookie = reuseport::socket_cookie(socket)?;
         let key = socket.as_raw_fd().to_ne_bytes();
         self.sockets.update(&key, &slot.to_ne_bytes(), MapFlags::ANY).context("storage of the socket's slot")?;
-        self.books.occupy(slot, cookie, pid);
+        self.ledger.occupy(slot, cookie, pid);
         if let Err(error) = self.workers.put(slot, socket) {
-            self.books.vacate(slot);
+            self.ledger.vacate(slot);
             return Err(error);
         }
-        self.books.open(slot);
+        self.ledger.open(slot);
         Ok(slot)
     }
 
@@ -171,7 +171,7 @@ impl Dispatch {
         let rows: Vec<Vec<u32>> = (0..MAX_CLASSES as u8).map(|class| bounds.of(class).to_vec()).collect();
         // jsq compares with the first, whatever slot that belongs to.
         let first = (self.policy == Policy::ShortestQueue).then(|| rows[0][0]);
-        self.books.set_bounds(&slots, &rows, first);
+        self.ledger.set_bounds(&slots, &rows, first);
     }
 
     /// The expected service time of each type, in the order of [`Options::types`]; the last is for all others.
@@ -180,7 +180,7 @@ impl Dispatch {
     /// When there are more times than types can be.
     pub fn set_expected(&self, times: &[Duration]) {
         for (number, time) in times.iter().enumerate() {
-            self.books.set_weight(number, Weight::new(*time));
+            self.ledger.set_weight(number, Weight::new(*time));
         }
     }
 
@@ -190,9 +190,9 @@ impl Dispatch {
     /// # Errors
     /// When the kernel does not let the queues be read.
     pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
-        self.books.begin_poll();
+        self.ledger.begin_poll();
         self.read_queues()?;
-        Ok(self.books.repair(&self.workers.sockets(), now, timeouts))
+        Ok(self.ledger.repair(&self.workers.sockets(), now, timeouts))
     }
 
     /// Lets `bpf/dispatch/dispatch.bpf.c`, `queues`, pass over all UDP sockets of this network namespace.
@@ -232,12 +232,12 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// When nothing of this version is pinned there.
-pub fn pinned_books(pins: &Path) -> anyhow::Result<Books> {
+pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
-    let books = Books::new(&map(PIN_STATE)?, &map(PIN_REQUESTS)?)?;
-    ensure!(books.is_of_this_version(), "{} is of another version", pins.display());
-    Ok(books)
+    let ledger = RequestLedger::new(&map(PIN_STATE)?, &map(PIN_REQUESTS)?)?;
+    ensure!(ledger.is_of_this_version(), "{} is of another version", pins.display());
+    Ok(ledger)
 }
 
 /// Where the cgroup2 file system is mounted, by /proc/mounts: all processes are in or below it.
@@ -263,7 +263,7 @@ pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) 
     let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
     constants.policy = options.policy.number();
     constants.service_port = options.service.port().to_be();
-    constants.service_address = books::client_words(options.service.ip());
+    constants.service_address = request_ledger::client_words(options.service.ip());
     constants.network_namespace = namespace.ino() as u32;
     constants.learning = options.learn;
     if let Some(id) = options.request_id {

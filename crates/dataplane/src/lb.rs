@@ -19,7 +19,7 @@
 //! lb/link                  the program at the device
 //! ```
 
-mod blocks;
+mod buddy_allocator;
 pub mod capture;
 pub mod connections;
 mod correction;
@@ -53,13 +53,13 @@ pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;
 
-use crate::grace::{GracePeriods, Moment};
 use crate::mac::MacAddress;
+use crate::rcu::{GracePeriods, GraceTicket};
 use connections::Occupancy;
 use link::XdpLink;
 use program::{Maps, Sizes};
 use services::{Service, in_use, services_of};
-use variant::{InUse, Variant};
+use variant::{EnabledFeatures, Variant};
 
 /// A rate of packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,7 +208,7 @@ pub struct LoadBalancer {
     corrected: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     grace_periods: GracePeriods,
     /// When programs were told to leave the idle half of the service directory.
-    directory_retired_at: Moment,
+    directory_retired_at: GraceTicket,
     /// The position in the connection table that is looked at next.
     next_swept: u32,
     /// How many of the connection table's entries are in use.
@@ -255,7 +255,7 @@ impl LoadBalancer {
             );
         }
         let mut variant = Variant {
-            in_use: InUse::default(),
+            in_use: EnabledFeatures::default(),
             traffic: false,
             counters_by_cpu: false,
             broadcast: options.broadcast,

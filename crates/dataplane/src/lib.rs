@@ -1,22 +1,22 @@
 //! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
 
+pub mod capabilities;
 pub mod check;
 pub mod clock;
 pub mod cpu_load;
 pub mod device;
 pub mod dispatch;
 pub mod ethtool;
-mod grace;
 pub mod health_check_nat;
 pub mod lb;
 pub mod listeners;
 mod lru;
 pub mod mac;
-pub mod mapped;
+pub mod mmap_array;
 pub mod neighbour;
 pub mod pins;
+mod rcu;
 pub mod reuseport;
-pub mod rights;
 pub mod server;
 pub mod service_slots;
 pub mod sockets;

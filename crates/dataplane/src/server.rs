@@ -29,11 +29,11 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, OpenMapMut};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use crate::grace::wait_for_programs;
 use crate::lru;
 use crate::mac::MacAddress;
-use crate::mapped::Mapped;
+use crate::mmap_array::MmapArray;
 use crate::pins;
+use crate::rcu::wait_for_programs;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, Attachment, Direction};
@@ -64,10 +64,10 @@ pub struct ServerPrograms {
     ingress: OwnedFd,
     egress: OwnedFd,
     rss_map: OwnedFd,
-    state: Mapped<intf::server_state>,
+    state: MmapArray<intf::server_state>,
     counter_rows: usize,
-    rss: Mapped<intf::rss_mapping>,
-    chained_servers: Mapped<ChainedServers>,
+    rss: MmapArray<intf::rss_mapping>,
+    chained_servers: MmapArray<ChainedServers>,
     /// Programs of another version are at work until this one knows the services: its maps, to be pinned then.
     beside: Option<[OwnedFd; MAPS.len()]>,
 }
@@ -184,7 +184,7 @@ impl ServerPrograms {
         taken_over: bool,
     ) -> anyhow::Result<Self> {
         let maps = &skeleton.maps;
-        let state = Mapped::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
+        let state = MmapArray::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
         if !taken_over {
             let key = CookieKey::random(&mut UnwrapErr(SysRng));
             state.write(TIME_KEY, &key.layout());
@@ -199,8 +199,8 @@ impl ServerPrograms {
             rss_map: maps.rss_mapping.as_fd().try_clone_to_owned()?,
             state,
             counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
-            rss: Mapped::new(&maps.rss_mapping).context("mapping rss_mapping")?,
-            chained_servers: Mapped::new(&maps.bss_chained).context("mapping chained_servers")?,
+            rss: MmapArray::new(&maps.rss_mapping).context("mapping rss_mapping")?,
+            chained_servers: MmapArray::new(&maps.bss_chained).context("mapping chained_servers")?,
             beside: None,
         })
     }
@@ -467,7 +467,7 @@ fn problem_of_state(path: &Path) -> anyhow::Result<Option<String>> {
     if found != expected {
         return Ok(Some(format!("{}: {found} bytes of another version, expected {expected}", path.display())));
     }
-    let state = Mapped::<intf::server_state>::new(&map)?;
+    let state = MmapArray::<intf::server_state>::new(&map)?;
     let (found, expected) =
         (state.load(offset_of!(intf::server_state, layout_version)), intf::SERVER_LAYOUT_VERSION.into());
     Ok((found != expected).then(|| format!("{}: layout {found}, expected {expected}", path.display())))

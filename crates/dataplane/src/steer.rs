@@ -15,7 +15,7 @@ use libbpf_rs::MapCore as _;
 use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
-use crate::mapped::Mapped;
+use crate::mmap_array::MmapArray;
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
@@ -30,13 +30,13 @@ pub const COUNTERS: usize = intf::STEER_COUNTER_COUNT as usize;
 pub struct Steer {
     program: OwnedFd,
     workers: SocketArray,
-    state: Mapped<intf::steer_state>,
+    state: MmapArray<intf::steer_state>,
     taken_over: bool,
 }
 
 /// What the steering of one service has counted, also where nobody steers it now.
 #[derive(Debug)]
-pub struct Counts(Mapped<intf::steer_state>);
+pub struct Counts(MmapArray<intf::steer_state>);
 
 impl Counts {
     /// Of the pins that [`Steer::load`] made.
@@ -48,7 +48,7 @@ impl Counts {
         let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
         let (found, expected) = (map.value_size() as usize, size_of::<intf::steer_state>());
         anyhow::ensure!(found == expected, "{}: {found} bytes of another version, expected {expected}", path.display());
-        Ok(Self(Mapped::new(&map)?))
+        Ok(Self(MmapArray::new(&map)?))
     }
 
     /// The counters in the order of [`COUNTER_NAMES`].
@@ -81,7 +81,7 @@ impl Steer {
         let steer = Self {
             program: loaded.progs.steer.as_fd().try_clone_to_owned()?,
             workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
-            state: Mapped::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
+            state: MmapArray::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
             taken_over,
         };
         if !taken_over {

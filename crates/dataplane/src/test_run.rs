@@ -7,7 +7,7 @@ use std::time::Duration;
 use libbpf_rs::libbpf_sys;
 
 /// Whether this process may load BPF programs; says that `test` was skipped when not. scripts/test sets the variable when
-/// scripts/rights found that something is missing.
+/// scripts/capabilities found that something is missing.
 pub fn may_load_bpf(test: &str) -> bool {
     let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     if !allowed {

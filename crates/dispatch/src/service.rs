@@ -53,7 +53,7 @@ impl Service {
             taken_over = dispatch.taken_over(),
             "requests are dispatched"
         );
-        let observed = dispatch.books().observed(learned.len());
+        let observed = dispatch.ledger().observed(learned.len());
         let service = Self {
             config: config.clone(),
             dispatch,
@@ -100,7 +100,7 @@ impl Service {
 
     /// What the programs count.
     pub fn status(&self) -> ServiceStatus {
-        ServiceStatus::from(self.dispatch.books())
+        ServiceStatus::from(self.dispatch.ledger())
     }
 
     /// What is wrong, in words.
@@ -116,7 +116,7 @@ impl Service {
     }
 
     fn learn(&mut self) {
-        let observed = self.dispatch.books().observed(self.learned.len());
+        let observed = self.dispatch.ledger().observed(self.learned.len());
         let expected = self.config.expected.iter();
         for (((learned, before), now), expected) in
             self.learned.iter_mut().zip(&self.observed).zip(&observed).zip(expected)
@@ -197,8 +197,8 @@ fn owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
 /// # Errors
 /// When something cannot be taken away.
 pub fn detach(pins: &Path) -> anyhow::Result<()> {
-    if let Ok(books) = dispatch::pinned_books(pins) {
-        let listen = books.service().0;
+    if let Ok(ledger) = dispatch::pinned_ledger(pins) {
+        let listen = ledger.service().0;
         // Sockets that are not there any more have taken the program with them.
         for listener in owners(&listeners::receiving(listen)?)? {
             if let Err(error) = listeners::take(&listener).and_then(|socket| reuseport::detach(socket.as_fd())) {

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{self, Books, COUNTER_NAMES, POLL_INTERVAL, WorkerCounts};
+use coreward_dataplane::dispatch::{self, COUNTER_NAMES, POLL_INTERVAL, RequestLedger, WorkerCounts};
 use coreward_wire::v1;
 use serde_json::{Value, json};
 
@@ -27,15 +27,15 @@ pub struct ServiceStatus {
     pub counters: Vec<(&'static str, u64)>,
 }
 
-impl From<&Books> for ServiceStatus {
-    fn from(books: &Books) -> Self {
-        let (listen, policy) = books.service();
+impl From<&RequestLedger> for ServiceStatus {
+    fn from(ledger: &RequestLedger) -> Self {
+        let (listen, policy) = ledger.service();
         Self {
             listen,
             policy,
-            since_last_look: books.since_last_look(),
-            workers: books.workers(),
-            counters: COUNTER_NAMES.into_iter().zip(books.counters()).collect(),
+            since_last_look: ledger.since_last_look(),
+            workers: ledger.workers(),
+            counters: COUNTER_NAMES.into_iter().zip(ledger.counters()).collect(),
         }
     }
 }
@@ -71,7 +71,7 @@ fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
 /// # Errors
 /// When one cannot be read.
 pub fn pinned(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
-    pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_books(directory)?))).collect()
+    pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
 }
 
 /// For people.

@@ -2,9 +2,10 @@
 //! Everything that decides is the code that decides live; what serves the packets or requests is left to the caller
 //! ([`crate::replay`] for arrival logs, the simulator for traces).
 //!
-//! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made. Reports
-//! may be older than the table, as they are where agents do not report all at once ([`Fleet::report_measured_at`]), and a
-//! table may come into force later than it is made ([`Fleet::prepare`]).
+//! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made.
+//! Reports may be older than the table, as they are where agents do not report all at once
+//! ([`SimulatedCluster::report_measured_at`]), and a table may come into force later than it is made
+//! ([`SimulatedCluster::prepare`]).
 
 use std::sync::Arc;
 
@@ -42,7 +43,7 @@ pub struct FleetPlan {
 }
 
 /// Servers, their loads as the controller sees them, and the table in force.
-pub struct Fleet {
+pub struct SimulatedCluster {
     plan: FleetPlan,
     rss: Vec<Rss>,
     trackers: Vec<LoadTracker>,
@@ -102,7 +103,7 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
     ids.into_iter().collect()
 }
 
-impl Fleet {
+impl SimulatedCluster {
     /// # Errors
     /// When there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
@@ -167,10 +168,10 @@ impl Fleet {
         self.switch(table);
     }
 
-    /// [`Fleet::report`] without the switch: the table comes into force with [`Fleet::switch`].
+    /// [`SimulatedCluster::report`] without the switch: the table comes into force with [`SimulatedCluster::switch`].
     ///
     /// # Panics
-    /// As [`Fleet::report`].
+    /// As [`SimulatedCluster::report`].
     pub fn prepare(
         &mut self,
         measured_ns: u64,
@@ -181,7 +182,8 @@ impl Fleet {
         self.table_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy)
     }
 
-    /// [`Fleet::report`] where each server's cores were read at a moment of their own; `None`: the server has not reported yet.
+    /// [`SimulatedCluster::report`] where each server's cores were read at a moment of their own; `None`: the server
+    /// has not reported yet.
     ///
     /// # Panics
     /// When one of `measured_ns` is not after the server's previous report's.
@@ -300,11 +302,11 @@ mod tests {
     use crate::policy::named;
     use crate::rss::seeded_rng;
 
-    fn fleet(tables: TableDraw) -> Fleet {
+    fn fleet(tables: TableDraw) -> SimulatedCluster {
         let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
         let key = RssKey::random(&mut seeded_rng(5, 5));
         let (buckets, alpha) = (BucketCount::PUBLISHED, Alpha::PUBLISHED);
-        Fleet::new(FleetPlan { servers, cores: 4, buckets, alpha, key, tables }).unwrap()
+        SimulatedCluster::new(FleetPlan { servers, cores: 4, buckets, alpha, key, tables }).unwrap()
     }
 
     fn connection(port: u16) -> FourTuple {

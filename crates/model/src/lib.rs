@@ -8,9 +8,9 @@
 //! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables
 //! * [`cookie`]: the cookie in the TCP timestamp
 //! * [`correction`]: the cookie that the load balancer itself stamps, and servers' clocks
-//! * [`key_switch`]: from when on which key stamps
+//! * [`key_activation`]: from when on which key stamps
 //! * [`health`]: whether a server is fit for new connections, as checks tell
-//! * [`hold`]: how the time in it goes on after a long silence
+//! * [`tsval_clamp`]: how the time in it goes on after a long silence
 //! * [`consistency`]: how packets find the server of their connection
 //! * [`connection_table`]: its entries, when they may be freed, and what packets and user space do with them
 //! * [`load`]: absolute reports become smoothed loads per core
@@ -36,8 +36,7 @@ pub mod correction;
 pub mod dispatch;
 pub mod fleet;
 pub mod health;
-pub mod hold;
-pub mod key_switch;
+pub mod key_activation;
 pub mod lb;
 pub mod load;
 pub mod placement;
@@ -46,6 +45,7 @@ pub mod recent;
 pub mod replay;
 pub mod rss;
 pub mod statistics;
+pub mod tsval_clamp;
 pub mod tuple;
 
 pub use tuple::{FourTuple, ServerId, ServiceAddress};

@@ -1,9 +1,9 @@
-//! An arrival log replayed in virtual time, on a [`Fleet`] whose cores serve one request at a time. The demo uses it for
+//! An arrival log replayed in virtual time, on a [`SimulatedCluster`] whose cores serve one request at a time. The demo uses it for
 //! the noise floor, the policies' tests to compare one with another before any packet is sent.
 
 use crate::ServerId;
 use crate::arrivals::{Arrival, ArrivalLog};
-use crate::fleet::{Fleet, FleetPlan, FleetShape, TableDraw};
+use crate::fleet::{FleetPlan, FleetShape, SimulatedCluster, TableDraw};
 use crate::load::Alpha;
 use crate::placement::BucketCount;
 use crate::policy::Policy;
@@ -164,7 +164,7 @@ fn replayed(
 
 struct Datacentre {
     pools: Pools,
-    fleet: Fleet,
+    fleet: SimulatedCluster,
     /// Per core (as the fleet numbers them): when it is free, and its busy time in bins.
     free_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
@@ -181,7 +181,7 @@ struct Datacentre {
 
 impl Datacentre {
     fn new(log: &ArrivalLog, pools: Pools, plan: FleetPlan) -> Self {
-        let mut fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
         let mut rng = seeded_rng(pools.seed, PURPOSE_CIRCUMSTANCES);
         let age = match pools.circumstances {

@@ -30,7 +30,7 @@ enum Command {
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
-        place: Place,
+        folder: AuthorityArgs,
     },
     /// A certificate and a key for one part, with ca.crt in a directory: copy that to its machine
     Issue {
@@ -50,7 +50,7 @@ enum Command {
         #[arg(long, value_name = "DIRECTORY")]
         out: Option<PathBuf>,
         #[command(flatten)]
-        place: Place,
+        folder: AuthorityArgs,
     },
     /// A new certificate and key for whom a directory's are, good for as long as the old one was
     Renew {
@@ -61,7 +61,7 @@ enum Command {
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: Option<u32>,
         #[command(flatten)]
-        place: Place,
+        folder: AuthorityArgs,
     },
     /// Whose certificates are in these files, until when they are good, and their fingerprints
     Show {
@@ -77,12 +77,12 @@ enum Command {
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
-        place: Place,
+        folder: AuthorityArgs,
     },
 }
 
 #[derive(clap::Args)]
-struct Place {
+struct AuthorityArgs {
     /// Where the authority is
     #[arg(long, value_name = "DIRECTORY", default_value = "certs")]
     directory: PathBuf,
@@ -98,18 +98,18 @@ fn days(days: u32) -> Duration {
 /// When files cannot be read or written, or are not what was expected.
 pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
-        Command::Init { fleet, days: length, place } => {
-            let authority = Authority::init(&place.directory, fleet, days(*length))?;
-            let directory = place.directory.display();
+        Command::Init { fleet, days: length, folder } => {
+            let authority = Authority::init(&folder.directory, fleet, days(*length))?;
+            let directory = folder.directory.display();
             Ok(format!(
                 "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has it is everybody",
                 authority.ca().display()
             ))
         }
-        Command::Issue { role, name, address, days: length, out, place } => {
-            let authority = Authority::open(&place.directory)?;
+        Command::Issue { role, name, address, days: length, out, folder } => {
+            let authority = Authority::open(&folder.directory)?;
             let identity = Identity { fleet: authority.fleet()?, role: *role, name: name.clone() };
-            let beside = || place.directory.join(format!("{role}-{name}").replace('/', "_"));
+            let beside = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
             let out = out.clone().unwrap_or_else(beside);
             ensure_nobody_elses(&out, &identity)?;
             issue(&authority, &identity, address, days(*length), &out)?;
@@ -119,15 +119,15 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
                 out.display()
             ))
         }
-        Command::Renew { bundles, days: length, place } => {
-            let authority = Authority::open(&place.directory)?;
+        Command::Renew { bundles, days: length, folder } => {
+            let authority = Authority::open(&folder.directory)?;
             let renewed: anyhow::Result<Vec<String>> =
                 bundles.iter().map(|bundle| renew(&authority, bundle, length.map(days))).collect();
             Ok(renewed?.join("\n"))
         }
         Command::Show { files } => show(files),
-        Command::RollOver { step, days: length, place } => {
-            let authority = Authority::open(&place.directory)?;
+        Command::RollOver { step, days: length, folder } => {
+            let authority = Authority::open(&folder.directory)?;
             authority.roll_over(*step, days(*length))?;
             let next = match step {
                 RollOver::Begin => "give every part the new ca.crt, or `coreward certs renew` them all; then `switch`",
@@ -230,9 +230,9 @@ mod tests {
     #[test]
     fn a_bundle_is_for_one_part_and_names_hosts() {
         let directory = tempfile::tempdir().unwrap();
-        let place = directory.path().join("certs");
+        let folder = directory.path().join("certs");
         let certs = |arguments: &[&str]| {
-            let arguments = [&["certs"], arguments, &["--directory", place.to_str().unwrap()]].concat();
+            let arguments = [&["certs"], arguments, &["--directory", folder.to_str().unwrap()]].concat();
             let parsed = Cli::try_parse_from(arguments).map_err(|error| error.to_string())?;
             run(&parsed.certs).map_err(|error| error.to_string())
         };
@@ -246,10 +246,10 @@ mod tests {
         }
         // Both names make the same folder.
         certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
-        let key = std::fs::read(place.join("agent-a_b/own.key")).unwrap();
+        let key = std::fs::read(folder.join("agent-a_b/own.key")).unwrap();
         let refused = certs(&["issue", "--role", "agent", "--name", "a_b"]).unwrap_err();
         assert!(refused.contains("own.crt is for agent a/b of fleet prod: expected another --out"), "{refused}");
-        assert_eq!(std::fs::read(place.join("agent-a_b/own.key")).unwrap(), key);
+        assert_eq!(std::fs::read(folder.join("agent-a_b/own.key")).unwrap(), key);
         certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
     }
 }

@@ -246,7 +246,7 @@ impl Service {
         let runs = after.1 - before.1;
         ensure!(runs >= u64::from(requests) / 2, "{}: {requests} requests, {runs} runs", self.address);
         if let Some((dispatch, _)) = &self.dispatch {
-            let dispatched = dispatch.books().workers().iter().filter(|worker| worker.dispatched > 0).count();
+            let dispatched = dispatch.ledger().workers().iter().filter(|worker| worker.dispatched > 0).count();
             ensure!(dispatched > 1, "{}: all requests went to one worker", self.address);
         }
         Ok((after.0 - before.0) as f64 / runs as f64)

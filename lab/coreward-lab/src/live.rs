@@ -1,7 +1,7 @@
 //! The figures that are measured on this machine; `coreward_sim::figure::live` says how one is added.
 
 use coreward_bench::figure;
-use coreward_dataplane::rights;
+use coreward_dataplane::capabilities;
 use coreward_sim::figure::library::Embedded;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
@@ -11,7 +11,7 @@ pub const FIGURES: &[LiveFigure] = &[
     LiveFigure {
         figure: Embedded { name: "cheetah-5-live", text: include_str!("../../scenarios/live/cheetah-5-live.toml") },
         measure: |scenario, progress| {
-            rights::require("coreward-lab figure cheetah-5-live")?;
+            capabilities::require("coreward-lab figure cheetah-5-live")?;
             figure::cheetah_5(scenario, progress)
         },
         // The kernel takes programs and maps back when the process ends.

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
 
 use anyhow::Context as _;
-use coreward_dataplane::mapped::Mapped;
+use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::cookie::CookieKey;
@@ -20,15 +20,15 @@ pub const COUNTER_WORDS: usize = size_of::<intf::lb_counters>() / size_of::<u64>
 
 /// The program's maps as memory.
 pub struct Memory {
-    state: Mapped<intf::lb_state>,
+    state: MmapArray<intf::lb_state>,
     /// All rows: packets count in that of receive queue 0, new and ended connections in that of the CPU.
-    counters: Mapped<[intf::lb_counters]>,
+    counters: MmapArray<[intf::lb_counters]>,
     rows: usize,
-    recent: Mapped<Recent>,
+    recent: MmapArray<Recent>,
     /// The same.
-    traffic: Mapped<[intf::server_traffic]>,
-    flows: Mapped<[intf::flow_set]>,
-    broadcast: Mapped<intf::broadcast_buckets>,
+    traffic: MmapArray<[intf::server_traffic]>,
+    flows: MmapArray<[intf::flow_set]>,
+    broadcast: MmapArray<intf::broadcast_buckets>,
 }
 
 impl Memory {
@@ -45,12 +45,12 @@ impl Memory {
         let rows = counters.max_entries() as usize / intf::LB_COUNTERS_PER_ROW as usize;
         Ok(Self {
             rows,
-            state: Mapped::new(named(".bss.state")?)?,
-            counters: Mapped::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)?,
-            recent: Mapped::new(named(".bss.recent")?)?,
-            traffic: Mapped::new_slice(named("server_traffic")?, rows * ServerId::COUNT)?,
-            flows: Mapped::new_slice(named("flow_table")?, named("flow_table")?.max_entries() as usize)?,
-            broadcast: Mapped::new(named(".bss.broadcast")?)?,
+            state: MmapArray::new(named(".bss.state")?)?,
+            counters: MmapArray::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)?,
+            recent: MmapArray::new(named(".bss.recent")?)?,
+            traffic: MmapArray::new_slice(named("server_traffic")?, rows * ServerId::COUNT)?,
+            flows: MmapArray::new_slice(named("flow_table")?, named("flow_table")?.max_entries() as usize)?,
+            broadcast: MmapArray::new(named(".bss.broadcast")?)?,
         })
     }
 

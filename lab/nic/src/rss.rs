@@ -123,16 +123,16 @@ fn counters(guest: &mut Guest, nic: Nic) -> Result<Counters> {
 mod tests {
     use super::*;
 
-    const SHOWN: &str = "RX flow hash indirection table for eth0 with 4 RX ring(s):\n    0:      0     1\n\
+    const ETHTOOL_OUTPUT: &str = "RX flow hash indirection table for eth0 with 4 RX ring(s):\n    0:      0     1\n\
                          \u{20}   2:      2     3\nRSS hash key:\n";
 
     #[test]
     fn ethtool_is_understood() {
         let key = (0..40).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":");
-        let text = format!("{SHOWN}{key}\nRSS hash function:\n    toeplitz: on\n");
+        let text = format!("{ETHTOOL_OUTPUT}{key}\nRSS hash function:\n    toeplitz: on\n");
         assert_eq!(parse_table(&text).unwrap().queues(), [0, 1, 2, 3]);
         assert_eq!(parse_key(&text).unwrap().unwrap().bytes()[39], 39);
-        assert_eq!(parse_key(&format!("{SHOWN}Operation not supported\n")).unwrap(), None);
+        assert_eq!(parse_key(&format!("{ETHTOOL_OUTPUT}Operation not supported\n")).unwrap(), None);
         assert!(parse_table("no table").is_err());
         assert_eq!(kernel_key(&vec!["aa"; 52].join(":")).unwrap().bytes(), [0xaa; 40]);
     }

@@ -133,9 +133,10 @@ pub fn missing_privilege() -> Option<String> {
 }
 
 /// For tests: whether `test` must be skipped here, which it then says by name. scripts/test sets the variable when
-/// scripts/rights found that something is missing.
+/// scripts/capabilities found that something is missing.
 pub fn skip_without_privilege(test: &str) -> bool {
-    let told = std::env::var_os("COREWARD_WITHOUT_RIGHTS").map(|_| "scripts/rights says what is missing".to_owned());
+    let told =
+        std::env::var_os("COREWARD_WITHOUT_RIGHTS").map(|_| "scripts/capabilities says what is missing".to_owned());
     let Some(missing) = told.or_else(missing_privilege) else { return false };
     println!("SKIPPED {test}: {missing}");
     true

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::connection_table::table::{ConnectionTable, Memory, Word};
+use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, StorageCell};
 use coreward_model::connection_table::{
     Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers, entries_per_source, source_shard,
 };
@@ -22,15 +22,15 @@ use super::program::{self, Maps};
 use super::servers::server_entry;
 use super::services::{names_of, services_of};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
-use crate::grace::wait_for_programs;
 use crate::mac::MacAddress;
-use crate::mapped::Mapped;
+use crate::mmap_array::MmapArray;
+use crate::rcu::wait_for_programs;
 
 /// The memory that packets use, too.
 #[derive(Debug)]
 pub(super) struct SharedMemory {
-    entries: Mapped<[intf::connection]>,
-    stacks: Mapped<[intf::connection_stack]>,
+    entries: MmapArray<[intf::connection]>,
+    stacks: MmapArray<[intf::connection_stack]>,
     size: TableSize,
 }
 
@@ -47,37 +47,39 @@ impl SharedMemory {
     }
 }
 
-impl Memory for SharedMemory {
-    fn load(&self, word: Word) -> u64 {
+impl AtomicStorage for SharedMemory {
+    fn load(&self, word: StorageCell) -> u64 {
         match word {
-            Word::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
-            Word::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
+            StorageCell::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
+            StorageCell::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
         }
     }
 
-    fn store(&self, word: Word, value: u64) {
+    fn store(&self, word: StorageCell, value: u64) {
         match word {
-            Word::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
-            Word::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
+            StorageCell::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
+            StorageCell::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
         }
     }
 
-    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
+    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         match word {
-            Word::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
-            Word::Entry(index, field) => self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new),
+            StorageCell::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
+            StorageCell::Entry(index, field) => {
+                self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new)
+            }
         }
     }
 
-    fn publish(&self, word: Word, value: u64) {
+    fn publish(&self, word: StorageCell, value: u64) {
         self.store(word, value);
     }
 }
 
 /// The table in two maps of that size.
 pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
-    let entries = Mapped::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
-    let stacks = Mapped::new_slice(stacks, size.partitions() as usize).context("mapping the free places")?;
+    let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
+    let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free places")?;
     Ok(ConnectionTable::new(SharedMemory { entries, stacks, size }, size))
 }
 

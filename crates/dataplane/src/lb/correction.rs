@@ -9,7 +9,7 @@ use coreward_intf as intf;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::correction::{self, AGREEING};
-use coreward_model::{ServerId, key_switch};
+use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
@@ -126,7 +126,7 @@ impl LoadBalancer {
         let key = |index: usize| CookieKey { k0: known.key[index].k0, k1: known.key[index].k1 };
         let current = if known.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         let before = (FleetKeys { keys: [key(0), key(1)], current }, known.switch_ms);
-        key_switch::switch_ms(&before, new, now_ms)
+        key_activation::switch_ms(&before, new, now_ms)
     }
 
     /// What is known of each server's clock, by id. Of two ids with one MAC address (the operator changed it) the one that

@@ -8,7 +8,7 @@ use coreward_model::placement::PlacementTable;
 
 use super::services::in_use;
 use super::tables::{Full, Hashing, Written};
-use super::variant::{InUse, Variant};
+use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
 impl LoadBalancer {
@@ -62,7 +62,7 @@ impl LoadBalancer {
     fn install(&mut self, service: ServiceIndex, hashing: Hashing, table: &PlacementTable) -> anyhow::Result<()> {
         tables::check(table)?;
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
-        let with_rule = InUse { rules: rule.unwrap_or(0), ..self.variant.in_use };
+        let with_rule = EnabledFeatures { rules: rule.unwrap_or(0), ..self.variant.in_use };
         self.change_variant(Variant { in_use: self.variant.in_use.and(with_rule), ..self.variant })?;
         let written = self.write_table(service, hashing, table)?;
         self.maps.state.store(table_at(service), written.at().into());

@@ -23,7 +23,7 @@ use super::tables::Tables;
 use super::variant::Variant;
 use super::{CorrectionClock, PacketRate, ServiceIndex};
 use crate::lru;
-use crate::mapped::Mapped;
+use crate::mmap_array::MmapArray;
 use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
@@ -77,19 +77,19 @@ pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHI
 #[derive(Debug)]
 pub(super) struct Maps {
     handles: [MapHandle; MAP_NAMES.len()],
-    pub state: Mapped<intf::lb_state>,
-    pub servers: Mapped<Servers>,
-    pub membership: Mapped<Membership>,
-    pub counters: Mapped<[intf::lb_counters]>,
+    pub state: MmapArray<intf::lb_state>,
+    pub servers: MmapArray<Servers>,
+    pub membership: MmapArray<Membership>,
+    pub counters: MmapArray<[intf::lb_counters]>,
     pub tables: Tables,
     sizes: Sizes,
     /// By row and server id.
-    pub traffic: Mapped<[intf::server_traffic]>,
+    pub traffic: MmapArray<[intf::server_traffic]>,
     pub connections: Table,
     /// The flow table.
-    pub flows: Mapped<[intf::flow_set]>,
+    pub flows: MmapArray<[intf::flow_set]>,
     /// Entries of the connection table that packets took.
-    pub takes: Mapped<intf::connection_takes>,
+    pub takes: MmapArray<intf::connection_takes>,
 }
 
 /// Names of the pins.
@@ -145,18 +145,18 @@ impl Maps {
         let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
         let rows = sizes.counter_rows as usize;
         Ok(Self {
-            state: Mapped::new(state).context("mapping the state")?,
-            servers: Mapped::new(servers).context("mapping the servers")?,
-            membership: Mapped::new(membership).context("mapping the services' servers")?,
-            counters: Mapped::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)
+            state: MmapArray::new(state).context("mapping the state")?,
+            servers: MmapArray::new(servers).context("mapping the servers")?,
+            membership: MmapArray::new(membership).context("mapping the services' servers")?,
+            counters: MmapArray::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
             tables: Tables::new(map_memory(tables, sizes.placement_memory)?, sizes.placement_memory),
-            traffic: Mapped::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
+            traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
             connections: connections::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
-            flows: Mapped::new_slice(&handles[position(FLOW_TABLE)], sizes.flow_sets as usize)
+            flows: MmapArray::new_slice(&handles[position(FLOW_TABLE)], sizes.flow_sets as usize)
                 .context("mapping the flow table")?,
-            takes: Mapped::new(&handles[position(TAKES)]).context("mapping the connection table's takes")?,
+            takes: MmapArray::new(&handles[position(TAKES)]).context("mapping the connection table's takes")?,
             sizes,
             handles,
         })
@@ -397,8 +397,8 @@ fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHa
 }
 
 /// The memory for placement tables, of so many bytes without what lies behind them.
-fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<Mapped<[u64]>> {
-    Mapped::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
+fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
+    MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
 /// What the variant for `coreward capture` watches.

@@ -14,7 +14,7 @@ use zerocopy::FromBytes as _;
 
 use super::program::Maps;
 use super::tables::Written;
-use super::variant::{InUse, Variant};
+use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of};
 use crate::service_slots;
 
@@ -111,8 +111,8 @@ fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
 }
 
 /// What the program must be able to do for these services and their tables.
-pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> InUse {
-    let of = |(address, service): (&ServiceAddress, &Service)| InUse {
+pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
+    let of = |(address, service): (&ServiceAddress, &Service)| EnabledFeatures {
         rules: service.rule().unwrap_or(0),
         modes: 1 << service.mode.consistency.number(),
         timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
@@ -120,7 +120,7 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> InUse {
         other_balancer: service.mode.transfer.is_some(),
         udp: address.protocol == Protocol::Udp,
     };
-    services.iter().map(of).fold(InUse::default(), InUse::and)
+    services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::and)
 }
 
 impl LoadBalancer {

@@ -14,9 +14,9 @@ use coreward_model::ServerId;
 use coreward_model::placement::{BucketCount, CountedTable, Member, PlacementTable, Rule};
 use coreward_model::rss::{InputTransform, RssKey};
 
-use super::blocks::{Block, Blocks};
-use crate::grace::{GracePeriods, Moment};
-use crate::mapped::Mapped;
+use super::buddy_allocator::{Block, Blocks};
+use crate::mmap_array::MmapArray;
+use crate::rcu::{GracePeriods, GraceTicket};
 
 /// A table that the data plane cannot hold, or that contradicts itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -149,12 +149,12 @@ struct Source {
 /// The memory of all services' tables.
 #[derive(Debug)]
 pub(super) struct Tables {
-    memory: Mapped<[u64]>,
+    memory: MmapArray<[u64]>,
     blocks: Blocks,
     sources: HashMap<Block, Source>,
     by_key: HashMap<SourceKey, Block>,
     /// Tables that programs may still read, the oldest first.
-    retired: VecDeque<(Moment, Written)>,
+    retired: VecDeque<(GraceTicket, Written)>,
 }
 
 const HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
@@ -173,7 +173,7 @@ fn low_and_high(word: u64) -> (u32, u32) {
 }
 
 /// The rule of the table at `at`; `None` when there is none, or it has no members.
-pub(super) fn rule_bit(memory: &Mapped<[u64]>, at: u32) -> Option<u32> {
+pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
     if at == 0 {
@@ -199,7 +199,7 @@ impl Layout {
 
 impl Tables {
     /// In a memory without tables.
-    pub fn new(memory: Mapped<[u64]>, bytes: u32) -> Self {
+    pub fn new(memory: MmapArray<[u64]>, bytes: u32) -> Self {
         let blocks = Blocks::new(bytes, []);
         Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
     }
@@ -233,13 +233,13 @@ impl Tables {
     }
 
     /// Goes on in a larger memory, to which everything has been copied.
-    pub fn grow(&mut self, memory: Mapped<[u64]>, bytes: u32) {
+    pub fn grow(&mut self, memory: MmapArray<[u64]>, bytes: u32) {
         self.memory = memory;
         self.blocks.grow(bytes);
     }
 
     /// The memory.
-    pub fn memory(&self) -> &Mapped<[u64]> {
+    pub fn memory(&self) -> &MmapArray<[u64]> {
         &self.memory
     }
 
@@ -434,7 +434,7 @@ impl Tables {
     }
 
     /// When the newest of the retired tables was retired; `None`: there are none.
-    pub fn last_retired(&self) -> Option<Moment> {
+    pub fn last_retired(&self) -> Option<GraceTicket> {
         self.retired.back().map(|(moment, _)| *moment)
     }
 }

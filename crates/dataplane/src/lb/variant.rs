@@ -4,7 +4,7 @@ use super::{Broadcast, CorrectionClock};
 
 /// What the services and their tables need. What none needs is not compiled in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct InUse {
+pub(super) struct EnabledFeatures {
     /// Bits 1 << `enum placement_rule`.
     pub rules: u32,
     /// Bits 1 << `enum consistency`.
@@ -19,7 +19,7 @@ pub(super) struct InUse {
     pub udp: bool,
 }
 
-impl InUse {
+impl EnabledFeatures {
     /// What either needs.
     pub fn and(self, other: Self) -> Self {
         Self {
@@ -36,7 +36,7 @@ impl InUse {
 /// What is fixed when the program is loaded; a change loads it anew.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Variant {
-    pub in_use: InUse,
+    pub in_use: EnabledFeatures,
     /// Packets and bytes are counted by server.
     pub traffic: bool,
     /// One row of counters per CPU instead of one per receive queue: for generic XDP.

@@ -343,7 +343,7 @@ fn service_times_are_observed_by_type() {
                 at_least[kind] += time.as_nanos() as u64;
                 at_most[kind] += began.elapsed().as_nanos() as u64;
             }
-            let observed = bed.dispatch.books().observed(2);
+            let observed = bed.dispatch.ledger().observed(2);
             assert_eq!(observed.iter().map(|(_, count)| *count).collect::<Vec<_>>(), [2, 2]);
             for (kind, (sum, _)) in observed.iter().enumerate() {
                 let possible = at_least[kind]..=at_most[kind];

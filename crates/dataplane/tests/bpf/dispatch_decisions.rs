@@ -44,7 +44,7 @@ fn agrees(bed: &Bed, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     for (read, _) in &under_way {
         bed.answer(read);
     }
-    let workers = bed.dispatch.books().workers();
+    let workers = bed.dispatch.ledger().workers();
     assert!(workers.iter().all(|worker| worker.outstanding == 0 && worker.outstanding_work.is_zero()), "{workers:?}");
     assert_eq!(workers.iter().map(|worker| worker.dispatched).sum::<u64>(), u64::from(REQUESTS));
     assert!(workers.iter().all(|worker| worker.dispatched == worker.completed && worker.repaired == 0), "{workers:?}");

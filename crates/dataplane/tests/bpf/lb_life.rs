@@ -79,7 +79,8 @@ fn in_all(lb: &LoadBalancer) -> u64 {
 fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
     let map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
     let entries = map.max_entries() as usize;
-    let counters = coreward_dataplane::mapped::Mapped::<[intf::lb_counters]>::new_slice(map.as_fd(), entries).unwrap();
+    let counters =
+        coreward_dataplane::mmap_array::MmapArray::<[intf::lb_counters]>::new_slice(map.as_fd(), entries).unwrap();
     let counter = intf::LB_COUNTER_ESTABLISHED as usize * size_of::<u64>();
     let offset = offset_of!(intf::lb_counters, packets) + counter;
     move || (0..entries).map(|entry| counters.load(entry * size_of::<intf::lb_counters>() + offset)).sum()
@@ -314,6 +315,6 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
 
 fn write_layout_version(state: &Path, version: u64) {
     let map = libbpf_rs::MapHandle::from_pinned_path(state).unwrap();
-    let mapped = coreward_dataplane::mapped::Mapped::<intf::lb_state>::new(map.as_fd()).unwrap();
+    let mapped = coreward_dataplane::mmap_array::MmapArray::<intf::lb_state>::new(map.as_fd()).unwrap();
     mapped.store(offset_of!(intf::lb_state, layout_version), version);
 }

@@ -152,7 +152,7 @@ impl TestEnv {
     }
 
     fn counts(&self) -> Vec<WorkerCounts> {
-        dispatch::pinned_books(&self.pins()).unwrap().workers()
+        dispatch::pinned_ledger(&self.pins()).unwrap().workers()
     }
 
     fn eligible(&self) -> usize {

@@ -14,7 +14,7 @@ use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use coreward_dataplane::{check, lb, rights, server};
+use coreward_dataplane::{capabilities, check, lb, server};
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
@@ -35,7 +35,7 @@ pub fn gather(told: &CliOptions) -> anyhow::Result<Facts> {
     if role == Role::Server {
         services.iter_mut().for_each(|service| service.sockets = Some(sockets::of(&service.address)));
     }
-    let missing_rights = rights::missing()?;
+    let missing_rights = capabilities::missing()?;
     Ok(Facts {
         role,
         kernel: kernel(role, missing_rights.is_empty()),

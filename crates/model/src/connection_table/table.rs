@@ -18,7 +18,7 @@ use crate::tuple::address_words;
 
 /// A 64-bit word that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Word {
+pub enum StorageCell {
     /// `connection_stack.top` of a partition.
     StackTop(u32),
     /// The word of an entry that begins at this byte of `struct connection`.
@@ -26,15 +26,15 @@ pub enum Word {
 }
 
 /// Where the words stand.
-pub trait Memory {
+pub trait AtomicStorage {
     /// Sees all that was written before what it reads was exchanged or published (acquire).
-    fn load(&self, word: Word) -> u64;
+    fn load(&self, word: StorageCell) -> u64;
     /// In one piece, in no order (relaxed): for what nobody else looks at.
-    fn store(&self, word: Word, value: u64);
+    fn store(&self, word: StorageCell, value: u64);
     /// Puts `new` in the place of `old`, if that is what stands there (acquire and release).
-    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool;
+    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool;
     /// In one piece, after all stores before it (release): an entry's identity, where 0 stood.
-    fn publish(&self, word: Word, value: u64);
+    fn publish(&self, word: StorageCell, value: u64);
 }
 
 const IDENTITY: usize = offset_of!(intf::connection, identity);
@@ -81,7 +81,7 @@ pub struct ConnectionTable<M> {
     size: TableSize,
 }
 
-impl<M: Memory> ConnectionTable<M> {
+impl<M: AtomicStorage> ConnectionTable<M> {
     /// `memory` must have room for `size`.
     pub fn new(memory: M, size: TableSize) -> Self {
         Self { memory, size }
@@ -105,7 +105,7 @@ impl<M: Memory> ConnectionTable<M> {
     /// When there is none, or others were always faster.
     pub fn take(&self, packet: &FirstPacket, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
         let partition = packet.hash.partition(self.size);
-        let stack = Word::StackTop(partition);
+        let stack = StorageCell::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
             // BPF has no acquiring load: there the address of `next_free` depends on what was read, which orders the two.
             let top = self.memory.load(stack);
@@ -125,7 +125,7 @@ impl<M: Memory> ConnectionTable<M> {
 
     /// Writes an entry that nobody else knows, its identity last.
     fn fill(&self, index: ConnectionIndex, packet: &FirstPacket, server: ServerId, now: Clock) {
-        let at = |field| Word::Entry(index, field);
+        let at = |field| StorageCell::Entry(index, field);
         let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
         self.memory.store(at(PACKETS), 1);
         self.memory.store(at(BYTES), packet.bytes);
@@ -144,7 +144,7 @@ impl<M: Memory> ConnectionTable<M> {
     /// connection's.
     pub fn find(&self, hash: ConnectionHash, place: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), place);
-        let identity = Identity::from_word(self.memory.load(Word::Entry(index, IDENTITY)))?;
+        let identity = Identity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
 
@@ -153,7 +153,8 @@ impl<M: Memory> ConnectionTable<M> {
         self.add(index, PACKETS, 1);
         self.add(index, BYTES, bytes);
         self.set_last_seen(index, now);
-        let (word, flag) = (Word::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        let (word, flag) =
+            (StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         let closes = closing && self.memory.load(word) & flag == 0;
         if closes {
             self.memory.store(word, self.memory.load(word) | flag);
@@ -163,7 +164,8 @@ impl<M: Memory> ConnectionTable<M> {
 
     /// `reopen_connection()`: another SYN of the same connection. Returns whether the connection was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: Clock) -> bool {
-        let (word, flag) = (Word::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+        let (word, flag) =
+            (StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         self.set_last_seen(index, now);
         let before = self.memory.load(word);
         self.memory.store(word, before & !flag);
@@ -180,24 +182,24 @@ impl<M: Memory> ConnectionTable<M> {
             self.set_next_free(index, next);
         }
         for partition in 0..self.size.partitions() {
-            self.memory.store(Word::StackTop(partition), changed_top(0, 1));
+            self.memory.store(StorageCell::StackTop(partition), changed_top(0, 1));
         }
     }
 
     /// Takes the entry from its connection, if it still has `identity`. Of all who try, one succeeds: it must
     /// [`push`](Self::push) the place when no packet that saw the identity is under way any more.
     pub fn release(&self, index: ConnectionIndex, identity: Identity) -> bool {
-        if !self.memory.compare_exchange(Word::Entry(index, IDENTITY), identity.word(), 0) {
+        if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY), identity.word(), 0) {
             return false;
         }
         let generation = u64::from(identity.generation) + 1;
-        self.memory.store(Word::Entry(index, GENERATION), generation);
+        self.memory.store(StorageCell::Entry(index, GENERATION), generation);
         true
     }
 
     /// Puts a place that was [`release`](Self::release)d onto the stack of its partition.
     pub fn push(&self, index: ConnectionIndex) {
-        let stack = Word::StackTop(index.partition());
+        let stack = StorageCell::StackTop(index.partition());
         loop {
             let top = self.memory.load(stack);
             self.set_next_free(index, (top & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32);
@@ -211,7 +213,7 @@ impl<M: Memory> ConnectionTable<M> {
     pub fn free_places(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut places = Vec::new();
         let mut next =
-            (self.memory.load(Word::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32;
+            (self.memory.load(StorageCell::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32;
         // Taking a place leaves its `next_free` as it was, so the walk ends where the stack did when it began.
         while let Some(place) = next.checked_sub(1).filter(|_| places.len() < intf::CONNECTIONS_PER_PARTITION as usize)
         {
@@ -253,29 +255,29 @@ impl<M: Memory> ConnectionTable<M> {
     // ---- parts of words ----
 
     fn load(&self, index: ConnectionIndex, field: usize) -> u64 {
-        self.memory.load(Word::Entry(index, field))
+        self.memory.load(StorageCell::Entry(index, field))
     }
 
     fn next_free(&self, index: ConnectionIndex) -> u32 {
-        (self.memory.load(Word::Entry(index, PORT_FLAGS_NEXT)) >> NEXT_FREE_SHIFT) as u32
+        (self.memory.load(StorageCell::Entry(index, PORT_FLAGS_NEXT)) >> NEXT_FREE_SHIFT) as u32
     }
 
     fn set_next_free(&self, index: ConnectionIndex, next: u32) {
-        self.memory.store(Word::Entry(index, PORT_FLAGS_NEXT), u64::from(next) << NEXT_FREE_SHIFT);
+        self.memory.store(StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(next) << NEXT_FREE_SHIFT);
     }
 
     fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
-        let word = Word::Entry(index, PORT_FLAGS_NEXT);
+        let word = StorageCell::Entry(index, PORT_FLAGS_NEXT);
         self.memory.store(word, self.memory.load(word) & !LOW_HALF | low_half);
     }
 
     fn set_last_seen(&self, index: ConnectionIndex, now: Clock) {
-        let word = Word::Entry(index, TIMES);
+        let word = StorageCell::Entry(index, TIMES);
         self.memory.store(word, self.memory.load(word) & !LOW_HALF | u64::from(now.0));
     }
 
     fn add(&self, index: ConnectionIndex, field: usize, value: u64) {
-        let word = Word::Entry(index, field);
+        let word = StorageCell::Entry(index, field);
         self.memory.store(word, self.memory.load(word).wrapping_add(value));
     }
 }
@@ -328,30 +330,30 @@ impl OwnMemory {
         Self { size, tops: words(size.partitions() as usize), entries: words(size.entries() as usize * ENTRY_WORDS) }
     }
 
-    fn at(&self, word: Word) -> &AtomicU64 {
+    fn at(&self, word: StorageCell) -> &AtomicU64 {
         match word {
-            Word::StackTop(partition) => &self.tops[partition as usize],
-            Word::Entry(index, field) => {
+            StorageCell::StackTop(partition) => &self.tops[partition as usize],
+            StorageCell::Entry(index, field) => {
                 &self.entries[index.position(self.size) as usize * ENTRY_WORDS + field / size_of::<u64>()]
             }
         }
     }
 }
 
-impl Memory for OwnMemory {
-    fn load(&self, word: Word) -> u64 {
+impl AtomicStorage for OwnMemory {
+    fn load(&self, word: StorageCell) -> u64 {
         self.at(word).load(Ordering::Acquire)
     }
 
-    fn store(&self, word: Word, value: u64) {
+    fn store(&self, word: StorageCell, value: u64) {
         self.at(word).store(value, Ordering::Relaxed);
     }
 
-    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
+    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         self.at(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, word: Word, value: u64) {
+    fn publish(&self, word: StorageCell, value: u64) {
         self.at(word).store(value, Ordering::Release);
     }
 }

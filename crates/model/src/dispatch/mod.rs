@@ -36,7 +36,7 @@ pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, R
 pub use repair::{LearnedTime, Liveness, given_up};
 pub use rss::{BucketHash, regroup};
 pub use spread::{RandomCore, RoundRobinCore};
-pub use stealing::{LongestQueueStealing, Theft};
+pub use stealing::{LongestQueueStealing, Steal};
 pub use weight::Weight;
 
 /// What the NIC knows of a request.

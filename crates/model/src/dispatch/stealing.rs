@@ -19,7 +19,7 @@ const EMPTY: u32 = u32::MAX;
 
 /// A core that helps another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Theft {
+pub struct Steal {
     /// Takes the first request ...
     pub thief: u16,
     /// ... of this core's queue.
@@ -44,9 +44,9 @@ impl LongestQueueStealing {
 
     /// Who takes from whom now: the idle core and the longest queue with the lowest indices. `None`: no core is idle, or
     /// no request is queued.
-    pub fn theft(&self) -> Option<Theft> {
+    pub fn theft(&self) -> Option<Steal> {
         let ((thief, state), (victim, length)) = (self.states.least(), self.lengths.least());
-        (state == IDLE && length != EMPTY).then_some(Theft { thief, victim })
+        (state == IDLE && length != EMPTY).then_some(Steal { thief, victim })
     }
 }
 
@@ -63,8 +63,8 @@ mod tests {
         stealing.set_queued(2, 3);
         assert_eq!(stealing.theft(), None);
         stealing.set_busy(0, false);
-        assert_eq!(stealing.theft(), Some(Theft { thief: 0, victim: 2 }));
+        assert_eq!(stealing.theft(), Some(Steal { thief: 0, victim: 2 }));
         stealing.set_queued(2, 2);
-        assert_eq!(stealing.theft(), Some(Theft { thief: 0, victim: 1 }));
+        assert_eq!(stealing.theft(), Some(Steal { thief: 0, victim: 1 }));
     }
 }

@@ -12,7 +12,7 @@ use crate::ServerId;
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::correction::{self, Clock};
-use crate::key_switch;
+use crate::key_activation;
 use crate::tuple::Protocol;
 
 /// Whose answers come from an address, and the clock that they show.
@@ -91,7 +91,7 @@ impl Correction {
     }
 
     pub fn set_keys(&mut self, before: FleetKeys, new: &FleetKeys, now_ms: u32) {
-        self.switch_ms = key_switch::switch_ms(&(before, self.switch_ms), new, now_ms);
+        self.switch_ms = key_activation::switch_ms(&(before, self.switch_ms), new, now_ms);
     }
 }
 

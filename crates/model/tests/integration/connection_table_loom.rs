@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicU64 as PlainWord;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::table::{ConnectionTable, FirstPacket, Memory, NotTaken, Word};
+use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, FirstPacket, NotTaken, StorageCell};
 use coreward_model::connection_table::{Clock, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
@@ -45,13 +45,13 @@ impl LoomMemory {
         Self { top, identity: words(), port_flags_next: words(), generation: words(), rest, top_mask }
     }
 
-    fn cell(&self, word: Word) -> Cell<'_> {
+    fn cell(&self, word: StorageCell) -> Cell<'_> {
         const IDENTITY: usize = std::mem::offset_of!(intf::connection, identity);
         const PORT_FLAGS_NEXT: usize = std::mem::offset_of!(intf::connection, client_port);
         const GENERATION: usize = std::mem::offset_of!(intf::connection, generation);
         match word {
-            Word::StackTop(_) => Cell::Loom(&self.top),
-            Word::Entry(index, field) => {
+            StorageCell::StackTop(_) => Cell::Loom(&self.top),
+            StorageCell::Entry(index, field) => {
                 let place = index.place() as usize;
                 match field {
                     IDENTITY => Cell::Loom(&self.identity[place]),
@@ -64,29 +64,31 @@ impl LoomMemory {
     }
 }
 
-impl Memory for LoomMemory {
-    fn load(&self, word: Word) -> u64 {
+impl AtomicStorage for LoomMemory {
+    fn load(&self, word: StorageCell) -> u64 {
         match self.cell(word) {
-            Cell::Loom(cell) if matches!(word, Word::StackTop(_)) => cell.load(Ordering::Acquire) & self.top_mask,
+            Cell::Loom(cell) if matches!(word, StorageCell::StackTop(_)) => {
+                cell.load(Ordering::Acquire) & self.top_mask
+            }
             Cell::Loom(cell) => cell.load(Ordering::Acquire),
             Cell::Plain(cell) => cell.load(Ordering::Relaxed),
         }
     }
 
-    fn store(&self, word: Word, value: u64) {
+    fn store(&self, word: StorageCell, value: u64) {
         match self.cell(word) {
             Cell::Loom(cell) => cell.store(value, Ordering::Relaxed),
             Cell::Plain(cell) => cell.store(value, Ordering::Relaxed),
         }
     }
 
-    fn compare_exchange(&self, word: Word, old: u64, new: u64) -> bool {
+    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         let Cell::Loom(cell) = self.cell(word) else { unreachable!("no plain word is exchanged") };
-        let new = if matches!(word, Word::StackTop(_)) { new & self.top_mask } else { new };
+        let new = if matches!(word, StorageCell::StackTop(_)) { new & self.top_mask } else { new };
         cell.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, word: Word, value: u64) {
+    fn publish(&self, word: StorageCell, value: u64) {
         let Cell::Loom(cell) = self.cell(word) else { unreachable!("no plain word is published") };
         assert_eq!(cell.swap(value, Ordering::AcqRel), 0, "a place was handed out that is in use");
     }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::mapped::Mapped;
+use coreward_dataplane::mmap_array::MmapArray;
 use coreward_dataplane::test_run::{self, ReceiveQueue};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
@@ -83,7 +83,7 @@ impl Runner {
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
         let loaded = open.load().context("loading fresh_packets.bpf.c")?;
-        let memory: Mapped<[Packet; PACKETS]> = Mapped::new(loaded.maps.bss_packets.as_fd())?;
+        let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
         let programs = &loaded.progs;
         Ok(Self {

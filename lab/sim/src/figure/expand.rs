@@ -12,12 +12,12 @@ pub struct Plan {
     /// Different runs.
     pub jobs: Vec<Job>,
     /// Values of the table: by panel, then series, then x, then seed.
-    pub places: Vec<Place>,
+    pub places: Vec<PlotPoint>,
 }
 
 /// Where a value goes and where it comes from.
 #[derive(Debug)]
-pub struct Place {
+pub struct PlotPoint {
     /// Index of the panel in the scenario.
     pub panel: usize,
     /// Index of the series in the scenario.
@@ -68,7 +68,8 @@ impl Scenario {
                             plan.jobs.len() - 1
                         });
                         let over_time = matches!(swept, Some((SweepAxis::Time, _)));
-                        let place = Place { panel: panel_index, series: series_index, x, seed, job, wanted, over_time };
+                        let place =
+                            PlotPoint { panel: panel_index, series: series_index, x, seed, job, wanted, over_time };
                         plan.places.push(place);
                     }
                 }

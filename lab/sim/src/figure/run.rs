@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use anyhow::Context;
 use rayon::prelude::*;
 
-use super::expand::{Place, Plan};
+use super::expand::{Plan, PlotPoint};
 use super::job::Outcome;
 use super::scenario::Scenario;
 use super::table::{Cell, Curve, PanelTable, Table};
@@ -73,8 +73,8 @@ pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Val
     Table { seeds, panels: panels.collect() }
 }
 
-fn values_of(place: &Place, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
-    let Place { x, seed, over_time, .. } = *place;
+fn values_of(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
+    let PlotPoint { x, seed, over_time, .. } = *place;
     if over_time {
         let series = outcome.over_time(&place.wanted).unwrap_or_default();
         return series.into_iter().map(|(x, y)| Value { x: x * x_scale, seed, y }).collect();

@@ -1,6 +1,6 @@
 //! One policy, one seed: the same fleet as live, fed by a trace.
 
-use coreward_model::fleet::{Fleet, FleetShape, Racks};
+use coreward_model::fleet::{FleetShape, Racks, SimulatedCluster};
 use coreward_model::placement::PlacementTable;
 use coreward_model::policy::{self, Policy};
 use coreward_model::rss::seeded_rng;
@@ -48,7 +48,7 @@ struct Counters {
 /// A fleet under one policy.
 pub struct Simulation {
     placer: Placer,
-    fleet: Fleet,
+    fleet: SimulatedCluster,
     cores_of_server: usize,
     cores: Cores,
     history: History,
@@ -75,7 +75,7 @@ impl Simulation {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
         let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
-        let mut fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let core_count = fleet.core_count();
         let placer = match policy {
             ORACLE => Placer::Oracle(Oracle::new(core_count)),

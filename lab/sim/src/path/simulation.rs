@@ -1,6 +1,6 @@
 //! One combination of policies, one seed.
 
-use coreward_model::fleet::{Fleet, FleetShape};
+use coreward_model::fleet::{FleetShape, SimulatedCluster};
 use coreward_model::policy::{self, Policy as Placement};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::statistics::{mean, variance_pct};
@@ -26,7 +26,7 @@ pub struct Simulation<'a> {
     config: &'a Config,
     dispatch: &'a Policy,
     placement: Box<dyn Placement>,
-    fleet: Fleet,
+    fleet: SimulatedCluster,
     servers: Vec<Box<dyn Server<Answers>>>,
     traffic: Traffic,
     sampler: Sampler,
@@ -119,7 +119,7 @@ impl<'a> Simulation<'a> {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
         let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
-        let mut fleet = Fleet::new(plan).expect("as many entries as buckets");
+        let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         if config.requests_per_connection == 1.0 {
             fleet.place_requests();
         }

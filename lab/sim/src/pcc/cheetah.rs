@@ -47,7 +47,7 @@ pub struct Cheetah {
 impl Cheetah {
     /// `name` is one of [`policy::names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
-        let by_counts = config.knowledge == LoadInfo::Current && name == LEAST;
+        let by_counts = config.knowledge == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match by_counts {
             // All servers' counts are known, so all can be compared, and no bucket is needed.
             true => Box::new(Least::of_all(seed)),
@@ -98,7 +98,7 @@ impl Cheetah {
 
     /// Whether [`PlacementState::assigned`] stands for the open connections of this moment.
     fn counts_assigned(&self) -> bool {
-        self.knowledge == LoadInfo::Current && self.policy.name() == LEAST
+        self.knowledge == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
     /// A new table for all load balancers. Turns go on.
@@ -174,7 +174,7 @@ impl Cheetah {
 }
 
 /// The one policy that has another form when all counts are known.
-const LEAST: &str = "least";
+const LEAST_POLICY: &str = "least";
 
 fn one_bucket() -> BucketCount {
     BucketCount::new(1).expect("a power of two")

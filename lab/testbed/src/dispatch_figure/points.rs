@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, bail};
-use coreward_sim::figure::expand::{Place, Plan};
+use coreward_sim::figure::expand::{Plan, PlotPoint};
 use coreward_sim::figure::job::Job;
 use coreward_sim::figure::live::Sample;
 use coreward_sim::figure::scenario::Scenario;
@@ -24,9 +24,9 @@ pub fn plan(scenario: &Scenario) -> anyhow::Result<Plan> {
 pub fn samples(
     scenario: &Scenario,
     plan: &Plan,
-    value: impl Fn(&Place, &Job) -> anyhow::Result<f64>,
+    value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<Sample>> {
-    let sample = |place: &Place| {
+    let sample = |place: &PlotPoint| {
         let (panel, series) = (&scenario.panel[place.panel], &scenario.series[place.series]);
         let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
         let y =

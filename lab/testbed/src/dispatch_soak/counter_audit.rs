@@ -29,7 +29,7 @@ impl Reading {
     /// When something cannot be read.
     pub fn take(site: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
-            books: site.books()?,
+            books: site.ledger()?,
             client: counters::read(site.testbed().client())?,
             server: counters::read(site.testbed().server(1)?)?,
             purged: site.purged()?,
@@ -98,7 +98,7 @@ pub struct Segment {
     /// Responses that workers sent.
     pub responses: u64,
     /// The books; `None` when they began anew.
-    pub books: Option<Books>,
+    pub books: Option<RequestLedger>,
     /// Requests of the load.
     pub load_requests: u64,
     /// Of these, without a response.
@@ -109,7 +109,7 @@ pub struct Segment {
 
 /// What the books say of a segment.
 #[derive(Debug, Serialize)]
-pub struct Books {
+pub struct RequestLedger {
     /// Requests that went to workers.
     pub dispatched: u64,
     /// Whose response was seen.
@@ -147,7 +147,7 @@ impl Segment {
             purged: after.purged - before.purged,
             killed_in_service: read as i64 - responses as i64 - refused as i64,
             responses,
-            books: (!began_anew).then(|| Books::new(before, after, made)),
+            books: (!began_anew).then(|| RequestLedger::new(before, after, made)),
             load_requests: of_load("requests"),
             load_lost: of_load("lost"),
             violations: Vec::new(),
@@ -214,7 +214,7 @@ impl Segment {
     }
 }
 
-impl Books {
+impl RequestLedger {
     fn new(before: &Reading, after: &Reading, made: &FaultCounts) -> Self {
         let sum = |name: &str| after.sum(name) - before.sum(name);
         let unmatched = after.counter("unmatched") - before.counter("unmatched");

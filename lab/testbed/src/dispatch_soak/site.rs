@@ -106,7 +106,7 @@ impl TestEnv {
         self.daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
         let started = Instant::now();
         loop {
-            let books = self.books().unwrap_or_default();
+            let books = self.ledger().unwrap_or_default();
             // Books that were there before may have been looked at by another process.
             let looked = books["since_last_look_ms"].as_u64();
             let by_this = looked.is_some_and(|looked| u128::from(looked) < started.elapsed().as_millis());
@@ -144,7 +144,7 @@ impl TestEnv {
     ///
     /// # Errors
     /// When nothing is dispatched.
-    pub fn books(&self) -> anyhow::Result<Value> {
+    pub fn ledger(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch()?;
         command.args(["--status", "--format", "json"]);
         let output = self.testbed.run(self.testbed.server(1)?, command)?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_dataplane::mapped::Mapped;
+use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::consistency::Consistency;
 use coreward_testbed::fleet::FleetOptions;
@@ -30,7 +30,7 @@ fn agents() -> impl Iterator<Item = String> {
 
 /// From now on what is pinned there is of another version: another layout. `T`: what stands in the map.
 fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
-    let mapped = Mapped::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
+    let mapped = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both (bpf/include/intf.h).
     mapped.store(0, 99);
 }

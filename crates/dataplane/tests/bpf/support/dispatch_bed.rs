@@ -101,7 +101,7 @@ impl Bed {
 
     /// Another worker, with its slot.
     pub fn add_worker(&mut self) -> u32 {
-        let socket = worker_socket(self.dispatch.books().service().0);
+        let socket = worker_socket(self.dispatch.ledger().service().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
         self.dispatch.attach(socket.as_fd()).unwrap();
         self.workers.insert(slot, socket);
@@ -110,7 +110,7 @@ impl Bed {
 
     /// The client sends, and it is dispatched: the loopback delivers a little later when the machine is busy.
     pub fn send(&self, client: &UdpSocket, payload: &[u8]) {
-        let dispatched = || self.dispatch.books().workers().iter().map(|worker| worker.dispatched).sum::<u64>();
+        let dispatched = || self.dispatch.ledger().workers().iter().map(|worker| worker.dispatched).sum::<u64>();
         let before = dispatched();
         client.send(payload).unwrap();
         wait_for("a request to be dispatched", || (dispatched() > before).then_some(()));
@@ -154,17 +154,17 @@ impl Bed {
     }
 
     pub fn counts(&self, slot: u32) -> WorkerCounts {
-        let workers = self.dispatch.books().workers();
+        let workers = self.dispatch.ledger().workers();
         workers.into_iter().find(|worker| worker.slot == slot).unwrap()
     }
 
     /// What each worker has outstanding.
     pub fn outstanding(&self) -> Vec<u32> {
-        self.dispatch.books().workers().iter().map(|worker| worker.outstanding).collect()
+        self.dispatch.ledger().workers().iter().map(|worker| worker.outstanding).collect()
     }
 
     pub fn counter(&self, counter: coreward_intf::dispatch_counter) -> u64 {
-        self.dispatch.books().counters()[counter as usize]
+        self.dispatch.ledger().counters()[counter as usize]
     }
 }
 

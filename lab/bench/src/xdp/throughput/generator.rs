@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, OwnedFd};
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::mapped::Mapped;
+use coreward_dataplane::mmap_array::MmapArray;
 use coreward_dataplane::test_run;
 use libbpf_rs::Link;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -76,7 +76,7 @@ impl Generator {
             to.words = words(frame)?;
         }
         let loaded = open.load().context("loading live_frames.bpf.c")?;
-        let memory: Mapped<[LivePacket; LIVE_PACKETS]> = Mapped::new(loaded.maps.bss_packets.as_fd())?;
+        let memory: MmapArray<[LivePacket; LIVE_PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         let live = |(number, packet): (usize, &Packet)| LivePacket {
             client_address: packet.client_address,
             ports: packet.ports,

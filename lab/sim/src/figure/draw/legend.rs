@@ -10,7 +10,7 @@ use crate::figure::table::Table;
 /// Pixels of a row, of a sample, and between entries.
 const ROW: i32 = 22;
 const SAMPLE: i32 = 34;
-const GAP: i32 = 22;
+const SPACING: i32 = 22;
 
 /// Entries with their places.
 pub struct Legend {
@@ -34,7 +34,7 @@ impl Legend {
                 (x, row) = (0, row + 1);
             }
             entries.push((index, label, (x, row * ROW)));
-            x += wide + GAP;
+            x += wide + SPACING;
         }
         let looks = (0..scenario.series.len()).map(|index| scenario.appearance(index)).collect();
         Self { entries, looks, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }

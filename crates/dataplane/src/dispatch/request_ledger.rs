@@ -17,7 +17,7 @@ use rand::TryRng as _;
 use rand::rngs::SysRng;
 
 use super::options::{Options, POLL_INTERVAL, Timeouts};
-use crate::mapped::Mapped;
+use crate::mmap_array::MmapArray;
 use crate::reuseport::SocketCookie;
 
 type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
@@ -56,9 +56,9 @@ pub struct WorkerCounts {
 
 /// See the module.
 #[derive(Debug)]
-pub struct Books {
-    state: Mapped<intf::dispatch_state>,
-    requests: Mapped<Requests>,
+pub struct RequestLedger {
+    state: MmapArray<intf::dispatch_state>,
+    requests: MmapArray<Requests>,
     liveness: BTreeMap<u32, Liveness>,
 }
 
@@ -104,11 +104,11 @@ impl Entry {
     }
 }
 
-impl Books {
+impl RequestLedger {
     pub(super) fn new(state: &impl AsFd, requests: &impl AsFd) -> anyhow::Result<Self> {
         Ok(Self {
-            state: Mapped::new(state).context("mapping dispatch_state (of another version?)")?,
-            requests: Mapped::new(requests).context("mapping the requests in flight (of another version?)")?,
+            state: MmapArray::new(state).context("mapping dispatch_state (of another version?)")?,
+            requests: MmapArray::new(requests).context("mapping the requests in flight (of another version?)")?,
             liveness: BTreeMap::new(),
         })
     }
@@ -122,7 +122,8 @@ impl Books {
         let mut seed = [0; 8];
         SysRng.try_fill_bytes(&mut seed).context("random numbers of the kernel")?;
         self.state.store(offset_of!(intf::dispatch_state, seed), u64::from_ne_bytes(seed));
-        (0..intf::MAX_DISPATCH_WORKERS).for_each(|slot| self.bar(slot, intf::DISPATCH_GONE | intf::DISPATCH_BARRED));
+        (0..intf::MAX_DISPATCH_WORKERS)
+            .for_each(|slot| self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED));
         (0..intf::MAX_DISPATCH_TYPES as usize).for_each(|number| self.set_weight(number, Weight::new(UNKNOWN_TIME)));
         let version = intf::DISPATCH_LAYOUT_VERSION.into();
         self.state.store(offset_of!(intf::dispatch_state, layout_version), version);
@@ -223,7 +224,7 @@ impl Books {
 
     /// The slot's worker is gone.
     pub(super) fn vacate(&self, slot: u32) {
-        self.bar(slot, intf::DISPATCH_GONE | intf::DISPATCH_BARRED);
+        self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
         self.give_up_all(slot);
         self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), 0);
         for field in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
@@ -233,7 +234,7 @@ impl Books {
 
     /// The slot's worker gets requests from now on.
     pub(super) fn open(&self, slot: u32) {
-        self.unbar(slot);
+        self.enable(slot);
         self.set_order();
     }
 
@@ -278,8 +279,8 @@ impl Books {
         self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed) as usize
     }
 
-    /// Bars a worker that does not read. The programs unbar it by its first response; here too, in case that came from
-    /// another socket or its queue was emptied without one.
+    /// Disables a worker that does not read. The programs enable it by its first response; here too, in case that came
+    /// from another socket or its queue was emptied without one.
     fn judge(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let responses = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, completed));
@@ -287,8 +288,8 @@ impl Books {
         let queued = self.queued(slot);
         let liveness = self.liveness.entry(slot).or_insert_with(|| Liveness::new(now, signs));
         let stalled = liveness.is_stalled(now, signs, queued, timeouts.stall_after);
-        let barred = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & intf::DISPATCH_BARRED != 0;
-        match (stalled, barred) {
+        let disabled = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
+        match (stalled, disabled) {
             (true, false) => {
                 tracing::warn!(
                     event = "worker-stalled",
@@ -297,9 +298,9 @@ impl Books {
                     stall_after = ?timeouts.stall_after,
                     "a worker does not read its requests: it gets no new ones"
                 );
-                self.bar(slot, intf::DISPATCH_BARRED);
+                self.disable(slot, intf::DISPATCH_DISABLED);
             }
-            (false, true) => self.unbar(slot),
+            (false, true) => self.enable(slot),
             _ => {}
         }
     }
@@ -336,13 +337,13 @@ impl Books {
         self.state.word(work_at(slot)).fetch_sub(work, Ordering::AcqRel);
     }
 
-    fn bar(&self, slot: u32, flags: u32) {
+    fn disable(&self, slot: u32, flags: u32) {
         let above_work = u64::from(flags >> intf::DISPATCH_FLAGS_SHIFT) << intf::DISPATCH_WORK_FLAGS_SHIFT;
         self.state.half(outstanding_at(slot)).fetch_or(flags, Ordering::AcqRel);
         self.state.word(work_at(slot)).fetch_or(above_work, Ordering::AcqRel);
     }
 
-    fn unbar(&self, slot: u32) {
+    fn enable(&self, slot: u32) {
         self.state.half(outstanding_at(slot)).fetch_and(intf::DISPATCH_COUNT_MASK, Ordering::AcqRel);
         self.state.word(work_at(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
     }

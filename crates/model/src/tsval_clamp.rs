@@ -28,7 +28,7 @@ pub struct TimePart {
 
 /// A largest step that was sent (`struct held_timestamp`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Held {
+struct ClampedTsval {
     time: TimePart,
     /// What the client had echoed last.
     before: TimePart,
@@ -37,13 +37,13 @@ struct Held {
 
 /// What is remembered for one connection.
 #[derive(Debug, Clone, Default)]
-pub struct HoldRule {
-    held: Option<Held>,
+pub struct PawsClamp {
+    held: Option<ClampedTsval>,
     /// The server's own TSval when anything was last held: for a group of connections, so that most look no further.
     last_hold_ms: u32,
 }
 
-impl HoldRule {
+impl PawsClamp {
     /// What to send when the server's own TSval is `milliseconds` and `last_echo` is the client's last echo as it was
     /// restored for the kernel; 0: there was none.
     pub fn time_to_send(&mut self, milliseconds: u32, last_echo: u32) -> TimePart {
@@ -70,7 +70,8 @@ impl HoldRule {
             return plain;
         }
         let time = TimePart { sent: recent.wrapping_add(LARGEST_STEP_MS as u16), original: milliseconds };
-        self.held = Some(Held { time, before: TimePart { sent: recent, original: last_echo }, confirmed: false });
+        self.held =
+            Some(ClampedTsval { time, before: TimePart { sent: recent, original: last_echo }, confirmed: false });
         self.last_hold_ms = milliseconds;
         time
     }
@@ -168,7 +169,7 @@ mod tests {
         now: u32,
         keys: FleetKeys,
         switch_ms: u32,
-        rule: HoldRule,
+        rule: PawsClamp,
         last_echo: u32,
         to_client: VecDeque<Sent>,
         to_server: VecDeque<Sent>,
@@ -193,7 +194,7 @@ mod tests {
                     current: KeyIndex::First,
                 },
                 switch_ms: now.wrapping_sub(1000),
-                rule: HoldRule { last_hold_ms: now.wrapping_sub(1 << 30), held: None },
+                rule: PawsClamp { last_hold_ms: now.wrapping_sub(1 << 30), held: None },
                 last_echo: 0,
                 to_client: VecDeque::new(),
                 to_server: VecDeque::new(),

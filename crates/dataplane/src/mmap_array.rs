@@ -15,7 +15,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// A map's memory as a `T`: one value, or a slice of as many as the map has.
 #[derive(Debug)]
-pub struct Mapped<T: ?Sized> {
+pub struct MmapArray<T: ?Sized> {
     address: NonNull<libc::c_void>,
     bytes: NonZeroUsize,
     values: PhantomData<T>,
@@ -23,11 +23,11 @@ pub struct Mapped<T: ?Sized> {
 
 // SAFETY: the memory belongs to the map, not to a thread; every access goes through a raw pointer, for which the caller
 // answers.
-unsafe impl<T: ?Sized> Send for Mapped<T> {}
+unsafe impl<T: ?Sized> Send for MmapArray<T> {}
 // SAFETY: as above.
-unsafe impl<T: ?Sized> Sync for Mapped<T> {}
+unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
 
-impl<T: FromBytes + IntoBytes> Mapped<T> {
+impl<T: FromBytes + IntoBytes> MmapArray<T> {
     /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: both sides take their
     /// types from `bpf/include/intf.h`.
     ///
@@ -43,7 +43,7 @@ impl<T: FromBytes + IntoBytes> Mapped<T> {
     }
 }
 
-impl<T: FromBytes + IntoBytes> Mapped<[T]> {
+impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
     /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each must be a `T`, and its size a
     /// multiple of 8: the kernel puts the next one there.
     ///
@@ -58,7 +58,7 @@ impl<T: FromBytes + IntoBytes> Mapped<[T]> {
 const WORD: usize = size_of::<u64>();
 const HALF: usize = size_of::<u32>();
 
-impl<T: ?Sized> Mapped<T> {
+impl<T: ?Sized> MmapArray<T> {
     fn map(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
         let bytes = NonZeroUsize::new(bytes).ok_or(nix::errno::Errno::EINVAL)?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -170,7 +170,7 @@ impl<T: ?Sized> Mapped<T> {
     }
 }
 
-impl<T: ?Sized> Drop for Mapped<T> {
+impl<T: ?Sized> Drop for MmapArray<T> {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with this length, and pointers into it do not outlive `self`.
         if let Err(error) = unsafe { munmap(self.address, self.bytes.get()) } {

@@ -49,7 +49,7 @@ fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
 
 /// A moment: what programs were told to leave before it they have left when [`GracePeriods::has_passed`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Moment(u64);
+pub struct GraceTicket(u64);
 
 /// The thread. It ends with this value.
 #[derive(Debug)]
@@ -118,7 +118,7 @@ impl GracePeriods {
     }
 
     /// Now, after programs were told to leave something. A grace period is waited for.
-    pub fn now(&self) -> Moment {
+    pub fn now(&self) -> GraceTicket {
         // What was stored before is seen by all that begins after this.
         fence(Ordering::SeqCst);
         let moment = self.0.begun.load(Ordering::SeqCst) + 1;
@@ -126,11 +126,11 @@ impl GracePeriods {
         wishes.wanted = wishes.wanted.max(moment);
         drop(wishes);
         self.0.changed.notify_all();
-        Moment(moment)
+        GraceTicket(moment)
     }
 
     /// Whether all programs that ran at that moment have ended.
-    pub fn has_passed(&self, moment: Moment) -> bool {
+    pub fn has_passed(&self, moment: GraceTicket) -> bool {
         self.0.ended.load(Ordering::SeqCst) >= moment.0
     }
 
@@ -138,7 +138,7 @@ impl GracePeriods {
     ///
     /// # Errors
     /// When the kernel has refused to wait for one.
-    pub fn wait(&self, moment: Moment) -> anyhow::Result<()> {
+    pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
         let mut wishes = self.0.wishes();
         while !self.has_passed(moment) {
             if let Some(error) = &wishes.failed {
@@ -170,6 +170,6 @@ mod tests {
         let second = periods.now();
         assert!(second > first);
         periods.wait(second).unwrap();
-        assert!(periods.has_passed(Moment::default()));
+        assert!(periods.has_passed(GraceTicket::default()));
     }
 }
