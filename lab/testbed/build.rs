@@ -6,7 +6,7 @@ use std::process::Command;
 
 use libbpf_cargo::SkeletonBuilder;
 
-const PROGRAMS: [&str; 4] = ["rss_emulation", "xdp_pass", "receive_queues", "purged"];
+const PROGRAMS: [&str; 4] = ["rss_emulation", "xdp_pass", "receive_queues", "drop_counter"];
 
 fn main() {
     let here = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
@@ -30,11 +30,14 @@ fn main() {
             .build_and_generate(out.join(format!("{program}.skel.rs")))
             .unwrap_or_else(|error| panic!("{program}.bpf.c (needs the Debian package clang-19): {error:?}"));
     }
-    let preload = here.join("preload.c");
+    let preload = here.join("fault_shim.c");
     println!("cargo::rerun-if-changed={}", preload.display());
     let compiled = Command::new("gcc")
         .args(["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o"])
         .args([&out.join("preload.so"), &preload])
         .status();
-    assert!(compiled.is_ok_and(|status| status.success()), "preload.c was not compiled (needs the Debian package gcc)");
+    assert!(
+        compiled.is_ok_and(|status| status.success()),
+        "fault_shim.c was not compiled (needs the Debian package gcc)"
+    );
 }

@@ -56,7 +56,7 @@ impl<'a> Reader<'a> {
         let checked = if reader.syntax.is_wrong { None } else { read.and_then(|read| check(read, &mut reader)) };
         match checked {
             Some(checked) if reader.found.is_empty() => Ok(checked),
-            _ => Err(reader.mistakes(root.get_ref())),
+            _ => Err(reader.diagnostics(root.get_ref())),
         }
     }
 
@@ -74,7 +74,7 @@ impl<'a> Reader<'a> {
         self.found.push(Found { span, key, message, nearest: None });
     }
 
-    fn mistakes(self, root: &DeValue<'_>) -> Diagnostics {
+    fn diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
         let source = self.source;
         let mistake = |found: Found| {
             let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();

@@ -228,7 +228,7 @@ impl Records {
                 Err(mistake) => wrong.push(mistake),
             }
         }
-        if wrong.is_empty() { Ok(ids) } else { Err(config.mistakes(wrong)) }
+        if wrong.is_empty() { Ok(ids) } else { Err(config.diagnostics(wrong)) }
     }
 
     /// Returns an id chosen by the operator, or the reason why it is still in use.

@@ -18,7 +18,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
-use crate::refused::{take_refused, take_refused_stamped};
+use crate::rejected::{take_refused, take_refused_stamped};
 use crate::{Context as _, RefusedService, WireError, v1};
 
 /// What names a service in tables: 0 to 1,023. (Where in its arrays the data plane puts it is its own affair.)

@@ -9,7 +9,7 @@
 //! * [`report`]: what an agent says of its cores
 //! * [`configuration`]: what the controller tells load balancers and agents to know
 //! * [`change`]: what of that is another than before
-//! * [`refused`]: what of that cannot be used
+//! * [`rejected`]: what of that cannot be used
 //! * [`table`]: placement tables
 //! * [`traffic`]: what load balancers count for policies
 //! * [`health`]: how servers are checked, and what the checks say
@@ -25,7 +25,7 @@ pub mod keys;
 pub mod mode;
 mod packed;
 pub mod rack;
-pub mod refused;
+pub mod rejected;
 pub mod report;
 pub mod rss;
 pub mod sanitize;
@@ -41,7 +41,7 @@ pub use configuration::{
 pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
-pub use refused::RefusedService;
+pub use rejected::RefusedService;
 pub use report::{AGENT_MESSAGE_BYTES, CountedConnections, Report, ReportDetails, ReportError, limited_report};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};

@@ -6,7 +6,7 @@ use crate::report::{self, Report};
 use crate::xdp::{self, flood, throughput};
 use crate::{
     agent, conn_count, controller, cpu_load, dispatch, environment, idle, orchestrate, placement, racks, scale, sim,
-    site, startup,
+    startup, test_env,
 };
 
 /// Arguments of `coreward-lab bench`.
@@ -53,7 +53,7 @@ enum Command {
     /// How many agents a controller on one CPU takes, and how soon its tables are in the kernel (needs root)
     Scale(scale::Args),
     #[command(hide = true)]
-    LoadBalancerProcess(site::ProcessArgs),
+    LoadBalancerProcess(test_env::ProcessArgs),
     /// How soon a load balancer with many services and servers forwards, and follows a change (needs root)
     Start(startup::Args),
     /// How quick the simulator is
@@ -85,7 +85,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::Racks(args) => arguments.show(&racks::run(args)?),
         Command::ControllerProcess(args) => controller::run_process(args),
         Command::Scale(args) => arguments.show(&scale::run(args)?),
-        Command::LoadBalancerProcess(args) => site::run_process(args),
+        Command::LoadBalancerProcess(args) => test_env::run_process(args),
         Command::Start(args) => arguments.show(&startup::run(args)?),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {

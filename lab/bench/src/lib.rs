@@ -20,6 +20,6 @@ pub mod report;
 pub mod run_time;
 mod scale;
 mod sim;
-mod site;
 mod startup;
+mod test_env;
 pub mod xdp;

@@ -22,7 +22,7 @@ use crate::controller::{self, Controller, name};
 use crate::fake_agent::FakeAgent;
 use crate::report::{Report, Table};
 use crate::scale::{Window, rows, window};
-use crate::site;
+use crate::test_env;
 
 /// Summaries that each rack has, of different loads, and passes up in turn: making them is the racks' work, and they would share
 /// the machine with what is measured.
@@ -70,7 +70,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         ..controller::Args::default()
     };
     let tls = !args.plain;
-    site::measure("racks", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
+    test_env::measure("racks", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
 }
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {

@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep};
 use crate::controller::{self, Controller, name};
 use crate::fake_agent::fake_agent;
 use crate::report::{Report, Table};
-use crate::site;
+use crate::test_env;
 
 /// Options of `coreward-lab bench scale`.
 #[derive(Debug, Clone, clap::Args)]
@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         ..controller::Args::default()
     };
     let tls = !args.plain;
-    site::measure("scale", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
+    test_env::measure("scale", fleet, tls, async move |controller, interval| measure(&args, controller, interval).await)
 }
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {

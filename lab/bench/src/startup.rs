@@ -18,7 +18,7 @@ use nix::sys::socket::{MsgFlags, recv};
 use crate::agent::Pins;
 use crate::controller::{self, Controller, Scratch, fleet, vip};
 use crate::report::{Report, Table};
-use crate::site::{Balancer, make_network};
+use crate::test_env::{Balancer, make_network};
 
 /// Options of `coreward-lab bench start`.
 #[derive(Debug, Clone, clap::Args)]

@@ -1,8 +1,8 @@
 //! The sub-commands of `coreward-lab testbed`.
 
 use crate::{
-    chaos, conformance, dispatch_soak, instance, key_value, load, orchestrated_server, paced_server, pcc, stock_server,
-    stream,
+    chaos, conformance, dispatch_soak, instance, key_value, knot_benchmark, load, orchestrated_server, paced_server,
+    pcc, stream,
 };
 
 /// Options of `coreward-lab testbed`.
@@ -35,7 +35,7 @@ enum TestbedCommand {
     /// `coreward dispatch` under load while workers die and stop, and it is detached and attached; prints what was seen as JSON
     DispatchSoak(dispatch_soak::Options),
     /// Stock Knot DNS under queries of unequal cost: the kernel's choice of a worker against `coreward dispatch`'s
-    StockServer(stock_server::StockServerArgs),
+    KnotBenchmark(knot_benchmark::KnotBenchmarkArgs),
     /// Remove what killed testbeds left behind
     Clean {
         /// Only these testbeds; those in use stay
@@ -60,7 +60,7 @@ pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
         TestbedCommand::Conformance(options) => conformance::main(*options),
         TestbedCommand::Chaos(options) => chaos::main(options),
         TestbedCommand::DispatchSoak(options) => dispatch_soak::main(*options),
-        TestbedCommand::StockServer(args) => stock_server::main(args),
+        TestbedCommand::KnotBenchmark(args) => knot_benchmark::main(args),
         TestbedCommand::Clean { names } => {
             instance::clean(names)?.iter().for_each(|name| println!("removed testbed {name}"));
             Ok(())

@@ -1,7 +1,7 @@
 //! Stock clients and servers through the load balancer while tables and pool change: nothing may break, nothing may be
 //! dropped for its timestamp, and no more may be sent twice than without coreward.
 //!
-//! The tables change because the cores' loads do: a thread rewrites every server's busy file at random, ten times a
+//! The tables change because the cores' loads do: a thread rewrites the servers' core load files at random, ten times a
 //! second. The pool changes because servers drain and come back, in turn.
 
 use std::collections::BTreeMap;

@@ -45,7 +45,7 @@ impl BusyFile {
             file.set_len((count * size_of::<u64>()) as u64)?;
             map(&file, count)
         };
-        let numbers = open().with_context(|| format!("cannot make the busy file {}", temporary.display()))?;
+        let numbers = open().with_context(|| format!("cannot make the core load file {}", temporary.display()))?;
         Ok(Self { numbers, temporary })
     }
 
@@ -60,7 +60,7 @@ impl BusyFile {
 
     /// Puts it where readers look: who finds it knows that the sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
-        fs::rename(&self.temporary, path).with_context(|| format!("cannot make the busy file {}", path.display()))
+        fs::rename(&self.temporary, path).with_context(|| format!("cannot make the core load file {}", path.display()))
     }
 }
 
@@ -76,15 +76,15 @@ fn map(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     Ok(unsafe { std::slice::from_raw_parts(start.cast(), count) })
 }
 
-/// Reads a busy file: nanoseconds per core.
+/// Reads a core load file: nanoseconds per core.
 ///
 /// # Errors
 /// When it cannot be read or is no whole number of cores long.
 pub fn read_busy_file(path: &Path) -> anyhow::Result<Vec<u64>> {
-    let bytes = fs::read(path).with_context(|| format!("cannot read the busy file {}", path.display()))?;
+    let bytes = fs::read(path).with_context(|| format!("cannot read the core load file {}", path.display()))?;
     let (cores, rest) = bytes.as_chunks::<8>();
     if !rest.is_empty() {
-        bail!("the busy file {} has {} bytes: expected a multiple of 8", path.display(), bytes.len());
+        bail!("the core load file {} has {} bytes: expected a multiple of 8", path.display(), bytes.len());
     }
     Ok(cores.iter().map(|core| u64::from_le_bytes(*core)).collect())
 }

@@ -11,7 +11,7 @@
 //! * [`conformance`]: stock clients and servers while everything changes; [`counters`]: the kernel's own
 //! * [`paced_server`]: a server with emulated cores; [`key_value`]: one that stores, and takes requests as datagrams
 //! * [`load`]: replays an arrival log; [`connection_errors`]: how connections break
-//! * [`stock_server`]: Knot DNS as it is, with `coreward dispatch` and without
+//! * [`knot_benchmark`]: Knot DNS as it is, with `coreward dispatch` and without
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
 //! * [`chaos`]: everything goes wrong while clients go on; [`preload`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
@@ -36,6 +36,7 @@ pub mod http;
 pub mod instance;
 mod interrupt;
 pub mod key_value;
+pub mod knot_benchmark;
 pub mod load;
 pub mod namespace;
 pub mod nginx;
@@ -45,7 +46,6 @@ pub mod pcc;
 pub mod preload;
 pub mod process;
 pub mod rss_emulation;
-pub mod stock_server;
 pub mod stream;
 pub mod topology;
 pub mod uplink;

@@ -53,7 +53,7 @@ pub struct PacedServerArgs {
 /// Serves until killed.
 ///
 /// # Errors
-/// When it cannot listen, when the busy file cannot be made, or when a worker ends.
+/// When it cannot listen, when the core load file cannot be made, or when a worker ends.
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> = (0..args.workers)
         .map(|_| listen(args.listen))
@@ -238,7 +238,7 @@ impl PacedServer {
     /// How long each core has been busy (ns).
     ///
     /// # Errors
-    /// When the busy file cannot be read.
+    /// When the core load file cannot be read.
     pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
         read_busy_file(&self.busy_file)
     }

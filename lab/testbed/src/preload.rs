@@ -1,5 +1,5 @@
 //! What cannot be done to one daemon alone from outside: to set its wall clock (CLOCK_REALTIME is not namespaced), and to refuse
-//! all its writes. A small library (`preload.c`), loaded into the daemons of a test alone, does what stands in a file.
+//! all its writes. A library (`fault_shim.c`), loaded into the daemons of a test alone, does what stands in a file.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,7 +11,7 @@ use anyhow::Context as _;
 
 /// Built by build.rs.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
-/// `struct faults` of preload.c: two numbers of 64 bits.
+/// `struct faults` of fault_shim.c: two numbers of 64 bits.
 const CLOCK_OFFSET: u64 = 0;
 const DISK_FULL: u64 = 8;
 const BYTES: u64 = 16;

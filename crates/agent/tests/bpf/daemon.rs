@@ -23,12 +23,12 @@ use tonic::{Request, Response, Status, Streaming};
 
 use crate::support::{CORES, busy_file, config, configuration, counter, get, server_id, testbed, wait_until};
 
-type Heard = Arc<Mutex<Vec<v1::AgentMessage>>>;
+type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
 /// Sends one configuration and listens.
 #[derive(Clone, Default)]
 struct Listener {
-    heard: Heard,
+    heard: ReceivedMessages,
     refuse: bool,
     refused: Arc<AtomicUsize>,
 }

@@ -205,7 +205,7 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
 ///
 /// # Errors
 /// When etcd cannot be asked.
-pub fn who_leads(config: &EtcdConfig) -> anyhow::Result<String> {
+pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
         LeaderState::Leader(value) => match serde_json::from_str::<Leader>(&value) {

@@ -98,7 +98,7 @@ impl LoadBalancer {
         self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
         let link =
             XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
-                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.who_is_at(interface, index)),
+                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.describe_owner(interface, index)),
                 _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
             })?;
         self.link = Some(link);
@@ -106,7 +106,7 @@ impl LoadBalancer {
     }
 
     /// Whose program is at the device already, and what to do.
-    fn who_is_at(&self, interface: &str, index: u32) -> String {
+    fn describe_owner(&self, interface: &str, index: u32) -> String {
         let own = self.pins.as_deref().and_then(Path::parent);
         let others = own.map(|own| pins::others(own, "lb/link")).unwrap_or_default();
         // By program: an index alone may be another network namespace's interface.

@@ -30,7 +30,7 @@ fn service(protocol: Protocol) -> Service {
 }
 
 /// Facts of a server or load balancer without findings.
-fn fit(role: Role) -> Facts {
+fn passing_facts(role: Role) -> Facts {
     let sysctls = [
         ("net/core/bpf_jit_enable", "1"),
         ("net/ipv4/tcp_timestamps", "2"),
@@ -143,7 +143,7 @@ fn certificates_end_and_have_an_owner() {
 
 /// Returns the warnings and faults after `change`.
 fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
-    let mut facts = fit(role);
+    let mut facts = passing_facts(role);
     change(&mut facts);
     let findings = run(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
     findings
@@ -167,7 +167,7 @@ fn a_fit_machine_has_nothing_to_mend() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         assert_eq!(found(role, |_| {}), []);
         let unknown: Vec<_> =
-            run(&fit(role)).into_iter().filter(|(_, finding)| finding.severity != Severity::Ok).collect();
+            run(&passing_facts(role)).into_iter().filter(|(_, finding)| finding.severity != Severity::Ok).collect();
         assert!(unknown.is_empty(), "{unknown:?}");
     }
 }
@@ -197,7 +197,7 @@ fn rss_overrides_are_found() {
     };
     // Without entries of the host the kernel does not use the queues' table.
     assert_eq!(server(flows), []);
-    let mut facts = fit(Role::Server);
+    let mut facts = passing_facts(Role::Server);
     flows(&mut facts);
     device(&mut facts).rss_conflicts.flow_entries = 32_768;
     let finding = rss::rfs(&facts).remove(0);
@@ -224,7 +224,7 @@ fn keys_and_hashes() {
 
 #[test]
 fn symmetric_inputs_and_drivers_that_hide_them() {
-    let mut facts = fit(Role::Server);
+    let mut facts = passing_facts(Role::Server);
     device(&mut facts).rss = Ok((128, InputTransform::SymmetricOrXor));
     let finding = rss::rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Ok);
@@ -243,7 +243,7 @@ fn symmetric_inputs_and_drivers_that_hide_them() {
 #[test]
 fn flow_directors_are_named_with_their_switch() {
     let of = |driver: &str, moves| {
-        let mut facts = fit(Role::Server);
+        let mut facts = passing_facts(Role::Server);
         device(&mut facts).driver = driver.to_owned();
         device(&mut facts).moves_connections = moves;
         rss::flow_director(&facts).remove(0)
@@ -282,7 +282,7 @@ fn queues_and_interrupts() {
         device(facts).interrupts.insert(3, Interrupt { number: 33, cpu: Some(0) });
     };
     assert_eq!(found(Role::Server, shared), [("interrupts", WARNING)]);
-    let mut facts = fit(Role::Server);
+    let mut facts = passing_facts(Role::Server);
     shared(&mut facts);
     let finding = super::device::interrupts(&facts).remove(0);
     assert_eq!(finding.found, "CPU 0 serves queues 0, 3");
@@ -295,7 +295,7 @@ fn frames_that_the_driver_drops() {
         device(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
     };
     assert_eq!(found(Role::Lb, drops), [("xdp-send", FAULT)]);
-    let mut facts = fit(Role::Lb);
+    let mut facts = passing_facts(Role::Lb);
     drops(&mut facts);
     device(&mut facts).driver = "veth".to_owned();
     let finding = super::device::xdp_send(&facts).remove(0);
@@ -366,7 +366,7 @@ fn xdp_in_the_driver() {
 fn arp_is_not_mended_where_others_may_ask() {
     let asks =
         |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()));
-    let mut facts = fit(Role::Server);
+    let mut facts = passing_facts(Role::Server);
     asks(&mut facts);
     assert!(addresses::arp_ignore(&facts)[0].remedy[0].fix.is_some());
     let other = Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };

@@ -172,8 +172,8 @@ fn store(place: &StoreLocation) -> StoreFacts {
     match place {
         StoreLocation::Embedded(file) => store_file(file),
         StoreLocation::Etcd(etcd) => {
-            let leader =
-                coreward_control_server::server::leader_election::who_leads(etcd).map_err(|error| format!("{error:#}"));
+            let leader = coreward_control_server::server::leader_election::describe_leader(etcd)
+                .map_err(|error| format!("{error:#}"));
             StoreFacts::Etcd { endpoints: etcd.endpoints.clone(), leader }
         }
     }

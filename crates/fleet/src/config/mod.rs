@@ -166,7 +166,7 @@ impl FleetConfig {
     }
 
     /// Returns mistakes found together with the records, by place and message.
-    pub fn mistakes(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
+    pub fn diagnostics(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
         Diagnostics::at(&self.source, wrong)
     }
 }

@@ -4,7 +4,7 @@
 
 use super::groups::{fill_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
-use super::{Policy, Pool, independent_key, striped, table_with};
+use super::{Policy, Pool, independent_key, modulo_placement, table_with};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
@@ -50,7 +50,7 @@ pub fn core_aware(
     let groups = rss_groups(pool, fallback);
     let nobody = pool.eligible().next().is_none();
     if nobody || (!pool.has_loads() && rule == Rule::Table) {
-        return striped(pool, buckets, generation, groups[0].key.clone());
+        return modulo_placement(pool, buckets, generation, groups[0].key.clone());
     }
     let consistent = kept.consistent(pool, buckets);
     let mut table = table_with(pool, rule, buckets, generation, groups[0].key.clone(), consistent);

@@ -12,7 +12,7 @@ pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
 }
 
 /// The same with the server's shares.
-pub fn weighted_striped_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
+pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
     let turns = turns(&shares);
     modulo_table(turns.len(), size).into_iter().map(|turn| turns[turn]).collect()
@@ -27,7 +27,7 @@ mod tests {
         let table = |shares: &[f64], size: usize| {
             let servers: Vec<_> =
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();
-            weighted_striped_table(&servers, size)
+            weighted_modulo_table(&servers, size)
         };
         assert_eq!(table(&[7.0, 7.0, 7.0], 7), modulo_table(3, 7));
         let heavy = table(&[3.0, 1.0], 128);

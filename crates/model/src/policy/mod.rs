@@ -99,7 +99,7 @@ type Make = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
 pub const REGISTRY: [(&str, Make); 16] = [
-    (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_striped_table, seed))),
+    (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
     (consistent_hash::NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
     }),
@@ -210,8 +210,8 @@ fn table_with(
 }
 
 /// Bucket i goes to member i mod n, by `key`: `hash` for ever, `crossrss` until the first report.
-fn striped(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
-    let positions = hash::weighted_striped_table(&pool.shares(), buckets.get() as usize);
+fn modulo_placement(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+    let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
     by_bucket(pool, buckets, generation, key, &positions)
 }
 

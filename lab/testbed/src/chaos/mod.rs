@@ -2,7 +2,7 @@
 //! somebody changes the configuration all the time. No connection may break, and whatever the controller acknowledged
 //! must be there.
 //!
-//! * [`schedule`], [`fault`]: the faults and their times; [`site`] causes them: [`network`], [`disk`], [`etcd`],
+//! * [`schedule`], [`fault`]: the faults and their times; [`test_env`] causes them: [`network`], [`disk`], [`etcd`],
 //!   [`byzantine_agent`], [`crate::preload`]
 //! * [`traffic`]: the clients
 //! * [`config_mutator`]: changes the configuration, by [`document`], drains servers, and stores what was
@@ -24,7 +24,7 @@ pub mod invariants;
 pub mod network;
 pub mod outcome;
 pub mod schedule;
-pub mod site;
+pub mod test_env;
 pub mod traffic;
 
 use std::collections::BTreeMap;
@@ -51,7 +51,7 @@ use fault::FaultKind;
 use invariants::{ResourceUsage, Watch};
 use outcome::{Outcome, Recovery};
 use schedule::{Parts, Planned, Schedule};
-use site::TestEnv;
+use test_env::TestEnv;
 use traffic::{STREAM_SERVICE, Traffic};
 
 /// Options of `coreward-lab testbed chaos`.

@@ -7,17 +7,17 @@
 //! * [`options`]: what can be asked for
 //! * [`policy_run`]: one policy's testbed
 //! * [`timeline`]: what happens when, and which windows count
-//! * [`measure`]: from busy times to variances
+//! * [`samples`]: from busy times to variances
 //! * [`simulated`]: the same in the simulator
 //! * [`results`]: the JSON and the table; [`picture`]: the SVG
 //! * [`host_cpu`]: how busy the machine itself was
 
 pub mod host_cpu;
-pub mod measure;
 pub mod options;
 pub mod picture;
 pub mod policy_run;
 pub mod results;
+pub mod samples;
 pub mod simulated;
 pub mod timeline;
 
@@ -35,10 +35,10 @@ use crate::interrupt;
 use crate::topology::missing_privilege;
 use coreward_load::event_loop::now_ns;
 use host_cpu::HostCpu;
-use measure::SeedMeasures;
 pub use options::{DemoOptions, Format};
 use policy_run::Lane;
 use results::{DemoResults, PolicyRuns};
+use samples::SeedMeasures;
 use simulated::Simulated;
 use timeline::Timeline;
 

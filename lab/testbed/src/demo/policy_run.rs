@@ -14,8 +14,8 @@ use crate::paced_server::PacedServer;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::{SERVICE, Testbed, TestbedOptions};
 
-use super::measure::{Sample, SeedMeasures};
 use super::options::{DemoOptions, Tables};
+use super::samples::{Sample, SeedMeasures};
 use super::timeline::{Event, Timeline};
 
 /// A testbed with all daemons. The fields are dropped in this order: the testbed last.
@@ -103,7 +103,7 @@ impl Lane {
     /// Notes the busy times of the servers that take new connections.
     ///
     /// # Errors
-    /// When a busy file cannot be read.
+    /// When a core load file cannot be read.
     pub fn sample(&mut self) -> anyhow::Result<()> {
         let in_pool = |(number, server): (&u16, &PacedServer)| {
             let active = self.fleet.pool().get(number) == Some(&AdminState::Active);

@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use coreward_model::statistics::median;
 use serde::Serialize;
 
-use super::measure::SeedMeasures;
+use super::samples::SeedMeasures;
 use super::simulated::{DRAWS, Simulated};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
@@ -327,7 +327,7 @@ pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
 pub(super) mod tests {
     use super::*;
     use crate::connection_errors::Broken;
-    use crate::demo::measure::Window;
+    use crate::demo::samples::Window;
     use crate::load::{Latency, LoadReport};
 
     /// Two policies, three seeds.

@@ -12,9 +12,9 @@ use coreward_model::policy;
 use coreward_model::replay::{PoolChange, Pools, ReportPhase, replay_by_second};
 use coreward_model::statistics::median;
 
-use super::measure::{Sample, Variances, windows};
 use super::options::DemoOptions;
 use super::results::SeedSummary;
+use super::samples::{Sample, Variances, windows};
 use super::timeline::{Event, Timeline};
 
 /// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is as

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::fault_injector::FaultCounts;
-use super::site::{TestEnv, WORKERS, eligible};
+use super::test_env::{TestEnv, WORKERS, eligible};
 use crate::counters::{self, Counters};
 
 /// Everything at one moment.

@@ -9,8 +9,8 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 use std::net::SocketAddrV4;
 
-use super::site::{FIRST_PORT, FLOWS, TestEnv, WORKERS};
 use super::spoof::{FIRST_ID, Spoofer, UnansweredClient};
+use super::test_env::{FIRST_PORT, FLOWS, TestEnv, WORKERS};
 use crate::interrupt;
 
 /// Between two events (ms).

@@ -9,8 +9,8 @@
 
 pub mod counter_audit;
 pub mod fault_injector;
-pub mod site;
 pub mod spoof;
+pub mod test_env;
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ use serde::Serialize;
 use crate::{instance, interrupt};
 use counter_audit::{Reading, Segment};
 use fault_injector::{FaultCounts, FaultInjector};
-use site::TestEnv;
+use test_env::TestEnv;
 
 /// [`seeded_rng`]'s stream for what goes wrong when.
 const PURPOSE_TROUBLE: u64 = 0x6469_7301;

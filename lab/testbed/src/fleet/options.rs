@@ -118,7 +118,7 @@ impl FleetOptions {
 pub enum LoadSource {
     /// Busy time of the machine's CPUs.
     Cpu,
-    /// The busy file of the paced server ([`busy_file`]): the emulated cores.
+    /// The core load file of the paced server ([`busy_file`]): the emulated cores.
     PacedServer,
 }
 

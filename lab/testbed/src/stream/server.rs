@@ -50,7 +50,7 @@ fn parse_server(text: &str) -> Result<(String, PathBuf), String> {
 /// Serves until killed.
 ///
 /// # Errors
-/// When it cannot listen in a namespace, or a busy file cannot be made.
+/// When it cannot listen in a namespace, or a core load file cannot be made.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
     let servers: Vec<Server> = args

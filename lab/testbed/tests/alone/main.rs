@@ -8,7 +8,7 @@ mod dispatch_figures;
 mod dispatch_soak;
 mod high_availability;
 mod key_value_latency;
-mod stock_server;
+mod knot_benchmark;
 mod syn_flood;
 
 #[path = "../support/mod.rs"]

@@ -81,7 +81,7 @@ pub fn configuration() -> AgentConfiguration {
 
 /// What the counter of that name says in the agent's next report.
 pub fn counter(agent: &mut Agent, name: &str) -> u64 {
-    agent.report(&ReportState::default(), &[]).expect("the busy file is there").counters[name]
+    agent.report(&ReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
 /// An HTTP request from a source port of the client; the body of the answer.

@@ -1,4 +1,4 @@
-//! `coreward-lab testbed stock-server`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as
+//! `coreward-lab testbed knot-benchmark`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as
 //! Debian has it, answers queries of unequal cost: most from memory, some with a signature that it makes when they
 //! come.
 
@@ -17,12 +17,12 @@ use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_ad
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
 
-/// What stands for the kernel's own choice among [`StockServerArgs::policies`].
+/// What stands for the kernel's own choice among [`KnotBenchmarkArgs::policies`].
 const KERNEL: &str = "kernel";
 
-/// Options of `coreward-lab testbed stock-server`.
+/// Options of `coreward-lab testbed knot-benchmark`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct StockServerArgs {
+pub struct KnotBenchmarkArgs {
     /// What chooses the worker: kernel (no dispatch at all), random, rr, jsq
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq", value_parser = [KERNEL, "random", "rr", "jsq"])]
     pub policies: Vec<String>,
@@ -97,7 +97,7 @@ pub struct Comparison {
 ///
 /// # Errors
 /// As [`compare`].
-pub fn main(args: &StockServerArgs) -> anyhow::Result<()> {
+pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     print!("{}", compare(args)?.printed(args.format));
     Ok(())
@@ -107,7 +107,7 @@ pub fn main(args: &StockServerArgs) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Without root (one sentence) or knotd, when something does not start, an answer is an error, or the machine is too busy.
-pub fn compare(args: &StockServerArgs) -> anyhow::Result<Comparison> {
+pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
@@ -134,7 +134,7 @@ fn service(policy: &str) -> String {
     format!("listen = \"{DNS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }
 
-fn run(testbed: &Testbed, policy: &str, args: &StockServerArgs, seed: u64) -> anyhow::Result<Report> {
+fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> anyhow::Result<Report> {
     let dispatcher = match policy {
         KERNEL => None,
         policy => Some(Dispatcher::start(testbed, 1, &service(policy), args.workers)?),

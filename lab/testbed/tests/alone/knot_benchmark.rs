@@ -5,8 +5,8 @@ use std::process::Command;
 
 use anyhow::Context as _;
 use coreward_testbed::fleet::lab_command;
+use coreward_testbed::knot_benchmark::knot;
 use coreward_testbed::skip_without_privilege;
-use coreward_testbed::stock_server::knot;
 
 #[test]
 fn a_stock_server_answers_every_query_that_is_dispatched() -> anyhow::Result<()> {
@@ -20,7 +20,7 @@ fn a_stock_server_answers_every_query_that_is_dispatched() -> anyhow::Result<()>
     }
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];
     let mut command = Command::new(lab_command()?);
-    command.args(["testbed", "stock-server", "--format", "json"]).args(options);
+    command.args(["testbed", "knot-benchmark", "--format", "json"]).args(options);
     // The test asserts counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -22,7 +22,7 @@ use crate::topology::{SERVICE, Testbed, TestbedOptions, VIP, server_address};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod skeleton {
-    include!(concat!(env!("OUT_DIR"), "/purged.skel.rs"));
+    include!(concat!(env!("OUT_DIR"), "/drop_counter.skel.rs"));
 }
 
 /// Workers of the server.
@@ -193,11 +193,11 @@ pub fn eligible(books: &Value) -> Option<u64> {
 
 fn count_purged(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     let mut storage = MaybeUninit::uninit();
-    let mut open = skeleton::PurgedSkelBuilder::default().open(&mut storage)?;
-    let constants = open.maps.rodata_data.as_deref_mut().context("purged.bpf.o has no constants")?;
+    let mut open = skeleton::DropCounterSkelBuilder::default().open(&mut storage)?;
+    let constants = open.maps.rodata_data.as_deref_mut().context("drop_counter.bpf.o has no constants")?;
     constants.port = SERVICE.port();
     constants.network_namespace = testbed.server(1)?.within(namespace_cookie)?;
-    let loaded = open.load().context("the kernel does not load purged.bpf.c")?;
+    let loaded = open.load().context("the kernel does not load drop_counter.bpf.c")?;
     let cgroup = fs::File::open(cgroup_root()?)?;
     let link = loaded.progs.release.attach_cgroup(cgroup.as_raw_fd()).context("seeing sockets that are closed")?;
     Ok(((&loaded.maps.bss).try_into()?, link))
