@@ -11,6 +11,8 @@ pub enum Component {
     Agent,
     /// `coreward dispatch`
     Dispatch,
+    /// `coreward orchestrate`
+    Orchestrate,
     /// `coreward rack`
     Rack,
 }
@@ -23,6 +25,7 @@ impl Component {
             Component::Lb => "lb",
             Component::Agent => "agent",
             Component::Dispatch => "dispatch",
+            Component::Orchestrate => "orchestrate",
             Component::Rack => "rack",
         }
     }
@@ -67,7 +70,7 @@ pub struct Metric {
     pub help: &'static str,
 }
 
-use Component::{Agent, Controller, Dispatch, Lb, Rack};
+use Component::{Agent, Controller, Dispatch, Lb, Orchestrate, Rack};
 use Kind::{Counter, Gauge, Histogram, MaxGauge};
 
 const fn metric(
@@ -80,7 +83,7 @@ const fn metric(
     Metric { name, kind, labels, parts, help }
 }
 
-const ALL: &[Component] = &[Controller, Lb, Agent, Dispatch, Rack];
+const ALL: &[Component] = &[Controller, Lb, Agent, Dispatch, Orchestrate, Rack];
 const DISPATCHING: &[Component] = &[Controller, Agent, Dispatch];
 
 /// All metrics.
@@ -480,6 +483,35 @@ pub const METRICS: &[Metric] = &[
         &["server", "service", "worker"],
         DISPATCHING,
         "Datagrams that a worker's full receive buffer dropped",
+    ),
+    metric(
+        "coreward_orchestrate_requests_total",
+        Counter,
+        &["service", "outcome"],
+        &[Orchestrate],
+        "Requests of a service, by its number: received, dropped, rejected, completed, lost",
+    ),
+    metric(
+        "coreward_orchestrate_waiting_requests",
+        Gauge,
+        &["service"],
+        &[Orchestrate],
+        "Requests of a service that no core takes",
+    ),
+    metric(
+        "coreward_orchestrate_outstanding_requests",
+        Gauge,
+        &["service"],
+        &[Orchestrate],
+        "Requests of a service that cores have",
+    ),
+    metric("coreward_orchestrate_workers", Gauge, &[], &[Orchestrate], "Workers that are attached"),
+    metric(
+        "coreward_orchestrate_events_total",
+        Counter,
+        &["event"],
+        &[Orchestrate],
+        "Events of workers, messages and datagrams, by kind",
     ),
     metric(
         "coreward_rack_controller_connected",

@@ -31,5 +31,5 @@ pub fn run(args: &OrchestrateArgs) -> anyhow::Result<String> {
     let cores = config.engine.cores;
     tracing::info!(event = "orchestrator-started", %memory, services, cores, "orchestrator started");
     daemon.run(&stop)?;
-    Ok(daemon.report().to_string())
+    Ok(daemon.report().json().to_string())
 }

@@ -29,6 +29,8 @@ pub struct Config {
     pub engine: EngineConfig,
     /// Time that the idle daemon sleeps while cores have requests; 0: it always polls.
     pub sleep: Duration,
+    /// Address of the metrics.
+    pub metrics: Option<SocketAddr>,
 }
 
 /// The longest UDP payload over IPv4.
@@ -59,6 +61,8 @@ config_struct! {
         stall_after: Period<MILLISECOND, HOUR> = Period(Duration::from_millis(500)),
         /// Time that the idle daemon sleeps; "0s": it polls.
         sleep: Period<0, MILLISECOND> = Period(Duration::from_micros(50)),
+        /// Address at which metrics are served for Prometheus; without it, none are.
+        metrics: Option<SocketAddr>,
         /// Sets of services that are ranked as one.
         groups as "group": Vec<Spanned<GroupTable>>,
         /// The services.
@@ -210,7 +214,7 @@ impl Table {
             payload_bytes: self.payload.0 as u16,
             stall_after: self.stall_after.0,
         };
-        Some(Config { memory: self.memory.0, listeners, engine, sleep: self.sleep.0 })
+        Some(Config { memory: self.memory.0, listeners, engine, sleep: self.sleep.0, metrics: self.metrics })
     }
 
     /// The groups; without any, one of all services.

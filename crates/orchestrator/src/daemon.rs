@@ -4,16 +4,18 @@ use std::io::ErrorKind;
 use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use coreward_metrics::endpoint;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
-use serde_json::{Value, json};
 
 use crate::classify::Classifier;
 use crate::config::Config;
-use crate::engine::Engine;
+use crate::engine::{Engine, ServiceCounters};
+use crate::report::{Report, ServiceReport};
 
 /// Datagrams of one socket in a row.
 const BATCH: usize = 32;
@@ -35,6 +37,8 @@ pub struct Daemon {
     sleep: Duration,
     unclassified: u64,
     unsent: u64,
+    /// The report for the metrics, if they are served.
+    published: Option<Arc<Mutex<Report>>>,
 }
 
 #[derive(Debug)]
@@ -59,7 +63,15 @@ impl Daemon {
         }
         let engine = Engine::new(&config.memory, &config.engine)?;
         let (started, sleep) = (Instant::now(), config.sleep);
-        Ok(Self { engine, listeners, listener_of, started, sleep, unclassified: 0, unsent: 0 })
+        let (unclassified, unsent, published) = (0, 0, None);
+        let mut daemon = Self { engine, listeners, listener_of, started, sleep, unclassified, unsent, published };
+        if config.metrics.is_some() {
+            let published = Arc::new(Mutex::new(daemon.report()));
+            daemon.published = Some(published.clone());
+            let snapshot = move || published.lock().unwrap_or_else(PoisonError::into_inner).snapshot();
+            endpoint::serve(config.metrics, || (), snapshot)?;
+        }
+        Ok(daemon)
     }
 
     /// Runs until `stop` is set.
@@ -77,6 +89,9 @@ impl Daemon {
             if now >= next_check {
                 next_check = now + CHECK_INTERVAL;
                 self.check_workers(now);
+                if let Some(published) = &self.published {
+                    *published.lock().unwrap_or_else(PoisonError::into_inner) = self.report();
+                }
             }
             if work > 0 {
                 idle_since = now;
@@ -147,36 +162,23 @@ impl Daemon {
         }
     }
 
-    /// The counters as JSON.
-    pub fn report(&self) -> Value {
-        let services = self.engine.service_counters();
-        let services: Vec<Value> = (0..)
-            .zip(&services)
-            .map(|(service, counters)| {
-                json!({
-                    "listen": self.listeners[self.listener_of[service]].address,
-                    "received": counters.received,
-                    "dropped": counters.dropped,
-                    "rejected": counters.rejected,
-                    "completed": counters.completed,
-                    "lost": counters.lost,
-                    "waiting": self.engine.balancer().waiting(service as u8),
-                })
-            })
-            .collect();
-        let cores = self.engine.core_counters();
-        json!({
-            "services": services,
-            "unclassified": self.unclassified,
-            "unsent": self.unsent,
-            "workers": cores.workers,
-            "ended": cores.ended,
-            "stalls": cores.stalls,
-            "hints": cores.hints,
-            "bad_messages": cores.bad_messages,
-            "bad_feedback": cores.bad_feedback,
-            "damaged": cores.damaged,
-        })
+    /// The counters and gauges of this moment.
+    pub fn report(&self) -> Report {
+        let balancer = self.engine.balancer();
+        let cores = 0..balancer.ranks().cores();
+        let service = |(service, counters): (u8, &ServiceCounters)| ServiceReport {
+            listen: self.listeners[self.listener_of[usize::from(service)]].address,
+            counters: *counters,
+            waiting: balancer.waiting(service),
+            outstanding: cores.clone().map(|core| u64::from(balancer.ranks().outstanding(service, core))).sum(),
+        };
+        Report {
+            services: (0..).zip(&self.engine.service_counters()).map(service).collect(),
+            cores: *self.engine.core_counters(),
+            workers: self.engine.attached_workers(),
+            unclassified: self.unclassified,
+            unsent: self.unsent,
+        }
     }
 }
 

@@ -391,6 +391,11 @@ impl Engine {
         self.services.iter().map(|service| service.counters).collect()
     }
 
+    /// Workers that are attached.
+    pub fn attached_workers(&self) -> usize {
+        self.cores.iter().filter(|core| core.has_worker).count()
+    }
+
     /// The counters of the cores.
     pub fn core_counters(&self) -> &CoreCounters {
         &self.counters

@@ -6,6 +6,7 @@
 //! * [`daemon`]: sockets and the loop
 //! * [`command`]: the command's arguments
 //! * [`engine`]: decisions, queues, monitors and workers; no sockets
+//! * [`report`]: counters as JSON and as metrics
 //! * [`buffers`]: memory of the requests that wait
 
 pub mod buffers;
@@ -14,3 +15,4 @@ pub mod command;
 pub mod config;
 pub mod daemon;
 pub mod engine;
+pub mod report;

@@ -140,6 +140,11 @@ impl RankArrays {
         self.services.len()
     }
 
+    /// The number of cores.
+    pub fn cores(&self) -> u16 {
+        self.services.first().map_or(0, |service| service.ranks.len() as u16)
+    }
+
     /// The services of which a core would take a request: bit s is service s.
     #[inline]
     pub fn eligible(&self) -> u64 {

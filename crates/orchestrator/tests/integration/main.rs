@@ -2,3 +2,4 @@
 
 mod allocation;
 mod engine;
+mod metrics;

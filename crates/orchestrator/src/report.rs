@@ -1,0 +1,97 @@
+//! Counters of the daemon, as JSON and as metrics.
+
+use std::net::SocketAddrV4;
+
+use coreward_metrics::component;
+use coreward_metrics::snapshot::Snapshot;
+use coreward_metrics::table::Component;
+use serde_json::{Value, json};
+
+use crate::engine::{CoreCounters, ServiceCounters};
+
+/// All counters and gauges.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    /// By service.
+    pub services: Vec<ServiceReport>,
+    /// Events of cores.
+    pub cores: CoreCounters,
+    /// Workers that are attached.
+    pub workers: usize,
+    /// Datagrams that match no service.
+    pub unclassified: u64,
+    /// Responses that the socket did not take.
+    pub unsent: u64,
+}
+
+/// A service's counters and gauges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServiceReport {
+    /// Its address and port.
+    pub listen: SocketAddrV4,
+    /// Its counters.
+    pub counters: ServiceCounters,
+    /// Requests that no core takes.
+    pub waiting: u64,
+    /// Requests that cores have.
+    pub outstanding: u64,
+}
+
+impl ServiceReport {
+    /// Names of the fates of requests, with their counts.
+    fn requests(&self) -> [(&'static str, u64); 5] {
+        let ServiceCounters { received, dropped, rejected, completed, lost } = self.counters;
+        [("received", received), ("dropped", dropped), ("rejected", rejected), ("completed", completed), ("lost", lost)]
+    }
+}
+
+impl Report {
+    fn events(&self) -> [(&'static str, u64); 9] {
+        let CoreCounters { workers, ended, stalls, hints, bad_messages, bad_feedback, damaged } = self.cores;
+        [
+            ("workers", workers),
+            ("ended", ended),
+            ("stalls", stalls),
+            ("hints", hints),
+            ("bad_messages", bad_messages),
+            ("bad_feedback", bad_feedback),
+            ("damaged", damaged),
+            ("unclassified", self.unclassified),
+            ("unsent", self.unsent),
+        ]
+    }
+
+    /// Returns the report for programs.
+    pub fn json(&self) -> Value {
+        let service = |service: &ServiceReport| {
+            let mut value = json!({
+                "listen": service.listen,
+                "waiting": service.waiting,
+                "outstanding": service.outstanding,
+            });
+            service.requests().iter().for_each(|(name, count)| value[*name] = (*count).into());
+            value
+        };
+        let mut value = json!({ "services": self.services.iter().map(service).collect::<Vec<_>>() });
+        self.events().iter().for_each(|(name, count)| value[*name] = (*count).into());
+        value
+    }
+
+    /// Returns the report for Prometheus.
+    pub fn snapshot(&self) -> Snapshot {
+        let mut snapshot = component::begin(Component::Orchestrate);
+        for (number, service) in self.services.iter().enumerate() {
+            let number = number.to_string();
+            for (outcome, count) in service.requests() {
+                snapshot.add("coreward_orchestrate_requests_total", &[&number, outcome], count as f64);
+            }
+            snapshot.add("coreward_orchestrate_waiting_requests", &[&number], service.waiting as f64);
+            snapshot.add("coreward_orchestrate_outstanding_requests", &[&number], service.outstanding as f64);
+        }
+        snapshot.add("coreward_orchestrate_workers", &[], self.workers as f64);
+        for (event, count) in self.events() {
+            snapshot.add("coreward_orchestrate_events_total", &[event], count as f64);
+        }
+        snapshot
+    }
+}
