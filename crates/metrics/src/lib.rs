@@ -4,7 +4,7 @@
 //! * [`snapshot`]: values, with a limit of series per metric
 //! * [`component`]: values of each daemon, from its messages to others
 //! * [`latency`]: histogram of durations
-//! * [`endpoint`]: HTTP
+//! * [`endpoint`]: server of `GET /metrics`
 
 pub mod component;
 pub mod endpoint;
