@@ -58,13 +58,16 @@ impl Case {
         let usual = First { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
         let stateful = First { consistency: Consistency::Stateful, ..usual };
         let groups = intf::MAX_RSS_GROUPS as usize;
+        let without_cookies = [Consistency::None, Consistency::Beamer];
         Rule::ALL
             .map(|rule| First { rule, ..usual })
             .into_iter()
             .chain([Rule::Table, Rule::LeastAssigned].map(|rule| First { rule, groups, ..usual }))
             .chain(Rule::ALL.map(|rule| First { rule, ..stateful }))
             .chain(Rule::ALL.map(|rule| First { rule, connections: FEW, ..stateful }))
+            .chain(without_cookies.map(|consistency| First { consistency, ..usual }))
             .map(Case::First)
+            .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKETS)))
             .chain([Case::NotForAVip])
     }
 
@@ -94,6 +97,10 @@ impl Case {
         let counter = match self {
             Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW,
             Case::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION,
+            Case::Established(Consistency::None, _) => intf::LB_COUNTER_PLACED,
+            Case::Established(Consistency::Beamer, _) | Case::First(First { consistency: Consistency::Beamer, .. }) => {
+                intf::LB_COUNTER_CONSISTENT
+            }
             Case::Established(..) => intf::LB_COUNTER_ESTABLISHED,
             Case::First(_) => intf::LB_COUNTER_FIRST,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
