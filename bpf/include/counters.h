@@ -11,17 +11,17 @@ enum lb_counter {
 	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
 	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/lb/correction.h says when */
 	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
-	LB_COUNTER_CONNECTION, /* by the index in the cookie: the connection table */
-	LB_COUNTER_FLOW, /* by the flow table */
-	LB_COUNTER_FIRST, /* by the placement rule */
-	LB_COUNTER_PLACED, /* the same, though it may not be the first: nothing is remembered */
-	LB_COUNTER_CONSISTENT, /* without a cookie: by the bucket */
+	LB_COUNTER_CONNECTION_TABLE, /* by the index in the cookie: the connection table */
+	LB_COUNTER_FLOW_TABLE, /* by the flow table */
+	LB_COUNTER_NEW_CONNECTION, /* by the placement rule */
+	LB_COUNTER_PER_PACKET, /* the same, though it may not be the first: nothing is remembered */
+	LB_COUNTER_BUCKET_HASH, /* without a cookie: by the bucket */
 	LB_COUNTER_ICMP_ERROR, /* an ICMP error, to the server that the quoted packet names */
 	LB_COUNTER_FRAGMENT, /* a later fragment, to where the first went */
 	LB_COUNTER_TO_OWNER, /* to the load balancer whose connection table the cookie's index is of */
 	LB_COUNTER_TO_OTHER_BALANCER, /* to the one that the service is adopted from or handed over to */
-	LB_COUNTER_TO_ALL, /* to all servers of the service, rate-limited */
-	LB_COUNTER_TO_ALL_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
+	LB_COUNTER_BROADCAST, /* to all servers of the service, rate-limited */
+	LB_COUNTER_BROADCAST_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
 	LB_COUNTER_DROP_MALFORMED_IPV4,
 	LB_COUNTER_DROP_MALFORMED_TCP,
 	LB_COUNTER_DROP_MALFORMED_UDP,
@@ -30,7 +30,7 @@ enum lb_counter {
 	LB_COUNTER_DROP_UNKNOWN_COOKIE,
 	LB_COUNTER_DROP_SERVER_UNRESOLVED,
 	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
-	LB_COUNTER_DROP_TO_ALL_RATE_LIMITED,
+	LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 	LB_COUNTER_DROP_INTERNAL,
 	LB_COUNTER_COUNT,
 };

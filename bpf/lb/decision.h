@@ -101,14 +101,14 @@ static __always_inline void decide_to_all(enum broadcast_reason reason, __u32 so
 		decision->outcome = over_rate;
 		return;
 	}
-	decision->outcome = reason == BROADCAST_OWNER_LOST ? LB_COUNTER_TO_ALL_OWNER_LOST : LB_COUNTER_TO_ALL;
+	decision->outcome = reason == BROADCAST_OWNER_LOST ? LB_COUNTER_BROADCAST_OWNER_LOST : LB_COUNTER_BROADCAST;
 	decision->destination = BROADCAST_MAC;
 }
 
 /* The counter of a packet that the placement rule places. */
 static __always_inline enum lb_counter placed_as(bool opens)
 {
-	return opens ? LB_COUNTER_FIRST : LB_COUNTER_PLACED;
+	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
 
 /* By the placement rule, counted as `outcome`. */
@@ -128,7 +128,7 @@ static __always_inline void decide_by_rule(struct service_state *state, const st
 /* By the flow table's entry, of a server that the service knows. */
 static __always_inline void decide_by_flow(struct flow_table_entry entry, struct decision *decision)
 {
-	decide_server(entry.server_id, LB_COUNTER_FLOW, decision);
+	decide_server(entry.server_id, LB_COUNTER_FLOW_TABLE, decision);
 }
 
 /*
@@ -144,7 +144,7 @@ static __always_inline struct flow_table_entry decide_by_bucket(struct service_s
 	    !may_go_to(server_at(decision->service, choice.server_id), packet->flags & TCP_SYN)) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
 	} else {
-		decide_server(choice.server_id, LB_COUNTER_CONSISTENT, decision);
+		decide_server(choice.server_id, LB_COUNTER_BUCKET_HASH, decision);
 		decision->before = choice.before;
 	}
 	return choice;

@@ -42,7 +42,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		known = may_go_to(server, syn);
 		if (known && !(udp && server_is_down(server))) {
 			if (syn)
-				decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
+				decide_server(entry.server_id, LB_COUNTER_NEW_CONNECTION, decision);
 			else
 				decide_by_flow(entry, decision);
 			return;
@@ -53,7 +53,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		return;
 	}
 	decide_by_rule(state, packet, placed_as(first), decision);
-	if (decision->outcome == LB_COUNTER_FIRST) {
+	if (decision->outcome == LB_COUNTER_NEW_CONNECTION) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
 		insert_flow(ctx, decision->service, packet, entry, 0);
 	} else if (known) {

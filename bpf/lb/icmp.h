@@ -150,7 +150,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 	else if (has_other_balancer(service))
 		decide_other_balancer(service, decision);
 	else
-		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
 }
 
 /* An ICMP packet to a VIP. Returns 0, or how parsing ended. */

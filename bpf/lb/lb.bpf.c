@@ -72,7 +72,7 @@
  *    - the chosen server cannot take a first packet: 16 further members are tried, then drop_no_eligible_server;
  *    - a server taken out is unknown: its cookies go to all, its flows by the bucket or the placement table, later
  *      fragments nowhere;
- *    - over the rate of section 7: drop_unknown_cookie or drop_to_all_rate_limited;
+ *    - over the rate of section 7: drop_unknown_cookie or drop_broadcast_rate_limited;
  *    - what cannot be: drop_internal.
  *
  * 9. Who else writes. User space (crates/dataplane/src/lb.rs) writes all state through shared memory: whole words, or
@@ -213,7 +213,7 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 	update_connection(connection, TCP_ACK, data_end - data);
 	rewrite_mac(data, server);
 	count_traffic(ctx, id, data_end - data);
-	count_packet(ctx, service, LB_COUNTER_CONNECTION, data_end - data);
+	count_packet(ctx, service, LB_COUNTER_CONNECTION_TABLE, data_end - data);
 	return XDP_TX;
 }
 

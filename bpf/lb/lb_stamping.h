@@ -27,7 +27,7 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
 	if (!find_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
 	    !takes_new_connections(server_at(decision->service, entry.server_id)))
 		return false;
-	decide_server(entry.server_id, LB_COUNTER_FIRST, decision);
+	decide_server(entry.server_id, LB_COUNTER_NEW_CONNECTION, decision);
 	return true;
 }
 
@@ -53,7 +53,7 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 		decide_by_bucket(state, packet, decision);
 		/* The SYN-ACK enters it. */
 		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
-			decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+			decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->before = KEEP_IDENTIFICATION;
 		return;
 	}
@@ -73,7 +73,7 @@ static __always_inline void decide_lb_stamped(struct service_state *state, const
 	if (!(packet->flags & TCP_SYN) || !packet->has_timestamp)
 		decide_later_lb_stamped(state, packet, decision);
 	else if (!decide_half_open(packet, decision))
-		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+		decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 }
 
 #endif

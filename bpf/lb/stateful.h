@@ -56,7 +56,7 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
 	} else {
-		decide_to_all(BROADCAST_OWNER_LOST, source, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decide_to_all(BROADCAST_OWNER_LOST, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
 	}
 }
 
@@ -137,14 +137,14 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 
 	connection = find_recent_connection(hash, decision->service, &place, &id);
 	if (connection && owner < MAX_OWNERS && takes_new_connections(server_at(decision->service, id))) {
-		decide_server(id, LB_COUNTER_FIRST, decision);
+		decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->opens = reopen_connection(connection);
 		decision->echo = syn_echo(owner, place);
 		return;
 	}
-	decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
+	decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
-	if (decision->outcome != LB_COUNTER_FIRST || owner >= MAX_OWNERS)
+	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
 	held = held_by_source(packet->client_address);
 	taken = may_take_connection(held)
@@ -166,7 +166,7 @@ static __always_inline void decide_connection(struct xdp_md *ctx, const struct s
 {
 	struct connection *connection;
 
-	if (!decide_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION, decision, &connection))
+	if (!decide_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION_TABLE, decision, &connection))
 		decide_unknown(service, packet->client_address, decision);
 	if (connection)
 		decision->closes = update_connection(connection, packet->flags, frame_bytes(ctx));

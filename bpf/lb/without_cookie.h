@@ -33,8 +33,8 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 	__u32 hint = FLOW_HINT;
 
 	if (decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER) {
-		decide_by_rule(state, packet, LB_COUNTER_FIRST, decision);
-		if (decision->outcome != LB_COUNTER_FIRST)
+		decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
+		if (decision->outcome != LB_COUNTER_NEW_CONNECTION)
 			return;
 		entry.before = entry.server_id;
 		hint = 0;
@@ -81,7 +81,8 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	}
 	/* A host that has no such connection resets without timestamps whatever the connection had. */
 	if (packet->flags & TCP_RST) {
-		decide_to_all(BROADCAST_RESET, packet->client_address, LB_COUNTER_DROP_TO_ALL_RATE_LIMITED, decision);
+		decide_to_all(BROADCAST_RESET, packet->client_address, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
+			      decision);
 		decision->before = NO_SERVER;
 		return;
 	}
@@ -92,7 +93,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	}
 	entry = decide_by_bucket(state, packet, decision);
 	/* Nothing proves that it is of a connection: the server's answers do not pass here. So the entry is a hint. */
-	if (decision->outcome == LB_COUNTER_CONSISTENT)
+	if (decision->outcome == LB_COUNTER_BUCKET_HASH)
 		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
 }
 

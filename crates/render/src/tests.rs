@@ -80,7 +80,7 @@ fn load_balancer_state() -> LoadBalancerState {
     LoadBalancerState {
         table_generations: BTreeMap::from([("web".into(), 76)]),
         unresolved_servers: vec!["s2".into()],
-        counters: BTreeMap::from([("established".into(), 900), ("first".into(), 12), ("to_all".into(), 0)]),
+        counters: BTreeMap::from([("established".into(), 900), ("new_connection".into(), 12), ("broadcast".into(), 0)]),
         xdp_mode: "native".into(),
         configuration_generation: 3,
         events: BTreeMap::from([("connection_unknown".into(), 3)]),
@@ -205,7 +205,7 @@ rack rack1 (0.1.0), last heard of 60 ms ago, may speak for all of 2 servers
 load balancer lb1: XDP native, as of 300 ms ago
   owner      0, at 10.2.0.1
   tables     web 76
-  packets    established 900, first 12
+  packets    established 900, new_connection 12
   events     connection_unknown 3
   table      40 connections
   ! no MAC address known of load balancer lb2

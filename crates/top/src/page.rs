@@ -164,7 +164,7 @@ fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a
             Cell::from(state).style(Style::new().fg(colour)),
             Cell::from(balancer.state.as_ref().map_or("-", |state| state.xdp_mode.as_str())),
             Cell::from(sum(&|_| true)),
-            Cell::from(sum(&|name| name == "first")),
+            Cell::from(sum(&|name| name == "new_connection")),
             Cell::from(sum(&|name| name.starts_with("drop_"))),
         ])
     };

@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_CHARACTERS);
         let state = readable_state(v1::LoadBalancerState {
             xdp_mode: escape(),
-            counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("first".to_owned(), 1)]).collect(),
+            counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("new_connection".to_owned(), 1)]).collect(),
             table_generations: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),
             unresolved_servers: vec![escape()],
             server_clocks: vec![v1::ServerClock { problem: escape(), ..Default::default() }],

@@ -141,7 +141,7 @@ impl Cookies {
                 ensure!(self.known.contains(&id), "an echo reached {id}, which is not known");
                 ensure!(to == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(), "sent to {to:x?}, not to {id}");
             }
-            None => ensure!(outcome.counter == intf::LB_COUNTER_TO_ALL && to == [0xff; 6], "{outcome:?}"),
+            None => ensure!(outcome.counter == intf::LB_COUNTER_BROADCAST && to == [0xff; 6], "{outcome:?}"),
         }
         Ok(outcome.server)
     }

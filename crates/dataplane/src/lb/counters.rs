@@ -32,12 +32,12 @@ impl Counters {
     /// Returns the SYNs sent to servers by the placement rule or an entry. Clients without timestamps and those
     /// of a `beamer` service are counted by [`Counters::established`] alone.
     pub fn syns(&self) -> u64 {
-        self.sum(&["first"])
+        self.sum(&["new_connection"])
     }
 
     /// Returns the packets that were sent to servers as those of connections.
     pub fn established(&self) -> u64 {
-        self.sum(&["established", "connection", "flow", "placed", "consistent", "to_owner"])
+        self.sum(&["established", "connection_table", "flow_table", "per_packet", "bucket_hash", "to_owner"])
     }
 }
 

@@ -117,8 +117,8 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
         seen,
         [
             ("established", server.clone()),
-            ("first", server.clone()),
-            ("to_all", Destination::AllServers),
+            ("new_connection", server.clone()),
+            ("broadcast", Destination::AllServers),
             ("drop_malformed_ipv4", Destination::Dropped),
         ]
     );
@@ -142,7 +142,7 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
             break;
         }
     }
-    assert!(!captured.is_empty() && captured.iter().all(|packet| packet.outcome == "first"));
+    assert!(!captured.is_empty() && captured.iter().all(|packet| packet.outcome == "new_connection"));
     assert_eq!(capture.lost(), 0);
 
     let unknown = capture::Options { service: service((VIP.0, 443)), ..options };

@@ -64,7 +64,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
         unusual.options = odd.clone();
         unusual.options[7..11].copy_from_slice(&echo.to_be_bytes());
         let unusual = unusual.frame();
-        balancer.expect_sent_to(0, &unusual, opened.server, "connection");
+        balancer.expect_sent_to(0, &unusual, opened.server, "connection_table");
         let entry = balancer.entry(opened.client).unwrap();
         let bytes = syn(opened.client).len() + unusual.len() + established(&balancer, opened.client, 0).len();
         assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
@@ -77,7 +77,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
         let closed = || balancer.lb.traffic(opened.server).closed;
         let before = closed();
         for _ in 0..3 {
-            balancer.expect_sent_to(0, &frame, opened.server, "connection");
+            balancer.expect_sent_to(0, &frame, opened.server, "connection_table");
         }
         assert_eq!(closed(), before + 1, "sent again it closes nothing");
         assert!(balancer.entry(opened.client).unwrap().closing);
@@ -112,7 +112,7 @@ fn the_server_learns_the_place_wherever_the_option_stands() {
             let tcp = Tcp { flags: SYN, options, ip_options: ip_options.clone(), ..Tcp::new(client, VIP) };
             tcp.frame_with(77, 0)
         };
-        let (verdict, forwarded) = balancer.counted(&with(echo), Some(0), "first");
+        let (verdict, forwarded) = balancer.counted(&with(echo), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");
         let mut expected = with(syn_echo(own(), entry.index.place()));
         expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
@@ -234,7 +234,7 @@ fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() 
     // It came from a load balancer: once is enough.
     let mut passed_on = frame(&balancer, alive, &mut rng);
     passed_on[6..12].copy_from_slice(&mac.0);
-    balancer.expect_to(&passed_on, MacAddress::BROADCAST, "to_all_owner_lost");
+    balancer.expect_to(&passed_on, MacAddress::BROADCAST, "broadcast_owner_lost");
 
     // 40 at once, of which one is gone; a token a second comes back.
     let outcomes: Vec<i32> = (0..60).map(|_| balancer.run(&frame(&balancer, lost, &mut rng)).0).collect();
@@ -246,9 +246,9 @@ fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() 
         assert!(spend.any(|verdict| verdict == XDP_DROP), "{name}: five of five are sent to all");
         balancer.expect(&frame(balancer, of, rng), XDP_DROP, 0, name);
     };
-    expect_dropped(&balancer, lost, "drop_to_all_rate_limited", &mut rng);
+    expect_dropped(&balancer, lost, "drop_broadcast_rate_limited", &mut rng);
     // A number that nobody ever had is no reason to bother everybody: the small bucket.
-    balancer.expect_to(&frame(&balancer, never, &mut rng), MacAddress::BROADCAST, "to_all");
+    balancer.expect_to(&frame(&balancer, never, &mut rng), MacAddress::BROADCAST, "broadcast");
     expect_dropped(&balancer, never, "drop_unknown_cookie", &mut rng);
     assert_eq!(balancer.events(0, "connection_unknown"), 0, "our own table was not asked");
     balancer.lb.forget_owner(alive);
@@ -272,7 +272,7 @@ fn without_an_owner_number_connections_are_of_the_stateless_kind() {
         assert_eq!(number, None);
         // A client that writes there what only a load balancer may is not believed.
         let forged = syn_with_echo(client, syn_echo(own(), 3)).frame();
-        let (_, forwarded) = balancer.counted(&forged, Some(0), "first");
+        let (_, forwarded) = balancer.counted(&forged, Some(0), "new_connection");
         assert_eq!((echo_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
         let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
         let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
@@ -282,7 +282,7 @@ fn without_an_owner_number_connections_are_of_the_stateless_kind() {
     // A client without timestamps has no entry either.
     balancer.lb.set_owner(Some(own()));
     let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
-    balancer.counted(&plain, Some(0), "consistent");
+    balancer.counted(&plain, Some(0), "bucket_hash");
     assert_eq!(balancer.lb.connections_in_use(), 0);
     assert!(ids.len() > 1);
 }
@@ -376,7 +376,7 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
     let [half_open, closing, idle] = [(); 3].map(|()| balancer.opened(client(&mut rng)));
     balancer.expect_by_index(&idle);
     let fin = packet(&balancer.keys, closing.client, closing.number, ACK | FIN).frame();
-    balancer.expect_sent_to(0, &fin, closing.server, "connection");
+    balancer.expect_sent_to(0, &fin, closing.server, "connection_table");
     let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, Due> {
         balancer.lb.tick(Duration::from_secs(seconds));
         let due = balancer.lb.due_connections(&Timers::default(), 4096);

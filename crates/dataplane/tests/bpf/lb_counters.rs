@@ -35,7 +35,7 @@ fn new_service_in_the_place_of_a_removed_one_starts_at_zero() {
         assert_eq!(balancer.run(&syn.frame()).0, XDP_TX);
     }
     let (index, total) = (balancer.services[0], balancer.lb.total_counters());
-    assert_eq!(balancer.lb.counters(index).packets[intf::LB_COUNTER_FIRST as usize], 10);
+    assert_eq!(balancer.lb.counters(index).packets[intf::LB_COUNTER_NEW_CONNECTION as usize], 10);
     assert_eq!(balancer.lb.opened(index), 10);
 
     let mut replace = |vip| balancer.lb.set_services(&[(service(vip), ServiceMode::default())]).unwrap()[0];

@@ -58,7 +58,7 @@ fn first_packets_go_where_the_model_says() {
                     continue;
                 }
                 let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
-                balancer.expect_sent_to(0, &syn(client), chosen, "first");
+                balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
             }
             balancer.turns = state.round_robin;
         }
@@ -83,11 +83,11 @@ fn a_connection_without_timestamps_reaches_the_consistent_choice_and_stays_there
             let inserted = balancer.events(0, "flow_inserted");
             // The first packet that is not a SYN is remembered.
             let packets = [
-                (SYN, vec![2, 4, 5, 0xb4], "consistent", 0),
-                (SYN, vec![2, 4, 5, 0xb4], "consistent", 0),
-                (ACK, vec![], "consistent", 1),
-                (ACK | FIN, vec![1, 1, 1, 0], "flow", 1),
-                (RST, vec![], "flow", 1),
+                (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
+                (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
+                (ACK, vec![], "bucket_hash", 1),
+                (ACK | FIN, vec![1, 1, 1, 0], "flow_table", 1),
+                (RST, vec![], "flow_table", 1),
             ];
             for (flags, options, name, more) in packets {
                 let frame = Tcp { flags, options, ..Tcp::new(client, VIP) }.frame();
@@ -297,7 +297,7 @@ fn services_do_not_see_each_others_servers_and_tables() {
             let chosen = table.choose(&mut state, &FourTuple::ipv4(client, vip)).unwrap();
             let frame = Tcp { destination: SocketAddrV4::new(vip.0, vip.1), ..Tcp::new(client, VIP) };
             let frame = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..frame }.frame();
-            balancer.expect_sent_to(*service, &frame, chosen, "first");
+            balancer.expect_sent_to(*service, &frame, chosen, "new_connection");
         }
     }
     // The second service goes; its place is clean when another one takes it.
@@ -332,7 +332,7 @@ fn to_all_is_limited_per_service_and_recovers() {
     std::thread::sleep(std::time::Duration::from_millis(210));
     assert!(outcomes(&mut balancer, 1) == 1);
     let counters = balancer.lb.counters(balancer.services[0]);
-    let limited = intf::LB_COUNTER_NAMES.iter().position(|name| *name == "drop_to_all_rate_limited").unwrap();
+    let limited = intf::LB_COUNTER_NAMES.iter().position(|name| *name == "drop_broadcast_rate_limited").unwrap();
     assert_eq!(counters.packets[limited] as usize, 200 - sent);
 }
 

@@ -144,7 +144,7 @@ fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
     let opened = balancer.destination(&frame(SYN));
     let at = ids.iter().copied().find(|id| balancer.macs[&(0, *id)] == opened).unwrap();
     assert_ne!(at, ids[0]);
-    balancer.expect_sent(0, &frame(ACK), at, Identification::Before(Some(ids[0])), "flow");
+    balancer.expect_sent(0, &frame(ACK), at, Identification::Before(Some(ids[0])), "flow_table");
 }
 
 /// Nothing else finds its server: where the bucket's one drains, or is masked while no controller makes tables.
@@ -227,14 +227,14 @@ fn udp_flow_ages() {
     let idle = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP));
     let mut now = Duration::from_secs(1000);
     balancer.lb.tick(now);
-    balancer.counted(&frame, Some(0), "first");
+    balancer.counted(&frame, Some(0), "new_connection");
     for _ in 0..3 {
         now += idle;
         balancer.lb.tick(now);
-        balancer.counted(&frame, Some(0), "flow");
+        balancer.counted(&frame, Some(0), "flow_table");
     }
     balancer.lb.tick(now + idle + Duration::from_millis(100));
-    balancer.counted(&frame, Some(0), "first");
+    balancer.counted(&frame, Some(0), "new_connection");
 }
 
 /// A flood that would fill the table ten times, on one service after the other, and 1,000 flows of a third one.

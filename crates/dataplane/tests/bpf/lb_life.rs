@@ -200,14 +200,14 @@ fn modes_and_flows_are_taken_over() {
         lb.set_server(*index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
         lb.install_table(*index, &one_server_table(1, Rule::Table)).unwrap();
     }
-    assert_eq!(outcomes(&lb, &indexes), ["consistent", "first"]);
+    assert_eq!(outcomes(&lb, &indexes), ["bucket_hash", "new_connection"]);
     drop(lb);
     // Before anybody has told the new process which services there are.
     let mut lb = start(1 << 15);
     assert!(lb.taken_over());
-    assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
+    assert_eq!(outcomes(&lb, &indexes), ["flow_table", "flow_table"]);
     assert_eq!(lb.set_services(&services).unwrap(), indexes);
-    assert_eq!(outcomes(&lb, &indexes), ["flow", "flow"]);
+    assert_eq!(outcomes(&lb, &indexes), ["flow_table", "flow_table"]);
     let table = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
     assert_eq!(table.max_entries() * intf::FLOW_SET_ENTRIES, 1 << 14);
     lb.detach().unwrap();

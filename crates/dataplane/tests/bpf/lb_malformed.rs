@@ -173,9 +173,9 @@ fn bad_data_offsets_are_dropped_with_a_reason() {
                 // 32 bytes of header, 4 of payload.
                 (0..5 | 10.., _) => "drop_malformed_tcp",
                 // The timestamp is out of the header: no options, or two NOPs, or an option cut short.
-                (5, _) => "consistent",
+                (5, _) => "bucket_hash",
                 (6 | 7, _) => "drop_malformed_tcp",
-                (_, SYN) => "first",
+                (_, SYN) => "new_connection",
                 (_, _) => "established",
             };
             match expected {
@@ -234,7 +234,7 @@ fn bad_options_are_dropped_with_a_reason() {
         let tuple = FourTuple::ipv4((CLIENT.0, port), VIP);
         let (consistent, before) = (table.choose_consistent(&tuple).unwrap(), before(table, &tuple));
         let frame = Tcp { options, ..Tcp::new((CLIENT.0, port), VIP) }.frame();
-        balancer.expect_sent(0, &frame, consistent, Identification::Before(before), "consistent");
+        balancer.expect_sent(0, &frame, consistent, Identification::Before(before), "bucket_hash");
     }
 }
 
@@ -268,7 +268,7 @@ fn flags_that_no_connection_has_are_dropped_with_a_reason() {
             if flags & RST != 0 {
                 let without = Tcp { flags, options: vec![], ..Tcp::new((CLIENT.0, 1), VIP) }.frame();
                 let nobody = Identification::Before(None);
-                balancer.expect_to_all_or(0, &without, nobody, "drop_to_all_rate_limited");
+                balancer.expect_to_all_or(0, &without, nobody, "drop_broadcast_rate_limited");
             }
         }
     }

@@ -60,7 +60,9 @@ fn without_consistency_every_packet_goes_by_the_rule() {
         let mut state = PlacementState::for_table(&table);
         for _ in 0..100 {
             let client = client(&mut rng);
-            for (flags, name) in [(SYN, "first"), (ACK, "placed"), (ACK | FIN, "placed"), (RST, "placed")] {
+            for (flags, name) in
+                [(SYN, "new_connection"), (ACK, "per_packet"), (ACK | FIN, "per_packet"), (RST, "per_packet")]
+            {
                 let frame = packet(client, flags, uniform_below(&mut rng, 3));
                 let chosen = table.choose(&mut state, &tuple(client)).unwrap();
                 balancer.expect_sent_to(0, &frame, chosen, name);
@@ -85,8 +87,8 @@ fn the_hash_table_remembers_what_the_rule_chose() {
         let client = client(&mut rng);
         let chosen = table.choose(&mut state, &tuple(client)).unwrap();
         // Not a first packet, and unknown: by the rule, and not remembered.
-        balancer.expect_sent_to(0, &packet(client, ACK, uniform_below(&mut rng, 3)), chosen, "placed");
-        balancer.expect_sent_to(0, &packet(client, SYN, uniform_below(&mut rng, 3)), chosen, "first");
+        balancer.expect_sent_to(0, &packet(client, ACK, uniform_below(&mut rng, 3)), chosen, "per_packet");
+        balancer.expect_sent_to(0, &packet(client, SYN, uniform_below(&mut rng, 3)), chosen, "new_connection");
         connections.push((client, chosen));
     }
     assert_eq!(balancer.events(0, "flow_inserted"), 100);
@@ -94,7 +96,7 @@ fn the_hash_table_remembers_what_the_rule_chose() {
     balancer.install(0, &other);
     for (client, chosen) in &connections {
         for flags in [ACK, ACK | FIN, RST] {
-            balancer.expect_sent_to(0, &packet(*client, flags, uniform_below(&mut rng, 3)), *chosen, "flow");
+            balancer.expect_sent_to(0, &packet(*client, flags, uniform_below(&mut rng, 3)), *chosen, "flow_table");
         }
     }
     // A server without a MAC address keeps its connections; one that is taken out loses them to the rule.
@@ -102,7 +104,7 @@ fn the_hash_table_remembers_what_the_rule_chose() {
     balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
     balancer.expect(&packet(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], chosen);
-    let (verdict, _) = balancer.counted(&packet(client, ACK, 1), Some(0), "placed");
+    let (verdict, _) = balancer.counted(&packet(client, ACK, 1), Some(0), "per_packet");
     assert_eq!(verdict, XDP_TX);
 }
 
@@ -121,7 +123,7 @@ fn beamer_goes_by_the_bucket_and_names_the_server_before() {
         let chosen = table.choose_consistent(&tuple(client)).unwrap();
         for flags in [SYN, ACK, ACK | FIN, RST] {
             let frame = packet(client, flags, uniform_below(&mut rng, 3));
-            balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "consistent");
+            balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "bucket_hash");
         }
     }
     assert!((50..180).contains(&named), "{named} of 200 with a server before");
@@ -188,7 +190,7 @@ fn with_timestamps_off_a_connection_goes_as_one_without_them() {
         let client = client(&mut rng);
         let chosen = table.choose_consistent(&tuple(client)).unwrap();
         let before = before(&table, &tuple(client));
-        for (flags, name) in [(SYN, "consistent"), (ACK, "consistent"), (ACK, "flow")] {
+        for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK, "flow_table")] {
             let frame = packet(client, flags, uniform_below(&mut rng, 3));
             balancer.expect_sent(0, &frame, chosen, Identification::Before(before), name);
         }
@@ -196,7 +198,7 @@ fn with_timestamps_off_a_connection_goes_as_one_without_them() {
         let other = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
         let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
-        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow");
+        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
         connections.push((client, chosen, before));
     }
     // Another pool: what is in the table stays where it is, and so does whom it was before.
@@ -204,13 +206,13 @@ fn with_timestamps_off_a_connection_goes_as_one_without_them() {
     balancer.install(0, &next);
     for (client, chosen, before) in connections {
         let frame = packet(client, ACK | FIN, 1);
-        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow");
+        balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
     }
     // A reset of a connection that is not in the table: whose it is nobody here can say.
     let nobody = Identification::Before(None);
     for options in 0..3 {
         let reset = packet(client(&mut rng), RST, options);
-        balancer.expect_to_all_or(0, &reset, nobody, "drop_to_all_rate_limited");
+        balancer.expect_to_all_or(0, &reset, nobody, "drop_broadcast_rate_limited");
     }
 }
 
@@ -226,8 +228,8 @@ fn a_flow_whose_server_was_taken_out_goes_by_the_bucket_again() {
         .unwrap();
     let frame = packet(from, ACK, 0);
     let of = |table: &PlacementTable| Identification::Before(before(table, &tuple(from)));
-    balancer.expect_sent(0, &frame, ids[0], of(&table), "consistent");
-    balancer.expect_sent(0, &frame, ids[0], of(&table), "flow");
+    balancer.expect_sent(0, &frame, ids[0], of(&table), "bucket_hash");
+    balancer.expect_sent(0, &frame, ids[0], of(&table), "flow_table");
     balancer.lb.set_server(balancer.services[0], ids[0], Server { mac: None, eligible: false });
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], ids[0]);
@@ -235,8 +237,8 @@ fn a_flow_whose_server_was_taken_out_goes_by_the_bucket_again() {
     let next = random_table(Rule::Table, 2, 1, &ids[1..], &mut rng);
     balancer.install(0, &next);
     let chosen = next.choose_consistent(&tuple(from)).unwrap();
-    balancer.expect_sent(0, &frame, chosen, of(&next), "consistent");
-    balancer.expect_sent(0, &frame, chosen, of(&next), "flow");
+    balancer.expect_sent(0, &frame, chosen, of(&next), "bucket_hash");
+    balancer.expect_sent(0, &frame, chosen, of(&next), "flow_table");
 }
 
 #[test]
@@ -258,7 +260,7 @@ fn the_flow_table_is_bounded_and_forgets_services_that_go() {
     fill(&mut balancer, &mut rng);
     let clients: Vec<_> = (0..20_000).map(|_| client(&mut rng)).collect();
     let known = |balancer: &Balancer, position: usize| {
-        let flow = intf::LB_COUNTER_FLOW as usize;
+        let flow = intf::LB_COUNTER_FLOW_TABLE as usize;
         let counted = || balancer.lb.counters(balancer.services[position]).packets[flow];
         let before = counted();
         for client in &clients {
@@ -375,11 +377,11 @@ fn modes_live_side_by_side_and_change() {
                 let before = Identification::Before(before(table, &tuple));
                 let kept = Identification::Kept;
                 let (server, identification, names) = match (mode.timestamps, mode.consistency) {
-                    (Timestamps::Off, _) => (by_bucket, before, ["consistent", "consistent", "flow"]),
-                    (_, Consistency::Beamer) => (by_bucket, before, ["consistent"; 3]),
-                    (_, Consistency::None) => (by_rule, kept, ["first", "placed", "placed"]),
-                    (_, Consistency::HashTable) => (by_rule, kept, ["first", "flow", "flow"]),
-                    _ => (by_rule, kept, ["first", "established", "established"]),
+                    (Timestamps::Off, _) => (by_bucket, before, ["bucket_hash", "bucket_hash", "flow_table"]),
+                    (_, Consistency::Beamer) => (by_bucket, before, ["bucket_hash"; 3]),
+                    (_, Consistency::None) => (by_rule, kept, ["new_connection", "per_packet", "per_packet"]),
+                    (_, Consistency::HashTable) => (by_rule, kept, ["new_connection", "flow_table", "flow_table"]),
+                    _ => (by_rule, kept, ["new_connection", "established", "established"]),
                 };
                 for (frame, name) in [&syn, &ack, &ack].into_iter().zip(names) {
                     balancer.expect_sent(position, &frame.frame(), server, identification, name);
@@ -411,6 +413,6 @@ fn modes_that_cannot_be_are_refused_and_change_nothing() {
         refused((service(VIP), by_load_balancer)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
-    let (verdict, _) = balancer.counted(&packet(client(&mut rng), ACK, 1), Some(0), "consistent");
+    let (verdict, _) = balancer.counted(&packet(client(&mut rng), ACK, 1), Some(0), "bucket_hash");
     assert_eq!(verdict, XDP_TX);
 }

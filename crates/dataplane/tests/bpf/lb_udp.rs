@@ -60,7 +60,7 @@ fn datagrams_go_by_flow() {
         .map(|_| {
             let client = client(&mut rng);
             let chosen = table.choose(&mut state, &tuple(client)).unwrap();
-            balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "first");
+            balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "new_connection");
             (client, chosen)
         })
         .collect();
@@ -81,7 +81,7 @@ fn datagrams_go_by_flow() {
             padded,
         ];
         for frame in frames {
-            balancer.expect_sent_to(0, &frame, *chosen, "flow");
+            balancer.expect_sent_to(0, &frame, *chosen, "flow_table");
         }
     }
     let opened: u64 = ids.iter().map(|id| balancer.lb.traffic(*id).opened).sum();
@@ -90,9 +90,9 @@ fn datagrams_go_by_flow() {
     let (client, chosen) = flows[0];
     balancer.lb.remove_server(balancer.services[0], chosen);
     let frame = Udp::new(client, VIP).frame();
-    let (verdict, _) = balancer.counted(&frame, Some(0), "first");
+    let (verdict, _) = balancer.counted(&frame, Some(0), "new_connection");
     assert_eq!(verdict, XDP_TX);
-    balancer.counted(&frame, Some(0), "flow");
+    balancer.counted(&frame, Some(0), "flow_table");
 }
 
 #[test]
@@ -105,17 +105,17 @@ fn flow_leaves_a_server_that_own_checks_find_down() {
     let client = client(&mut rng);
     let frame = Udp::new(client, VIP).frame();
     let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple(client)).unwrap();
-    balancer.expect_sent_to(0, &frame, chosen, "first");
+    balancer.expect_sent_to(0, &frame, chosen, "new_connection");
     // Draining is not enough; down is, though the table still has the server.
     let mac = Some(balancer.macs[&(0, chosen)]);
     balancer.lb.set_server(balancer.services[0], chosen, Server { mac, eligible: false });
-    balancer.expect_sent_to(0, &frame, chosen, "flow");
+    balancer.expect_sent_to(0, &frame, chosen, "flow_table");
     balancer.lb.set_masked(balancer.services[0], chosen, true);
     let to_another = |id: &&ServerId| balancer.macs[&(0, **id)] != balancer.macs[&(0, chosen)];
-    let (verdict, sent) = balancer.counted(&frame, Some(0), "first");
+    let (verdict, sent) = balancer.counted(&frame, Some(0), "new_connection");
     assert_eq!(verdict, XDP_TX);
     assert!(ids.iter().filter(to_another).any(|id| sent[..6] == balancer.macs[&(0, *id)].0), "it went to {chosen}");
-    balancer.counted(&frame, Some(0), "flow");
+    balancer.counted(&frame, Some(0), "flow_table");
 }
 
 #[test]
@@ -130,7 +130,7 @@ fn datagrams_go_one_by_one() {
         let client = client(&mut rng);
         let chosen = table.choose(&mut state, &tuple(client)).unwrap();
         for _ in 0..2 {
-            balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "placed");
+            balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "per_packet");
         }
     }
     assert_eq!(balancer.events(0, "flow_inserted"), 0);
@@ -146,7 +146,7 @@ fn protocols_of_one_port_are_services_of_their_own() {
     let (mut balancer, _, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
     let client = client(&mut rng);
     let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple(client)).unwrap();
-    balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "first");
+    balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "new_connection");
     let syn = Tcp { flags: SYN, ..Tcp::new(client, VIP) }.frame();
     balancer.expect(&syn, XDP_DROP, 1, "drop_no_eligible_server");
     // Another port of the VIP is the kernel's, whatever its length says.
@@ -173,7 +173,7 @@ fn bad_datagrams_are_dropped_with_a_reason() {
         let mut frame = frame.clone();
         frame[UDP + 4..UDP + 6].copy_from_slice(&said.to_be_bytes());
         if (8..=length).contains(&said) {
-            balancer.counted(&frame, Some(0), "placed");
+            balancer.counted(&frame, Some(0), "per_packet");
         } else {
             balancer.expect(&frame, XDP_DROP, 0, "drop_malformed_udp");
         }
@@ -212,7 +212,7 @@ fn fragments_follow_the_first_one() {
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
         let (mut balancer, _, table) = balancer(consistency, Rule::Table, &mut rng);
-        let name = if consistency == Consistency::None { "placed" } else { "first" };
+        let name = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
         let mut state = PlacementState::for_table(&table);
         for round in 0..50u16 {
             let client = client(&mut rng);
@@ -293,7 +293,7 @@ fn fragments_of_a_service_that_is_gone_reach_nobody() {
     let mut rng = seeded_rng(67, 0);
     let (mut balancer, _, _) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
     let frames = fragments(&Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) }, 3);
-    balancer.counted(&frames[0], Some(0), "first");
+    balancer.counted(&frames[0], Some(0), "new_connection");
     balancer.counted(&frames[1], Some(0), "fragment");
     // Another service of that VIP gets its place, and another server its id.
     let other = ServiceAddress { protocol: Protocol::Udp, ..service((VIP.0, 5353)) };

@@ -217,14 +217,14 @@ impl LoadBalancer {
             if entry.half_open && !first {
                 self.insert_flow(place, packet, FlowEntry::of(entry.server), Kind::Needed);
             }
-            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW);
+            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW_TABLE);
         }
         let Some(echo) = packet.echo else {
             if packet.flags & RST != 0 {
                 return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
             return match self.by_bucket(place, packet) {
-                (None, _) if first => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
+                (None, _) if first => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 (_, decision) => decision.with_identification(Identification::PolicyCache),
             };
         };

@@ -102,7 +102,7 @@ impl Decision {
     fn outcome(&self, service: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
         let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
-        let told = told.filter(|_| self.counter == intf::LB_COUNTER_FIRST);
+        let told = told.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
         Outcome { counter: self.counter, service, server, told, event: self.event }
     }
 }
@@ -221,7 +221,7 @@ impl LoadBalancer {
             (Some(entry), _) => self.deliver_to(place, entry.server, COUNTER),
             (None, Some(other)) => self.to_other_balancer(place, other),
             (None, None) => {
-                let over_rate = intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED;
+                let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
                 self.deliver_to_all((place, whole.client), intf::BROADCAST_ICMP, over_rate, now_ns)
             }
         };
@@ -293,8 +293,8 @@ impl LoadBalancer {
         if self.is_corrected(place) {
             return match first && packet.echo.is_some() {
                 true => match self.half_open(place, packet) {
-                    Some(id) => self.deliver_to(place, id, intf::LB_COUNTER_FIRST),
-                    None => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
+                    Some(id) => self.deliver_to(place, id, intf::LB_COUNTER_NEW_CONNECTION),
+                    None => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },
                 false => self.by_corrected_cookie(place, packet),
             };
@@ -304,7 +304,7 @@ impl LoadBalancer {
             (Consistency::HashTable, _) => self.by_hash_table(place, packet),
             (Consistency::Beamer, _) | (_, None) => self.without_cookie(place, packet, now_ns),
             (Consistency::Stateful, Some(echo)) if first => self.first_stateful(place, packet, echo, sender.bytes),
-            (Consistency::Stateless, Some(_)) if first => self.by_rule(place, packet, intf::LB_COUNTER_FIRST),
+            (Consistency::Stateless, Some(_)) if first => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
             (Consistency::Stateless | Consistency::Stateful, Some(echo)) => {
                 self.by_cookie(place, packet, echo.value, sender, now_ns)
             }
@@ -335,7 +335,7 @@ impl LoadBalancer {
                 self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
             }
             Cookie::TableIndex(number) if self.service(place).is_stateful() => {
-                match self.by_index(place, &tuple, number, intf::LB_COUNTER_CONNECTION, sender.mac, now_ns) {
+                match self.by_index(place, &tuple, number, intf::LB_COUNTER_CONNECTION_TABLE, sender.mac, now_ns) {
                     Indexed::Decided(decision, None) => decision,
                     Indexed::Decided(decision, Some(index)) => {
                         decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
@@ -361,7 +361,7 @@ impl LoadBalancer {
         let first = packet.flags & SYN != 0;
         match self.bucket(place, packet).filter(|choice| self.is_usable(place, choice.server, first)) {
             Some(choice) => {
-                let decision = self.deliver_to(place, choice.server, intf::LB_COUNTER_CONSISTENT);
+                let decision = self.deliver_to(place, choice.server, intf::LB_COUNTER_BUCKET_HASH);
                 (Some(choice), decision.naming(choice.before_field()))
             }
             None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
@@ -381,7 +381,7 @@ impl LoadBalancer {
             (Some(choice), Some(_)) => (choice.before, decision, Kind::Hint),
             (None, _) => {
                 let bucket = self.bucket(place, packet).map(|choice| choice.server);
-                (bucket, self.by_rule(place, packet, intf::LB_COUNTER_FIRST), Kind::Needed)
+                (bucket, self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION), Kind::Needed)
             }
         };
         let Some(server) = decision.server else { return decision };
@@ -399,7 +399,7 @@ impl LoadBalancer {
         let by_bucket = service.mode.consistency == Consistency::Beamer;
         let found = if by_bucket && !service.has_flows { None } else { self.find_flow_of(place, packet) };
         if let Some(entry) = found.filter(|entry| self.is_usable(place, entry.server, first)) {
-            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW).naming(entry.before_field());
+            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW_TABLE).naming(entry.before_field());
         }
         if first {
             return self.first_without_cookie(place, packet, found);
@@ -408,7 +408,7 @@ impl LoadBalancer {
             return self.by_bucket(place, packet).1;
         }
         if packet.flags & RST != 0 {
-            let (of, over_rate) = ((place, packet.client.0), intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED);
+            let (of, over_rate) = ((place, packet.client.0), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self.deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns).naming(intf::NO_SERVER as u16);
         }
         // Ours are in the flow table since their second packet; the other one must see all of its own.
@@ -429,7 +429,11 @@ impl LoadBalancer {
         let first = syn || udp;
         let known = self.find_flow_of(place, packet).filter(|entry| self.is_usable(place, entry.server, syn));
         if let Some(entry) = known.filter(|entry| !udp || !self.service(place).is_down(entry.server)) {
-            return self.deliver_to(place, entry.server, if syn { placed_as(true) } else { intf::LB_COUNTER_FLOW });
+            return self.deliver_to(
+                place,
+                entry.server,
+                if syn { placed_as(true) } else { intf::LB_COUNTER_FLOW_TABLE },
+            );
         }
         if let Some(other) = self.service(place).other_balancer().filter(|_| !first) {
             return self.to_other_balancer(place, other);
@@ -437,7 +441,7 @@ impl LoadBalancer {
         let decision = self.by_rule(place, packet, placed_as(first));
         match (decision.server.filter(|_| first), known) {
             (Some(server), _) => self.remembering(place, packet, FlowEntry::of(server), Kind::Needed, decision),
-            (None, Some(entry)) => self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW),
+            (None, Some(entry)) => self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
         }
     }
@@ -466,13 +470,16 @@ impl LoadBalancer {
             return Decision::end(over_rate);
         }
         let lost = reason == intf::BROADCAST_OWNER_LOST;
-        Decision::forward(if lost { intf::LB_COUNTER_TO_ALL_OWNER_LOST } else { intf::LB_COUNTER_TO_ALL }, BROADCAST)
+        Decision::forward(
+            if lost { intf::LB_COUNTER_BROADCAST_OWNER_LOST } else { intf::LB_COUNTER_BROADCAST },
+            BROADCAST,
+        )
     }
 }
 
 /// Returns the counter of a packet that the placement rule places.
 fn placed_as(opens: bool) -> intf::lb_counter {
-    if opens { intf::LB_COUNTER_FIRST } else { intf::LB_COUNTER_PLACED }
+    if opens { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
 }
 
 /// The client's address.

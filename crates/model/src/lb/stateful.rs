@@ -146,7 +146,7 @@ impl LoadBalancer {
             Owner::Unknown => self.unknown(of, now_ns),
             Owner::At(mac) if !owners.contains(&Owner::At(from)) => Decision::forward(intf::LB_COUNTER_TO_OWNER, mac),
             Owner::At(_) | Owner::Lost => {
-                let over_rate = intf::LB_COUNTER_DROP_TO_ALL_RATE_LIMITED;
+                let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
                 self.deliver_to_all(of, intf::BROADCAST_OWNER_LOST, over_rate, now_ns)
             }
         }
@@ -162,10 +162,10 @@ impl LoadBalancer {
             && self.service(place).takes_new_connections(id)
         {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
-            let decision = self.deliver_to(place, id, intf::LB_COUNTER_FIRST).opening(opens);
+            let decision = self.deliver_to(place, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
             return decision.telling(echo, syn_echo(owner, index.place()));
         }
-        let decision = self.by_rule(place, packet, intf::LB_COUNTER_FIRST);
+        let decision = self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         if !self.stateful.may_take(packet.client.0) {

@@ -48,7 +48,7 @@ fn loads(uptime_ms: u64, servers: usize) -> Loads {
         })
     };
     let servers: Vec<Value> = (1..=servers).map(server).collect();
-    let counters = json!({"first": uptime_ms, "existing": 3 * uptime_ms, "drop_no_server": uptime_ms / 10});
+    let counters = json!({"new_connection": uptime_ms, "existing": 3 * uptime_ms, "drop_no_server": uptime_ms / 10});
     serde_json::from_value(json!({
         "at_unix_ms": 1, "uptime_ms": uptime_ms, "servers": servers, "load_balancers": [{"name": "lb1", "counters": counters}],
     }))

@@ -138,7 +138,7 @@ impl Balancer {
         let packets: Vec<Packet> = clients.iter().map(|client| self.packet(client, 0)).collect();
         let lb = self.lb.borrow();
         Runner::new(&syn(), &packets, 0)?.run(Feed::Packet, lb.program(), packets.len() as u32)?;
-        let opened = lb.counters(self.service).packets[intf::LB_COUNTER_FIRST as usize];
+        let opened = lb.counters(self.service).packets[intf::LB_COUNTER_NEW_CONNECTION as usize];
         ensure!(opened == packets.len() as u64, "{}: {opened} connections were opened", self.case);
         Ok(())
     }

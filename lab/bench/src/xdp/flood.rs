@@ -190,7 +190,7 @@ fn measure(victim: Victim, args: &Args, flooder: &Flooder) -> anyhow::Result<Mea
     }
     let after = balancer.counters();
     let since = |count: fn(&coreward_dataplane::lb::Counters) -> u64| count(&after) - count(&before.2);
-    let first = since(|counters| counters.packets[intf::LB_COUNTER_FIRST as usize]);
+    let first = since(|counters| counters.packets[intf::LB_COUNTER_NEW_CONNECTION as usize]);
     ensure!(first == measured.flood.syns, "{first} of {} SYNs were counted as first packets", measured.flood.syns);
     measured.without_entry = since(|counters| counters.events[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize]);
     measured.found = found as f64 / (f64::from(args.rounds) * f64::from(args.packets));

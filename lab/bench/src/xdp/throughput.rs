@@ -197,7 +197,7 @@ impl Bed {
     /// Each frame must have been forwarded, by the means of the lane's mode.
     fn check(&self, work: &Work, before: &Counters, after: &Counters) -> anyhow::Result<()> {
         let packets = |counter: usize| after.packets[counter] - before.packets[counter];
-        let (first, open) = (packets(intf::LB_COUNTER_FIRST as usize), packets(self.lane.case().counter()));
+        let (first, open) = (packets(intf::LB_COUNTER_NEW_CONNECTION as usize), packets(self.lane.case().counter()));
         let name = self.lane.name;
         ensure!(first + open == work.frames, "{name}: {first} new and {open} others of {} frames", work.frames);
         ensure!(

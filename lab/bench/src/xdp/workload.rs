@@ -95,14 +95,14 @@ impl Case {
     /// What the packets are counted as.
     pub fn counter(self) -> usize {
         let counter = match self {
-            Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW,
-            Case::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION,
-            Case::Established(Consistency::None, _) => intf::LB_COUNTER_PLACED,
+            Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,
+            Case::Established(Consistency::Stateful, _) => intf::LB_COUNTER_CONNECTION_TABLE,
+            Case::Established(Consistency::None, _) => intf::LB_COUNTER_PER_PACKET,
             Case::Established(Consistency::Beamer, _) | Case::First(First { consistency: Consistency::Beamer, .. }) => {
-                intf::LB_COUNTER_CONSISTENT
+                intf::LB_COUNTER_BUCKET_HASH
             }
             Case::Established(..) => intf::LB_COUNTER_ESTABLISHED,
-            Case::First(_) => intf::LB_COUNTER_FIRST,
+            Case::First(_) => intf::LB_COUNTER_NEW_CONNECTION,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
         counter as usize

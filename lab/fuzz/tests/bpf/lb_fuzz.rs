@@ -90,7 +90,7 @@ fn state_that_no_packet_shows_is_compared_too() {
         packet
     };
     let (outcome, difference) = world.packet(&syn(1)).unwrap();
-    assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_FIRST, true));
+    assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
     assert!(world.compare_state().is_none());
     world.twin.receive(&mut syn(2), 5);
     assert_eq!(world.compare_state().unwrap().what, "the counter of round robin");

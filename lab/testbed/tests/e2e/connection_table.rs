@@ -53,7 +53,7 @@ fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
     // Idle for longer than `idle`, several times: its server was asked, and has it.
     pause(5_000);
     assert_eq!(connections(&site), 1);
-    let by_table = site.counter("lb1", "connection");
+    let by_table = site.counter("lb1", "connection_table");
     // More than is read: who closes first has the socket's TIME-WAIT, and a server's would keep the entry for a minute.
     let request = Request { seed: 7.into(), packets: 4_000.into(), duration_us: 4_000_000.into() };
     silent.set_read_timeout(Some(*TIMEOUT)).unwrap();
@@ -61,7 +61,7 @@ fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
     let mut answer = vec![0; 4 * PACKET_BYTES];
     silent.read_exact(&mut answer).unwrap();
     assert!((0..).zip(&answer).all(|(position, byte)| content(7, position) == *byte));
-    eventually(*TIMEOUT, "its packets go by the table", || site.counter("lb1", "connection") > by_table);
+    eventually(*TIMEOUT, "its packets go by the table", || site.counter("lb1", "connection_table") > by_table);
     drop(silent);
     eventually(*TIMEOUT, "nothing is left", || connections(&site) == 0);
 }

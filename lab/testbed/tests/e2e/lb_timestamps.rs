@@ -138,7 +138,7 @@ fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
     let text = site.coreward(&["status"]).unwrap();
     assert!(text.contains("clocks     web0: 2 of 4 servers'"), "{text}");
     assert!(text.contains("! s2 of web0 is not stamped: "), "{text}");
-    for counter in ["flow", "reply_unchanged"] {
+    for counter in ["flow_table", "reply_unchanged"] {
         eventually(*TIMEOUT, counter, || site.counters(counter) > 1_000);
     }
 

@@ -95,7 +95,7 @@ fn endpoints_serve_what_the_table_says() {
     site.fleet.restart(&site.testbed, "controller").unwrap();
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     let client = site.streams(100.0);
-    eventually(*TIMEOUT, "there is traffic", || site.counters("first") > 150);
+    eventually(*TIMEOUT, "there is traffic", || site.counters("new_connection") > 150);
     unbroken(client);
 
     let (controller, balancer) = (site.testbed.controller(), site.testbed.load_balancer(1).unwrap());
@@ -106,13 +106,13 @@ fn endpoints_serve_what_the_table_says() {
     // The controller has what a load balancer said last, at most a second ago.
     eventually(*TIMEOUT, "the controller knows what its load balancer says", || {
         let (known, said) = (whole(controller), whole(balancer));
-        let first = |values: &Values| sum(values, "coreward_lb_packets_total", ("decision", "first"));
+        let first = |values: &Values| sum(values, "coreward_lb_packets_total", ("decision", "new_connection"));
         first(&known) > 0.0 && first(&known) == first(&said)
     });
     let (known, said) = (whole(controller), whole(balancer));
     complete(Component::Controller, &known);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
-        assert!(sum(&said, name, ("decision", "first")) > 100.0, "{name}");
+        assert!(sum(&said, name, ("decision", "new_connection")) > 100.0, "{name}");
     }
     assert!(sum(&said, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
     assert!(sum(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");

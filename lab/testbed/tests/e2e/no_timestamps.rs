@@ -36,7 +36,7 @@ fn the_flow_table_keeps_connections_while_servers_come_and_go() {
         site.set(server, standing);
     }
     unbroken(client);
-    assert!(site.counters("flow") > 1_000 && site.counters("established") == 0);
+    assert!(site.counters("flow_table") > 1_000 && site.counters("established") == 0);
 }
 
 #[test]

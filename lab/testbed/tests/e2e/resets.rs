@@ -83,5 +83,5 @@ fn servers_hear_of_aborted_connections() {
             Ok(())
         })
         .unwrap();
-    eventually(LIMIT, "the load balancer tells", || site.counters("to_all") >= 12);
+    eventually(LIMIT, "the load balancer tells", || site.counters("broadcast") >= 12);
 }

@@ -80,7 +80,7 @@ fn the_same_layout_is_taken_over() {
         pause(1_000);
     }
     unbroken(client);
-    assert_eq!(site.counters("to_all"), 0);
+    assert_eq!(site.counters("broadcast"), 0);
 }
 
 #[test]

@@ -205,7 +205,7 @@ impl Balancer {
         let before = self.counts(Some(service));
         let (verdict, packet) = self.run(frame);
         let after = self.counts(Some(service));
-        let name = if verdict == XDP_TX { "to_all" } else { over_rate };
+        let name = if verdict == XDP_TX { "broadcast" } else { over_rate };
         let grown =
             std::iter::zip(before, after).zip(intf::LB_COUNTER_NAMES).filter(|((before, after), _)| before != after);
         assert_eq!(grown.map(|(_, name)| name).collect::<Vec<_>>(), [name]);

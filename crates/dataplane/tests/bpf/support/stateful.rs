@@ -101,7 +101,7 @@ impl Balancer {
 
     /// Sends a SYN; `None` for the number: it got no entry.
     pub fn open(&self, client: Client) -> (ServerId, Option<u16>) {
-        let (verdict, packet) = self.counted(&syn(client), Some(0), "first");
+        let (verdict, packet) = self.counted(&syn(client), Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX);
         (self.server_at(&packet[..6]), number_of(&packet))
     }
@@ -128,7 +128,7 @@ impl Balancer {
     /// A packet of the connection reaches its server by the connection table.
     pub fn expect_by_index(&self, opened: &Opened) {
         let frame = established(self, opened.client, opened.number);
-        self.expect_sent_to(0, &frame, opened.server, "connection");
+        self.expect_sent_to(0, &frame, opened.server, "connection_table");
     }
 
     /// `frame` leaves to that MAC address and is the same otherwise.
