@@ -14,7 +14,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, fcntl};
+use nix::fcntl::{FcntlArg, fcntl, posix_fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::RuntimeError;
@@ -103,7 +103,11 @@ impl Segment {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
         let file = options.open(&unnamed).map_err(|error| io_error("create", &unnamed, error))?;
-        file.set_len(geometry.bytes() as u64).map_err(|error| io_error("resize", &unnamed, error))?;
+        // A page that the file system cannot provide later would end the process by SIGBUS.
+        if let Err(error) = posix_fallocate(&file, 0, geometry.bytes() as i64) {
+            let _ = std::fs::remove_file(&unnamed);
+            return Err(io_error("reserve memory", &unnamed, error));
+        }
         let (address, bytes) = map(&file, geometry.bytes(), &unnamed)?;
         let segment = Self { file, address, bytes, geometry };
         segment.lock(LockByte::Orchestrator).map_err(|error| io_error("lock", &unnamed, error))?;

@@ -2,7 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::net::SocketAddrV4;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use coreward_model::dispatch::{Epoch, LoadHint, ScaleUp};
@@ -178,6 +178,14 @@ fn memory_of_others_is_rejected() {
     Runtime::connect(&path).unwrap();
     drop(queues);
     assert_eq!(Runtime::connect(&path).unwrap_err().to_string(), "the orchestrator is not running");
+}
+
+/// A page that the file system cannot provide later would end the process by SIGBUS.
+#[test]
+fn memory_is_reserved_when_it_is_created() {
+    let (_directory, path, _queues) = orchestrator();
+    let reserved = std::fs::metadata(&path).unwrap().blocks() * 512;
+    assert!(reserved >= GEOMETRY.bytes() as u64, "{reserved} of {} bytes", GEOMETRY.bytes());
 }
 
 #[test]
