@@ -140,7 +140,7 @@ impl CoreQueues {
         };
         let lines = segment.core(core);
         let slot = producer.free_slot(&lines.worker_heads.data[usize::from(priority)]);
-        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
         let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "requests" })?;
         let header = SlotHeader {
             address: (*header.client.ip()).into(),
@@ -164,7 +164,7 @@ impl CoreQueues {
         let lines = self.segment.core(core);
         let producer = &mut self.rings[usize::from(core)].hints;
         let slot = producer.free_slot(&lines.worker_heads.messages);
-        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
         let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "hints" })?;
         self.segment.write_message(self.segment.geometry.downlink_message(core, slot), hint.into());
         producer.advance();

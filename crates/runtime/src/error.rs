@@ -11,14 +11,14 @@ use crate::ring::DamagedCursor;
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
     /// The file system or the kernel refuses an operation.
-    #[error("{path}: {action}: {source}")]
+    #[error("{path}: cannot {action}: {error}")]
     Io {
         /// Operation that failed.
         action: &'static str,
         /// File of the memory.
         path: PathBuf,
         /// Error of the kernel.
-        source: io::Error,
+        error: io::Error,
     },
     /// The file has other contents.
     #[error("not the memory of an orchestrator")]
@@ -134,11 +134,11 @@ pub enum RuntimeError {
         ring: &'static str,
     },
     /// The other side stored a cursor that is impossible.
-    #[error("core {core}: {source}")]
+    #[error("core {core}: {cursors}")]
     Damaged {
         /// Core of the ring.
         core: u16,
         /// Cursors of the ring.
-        source: DamagedCursor,
+        cursors: DamagedCursor,
     },
 }

@@ -73,8 +73,8 @@ impl Drop for Segment {
     }
 }
 
-fn io_error(action: &'static str, path: &Path, source: impl Into<std::io::Error>) -> RuntimeError {
-    RuntimeError::Io { action, path: path.to_owned(), source: source.into() }
+fn io_error(action: &'static str, path: &Path, error: impl Into<std::io::Error>) -> RuntimeError {
+    RuntimeError::Io { action, path: path.to_owned(), error: error.into() }
 }
 
 fn map(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUsize), RuntimeError> {

@@ -112,7 +112,7 @@ impl Runtime {
 }
 
 fn lock(segment: &Segment, path: &Path, byte: LockByte) -> Result<bool, RuntimeError> {
-    let io = |source: nix::Error| RuntimeError::Io { action: "lock", path: path.to_owned(), source: source.into() };
+    let io = |error: nix::Error| RuntimeError::Io { action: "lock", path: path.to_owned(), error: error.into() };
     segment.lock(byte).map_err(io)
 }
 
@@ -229,7 +229,7 @@ impl Worker<'_> {
         let (lines, hints) = (self.segment.core(self.core), &mut self.rings.hints);
         let core = self.core;
         let mut oldest = || hints.oldest_slot(&lines.orchestrator_tails.messages);
-        let Some(slot) = oldest().map_err(|source| RuntimeError::Damaged { core, source })? else { return Ok(None) };
+        let Some(slot) = oldest().map_err(|cursors| RuntimeError::Damaged { core, cursors })? else { return Ok(None) };
         let message = self.segment.read_message(self.segment.geometry.downlink_message(core, slot));
         hints.advance();
         hints.publish(&lines.worker_heads.messages);
@@ -270,7 +270,7 @@ impl Worker<'_> {
             if priority >= usize::from(limit) {
                 break;
             }
-            let slot = consumer.oldest_slot(tail).map_err(|source| RuntimeError::Damaged { core, source })?;
+            let slot = consumer.oldest_slot(tail).map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
             if let Some(slot) = slot {
                 return Ok(Some((priority as u8, slot)));
             }
@@ -320,7 +320,7 @@ impl Worker<'_> {
         let (core, lines) = (self.core, self.segment.core(self.core));
         let producer = &mut self.rings.responses;
         let slot = producer.free_slot(&lines.orchestrator_heads.data[0]);
-        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
         // The ring has a slot for each request that the core can have.
         let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "responses" })?;
         self.segment.write_slot(self.segment.geometry.response(core, slot), header, payload);
@@ -352,7 +352,7 @@ impl Worker<'_> {
             free.is_some()
         })?;
         let slot = free.ok_or(RuntimeError::RingFull { core, ring: "messages" })?;
-        let slot = slot.map_err(|source| RuntimeError::Damaged { core, source })?;
+        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
         self.segment.write_message(self.segment.geometry.uplink_message(core, slot), message.into());
         producer.advance();
         producer.publish(&lines.worker_tails.messages);
