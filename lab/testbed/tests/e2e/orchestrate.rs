@@ -1,15 +1,18 @@
 //! `coreward orchestrate` with a server of its runtime, on loopback: requests, workers that die and stop, a restart.
 
+use std::cell::Cell;
 use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{DATAGRAM_MAX, Request, key_name, parse_response};
+use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::TIMEOUT;
 use coreward_testbed::fleet::{coreward_command, lab_command};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use rand_xoshiro::Xoshiro256PlusPlus;
 use serde_json::Value;
 
 use crate::support::eventually;
@@ -99,6 +102,7 @@ struct Client {
     socket: UdpSocket,
     next_id: u32,
     sent: u64,
+    received: Cell<u64>,
 }
 
 impl Client {
@@ -106,7 +110,7 @@ impl Client {
         let socket = UdpSocket::bind("127.0.0.1:0")?;
         socket.connect(setup.address)?;
         socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
-        Ok(Self { socket, next_id: 0, sent: 0 })
+        Ok(Self { socket, next_id: 0, sent: 0, received: Cell::new(0) })
     }
 
     /// Sends a request of a type, which takes `service_us` of a core.
@@ -128,6 +132,7 @@ impl Client {
     fn receive(&self) -> Option<(u32, u16, usize)> {
         let mut buffer = [0; DATAGRAM_MAX];
         let length = self.socket.recv(&mut buffer).ok()?;
+        self.received.set(self.received.get() + 1);
         let (header, pairs) = parse_response(&buffer[..length]).expect("a response");
         Some((header.id.get(), header.worker.get(), pairs.len()))
     }
@@ -167,10 +172,10 @@ fn sum(report: &Value, count: &str) -> u64 {
     report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
 }
 
-/// Every request of the report has one fate. Those that cores have at the end are counted by none.
-fn check_accounts(report: &Value, sent: u64) {
-    let fates = ["dropped", "rejected", "completed", "lost", "waiting"].map(|count| sum(report, count));
-    assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (sent, sent), "{report}");
+/// Every request of the report has one fate.
+fn check_accounts(report: &Value, received: u64) {
+    let fates = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"].map(|count| sum(report, count));
+    assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (received, received), "{report}");
     for count in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {
         assert_eq!(report[count], 0, "{count}: {report}");
     }
@@ -266,5 +271,83 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
     let report = orchestrator.end()?;
     check_accounts(&report, client.sent);
     assert!(report["hints"].as_u64().unwrap() >= 1, "{report}");
+    Ok(())
+}
+
+/// Kills, ends, stops and continues the processes of three groups of cores.
+struct Disturbance<'s> {
+    setup: &'s Setup,
+    servers: Vec<Option<Running>>,
+    generator: Xoshiro256PlusPlus,
+}
+
+impl Disturbance<'_> {
+    const CORES: [&'static str; 3] = ["0", "1,2", "3"];
+    const ASSIGNMENTS: [&'static str; 3] = ["share", "dedicated", "hybrid"];
+
+    fn draw(&mut self, below: u32) -> usize {
+        uniform_below(&mut self.generator, below) as usize
+    }
+
+    fn start(&mut self, group: usize) -> anyhow::Result<()> {
+        let assignment = Self::ASSIGNMENTS[self.draw(3)];
+        let options = ["--assignment", assignment, "--epoch-us", "300"];
+        self.servers[group] = Some(self.setup.server_with(Self::CORES[group], &options)?);
+        Ok(())
+    }
+
+    fn step(&mut self) -> anyhow::Result<()> {
+        let group = self.draw(3);
+        match self.draw(4) {
+            0 => {
+                self.servers[group] = None;
+                self.start(group)?;
+            }
+            1 => {
+                let server = self.servers[group].take().unwrap();
+                server.signal(Signal::SIGCONT);
+                server.end()?;
+                self.start(group)?;
+            }
+            2 => self.servers[group].as_ref().unwrap().signal(Signal::SIGSTOP),
+            _ => self.continue_all(),
+        }
+        Ok(())
+    }
+
+    fn continue_all(&self) {
+        self.servers.iter().flatten().for_each(|server| server.signal(Signal::SIGCONT));
+    }
+}
+
+#[test]
+fn every_request_has_one_fate_while_workers_die() -> anyhow::Result<()> {
+    let setup = Setup::new()?;
+    let orchestrator = setup.orchestrator()?;
+    let (servers, generator) = ([None, None, None].into(), seeded_rng(1, 0));
+    let mut disturbance = Disturbance { setup: &setup, servers, generator };
+    (0..3).try_for_each(|group| disturbance.start(group))?;
+    let mut client = Client::new(&setup)?;
+    // Some assignments run GET on no core.
+    eventually(*TIMEOUT, "a core answers", || client.send("SCAN18", 0).is_ok() && client.receive().is_some());
+    client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;
+    for _ in 0..24 {
+        disturbance.step()?;
+        for number in 0..20 {
+            (0..10).try_for_each(|_| client.send(["GET", "SCAN18"][number % 2], 50).map(drop))?;
+            client.discard_responses();
+        }
+    }
+    disturbance.continue_all();
+    client.socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
+    client.discard_responses();
+    disturbance.servers.drain(..).flatten().try_for_each(|server| server.end().map(drop))?;
+    client.discard_responses();
+    let report = orchestrator.end()?;
+    // A full socket buffer drops requests before they are received.
+    let received = sum(&report, "received");
+    assert!(received <= client.sent && sum(&report, "lost") > 0, "{report}");
+    check_accounts(&report, received);
+    assert_eq!(sum(&report, "completed"), client.received.get(), "each completed request was answered: {report}");
     Ok(())
 }
