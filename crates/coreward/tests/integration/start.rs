@@ -25,7 +25,7 @@ fn api_of(log: ChildStderr) -> String {
     let mut lines = BufReader::new(log).lines().map(Result::unwrap);
     let mut seen = Vec::new();
     let address = lines.find_map(|line| {
-        let address = line.split_once("the API at ").map(|(_, address)| address.to_owned());
+        let address = line.split_once(" api=").map(|(_, address)| address.to_owned());
         seen.push(line);
         address
     });
