@@ -1,4 +1,5 @@
-//! Which services' tables are due: those whose inputs have changed since their newest one (`tables = "on-change"`).
+//! Which services' tables are due: those whose inputs have changed since their newest one
+//! (`table_updates = "on-change"`).
 //!
 //! What a table is made of changes by reports and by what load balancers count, which say so themselves, and by time passing:
 //! a server is unreachable for long enough, a report too old, a slow start further. For the latter somebody has to look, once

@@ -174,7 +174,7 @@ fn a_new_configuration_changes_what_it_changes() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.tables_made(at(0));
-    let config = fleet("alpha = 0.25\n");
+    let config = fleet("load_ewma_alpha = 0.25\n");
     harness.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
     harness.report(0, at(1));
     harness.controller.configure(Fleet::new(&config, &harness.records));
@@ -184,7 +184,7 @@ fn a_new_configuration_changes_what_it_changes() {
 
 #[test]
 fn at_the_interval_no_report_makes_a_table_due() {
-    let mut harness = Harness::with("tables = \"interval\"\n");
+    let mut harness = Harness::with("table_updates = \"interval\"\n");
     assert_eq!(harness.controller.tick(at(0)).len(), 3);
     (0..4).for_each(|server| harness.report(server, at(100)));
     let traffic = TrafficMessage::default();

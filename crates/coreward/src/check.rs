@@ -353,7 +353,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
         std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();
-        std::fs::write(&fleet, "alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
+        std::fs::write(&fleet, "load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
         let check = || Kind::Controller.check_with_what_it_names(&Source::read(&controller).unwrap());
         let mistakes = check().unwrap_err();
         let files: Vec<&Path> = mistakes.list.iter().map(|mistake| &*mistake.file).collect();

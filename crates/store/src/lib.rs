@@ -86,7 +86,7 @@ mod tests {
     pub fn records() -> Records {
         let mut records = Records::draw(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
-        records.document = Document { generation: 4, text: "# The first.\nalpha = 0.5\n".into() };
+        records.document = Document { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
         records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));
         records.enrol("lb1", Some([10, 2, 0, 1].into()));
         records.enrol("lb2", None);

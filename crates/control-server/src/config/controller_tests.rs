@@ -19,7 +19,8 @@ fn the_controllers_own_file() {
     assert_eq!(config.fleet.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
     assert!(controller(CONTROLLER).unwrap().fleet.is_none());
     let mistakes =
-        controller("stores = \"x\"\nrss_key = \"6d:5a\"\nalpha = 0.5\n[[server]]\nname = \"s1\"\n").unwrap_err();
+        controller("stores = \"x\"\nrss_key = \"6d:5a\"\nload_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\n")
+            .unwrap_err();
     let file = "/etc/coreward/controller.toml";
     assert_eq!(
         mistakes,
@@ -31,7 +32,7 @@ fn the_controllers_own_file() {
              several controllers\n\
              {file}:2:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"`, with the key in FILE, as it \
              is a secret\n\
-             {file}:3:1: key `alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
+             {file}:3:1: key `load_ewma_alpha`: is not known here: expected it in the fleet's own file, which `fleet = \
              \"fleet.toml\"` names here\n\
              {file}:4:3: key `server`: is not known here: expected it in the fleet's own file, which `fleet = \
              \"fleet.toml\"` names here"

@@ -43,7 +43,7 @@ config_struct! {
         "rss_key" => "`rss_key_file = \"FILE\"`, with the key in FILE, as it is a secret",
         "report_interval_ms" => IN_THE_FLEETS_FILE,
         "report_interval" => IN_THE_FLEETS_FILE,
-        "alpha" => IN_THE_FLEETS_FILE,
+        "load_ewma_alpha" => IN_THE_FLEETS_FILE,
         "buckets" => IN_THE_FLEETS_FILE,
         "retire_after_s" => IN_THE_FLEETS_FILE,
         "max_connection_lifetime" => IN_THE_FLEETS_FILE,

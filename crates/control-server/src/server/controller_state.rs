@@ -350,7 +350,7 @@ impl ControllerState {
         interval
     }
 
-    /// Every service's table (`tables = "interval"`).
+    /// Every service's table (`table_updates = "interval"`).
     fn make_all_tables(&self, now: Now) {
         let since = std::mem::replace(&mut self.last_published().ticked, now.monotonic);
         let (tables, received) = {

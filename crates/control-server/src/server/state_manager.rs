@@ -515,10 +515,10 @@ mod tests {
     #[test]
     fn a_fleet_that_is_wrong_does_not_stop_the_next_start() {
         let directory = tempfile::tempdir().unwrap();
-        let wrong = "alpha = 7\n";
+        let wrong = "load_ewma_alpha = 7\n";
         assert!(manager(directory.path(), wrong).is_err());
         assert!(!directory.path().join("store").exists(), "nothing is left behind");
-        let mut first = manager(directory.path(), "alpha = 0.25\n").unwrap();
+        let mut first = manager(directory.path(), "load_ewma_alpha = 0.25\n").unwrap();
         assert!(!is_refused(&first));
         assert_eq!(first.counts().warnings(), [""; 0]);
         std::fs::write(directory.path().join("fleet.toml"), wrong).unwrap();
@@ -529,10 +529,10 @@ mod tests {
         assert!(first.counts().warnings()[0].starts_with("the store cannot be written"));
         drop(first);
         let mut second = manager(directory.path(), wrong).unwrap();
-        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("alpha = 0.25\n", true));
-        std::fs::write(directory.path().join("fleet.toml"), "alpha = 0.75\n").unwrap();
+        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("load_ewma_alpha = 0.25\n", true));
+        std::fs::write(directory.path().join("fleet.toml"), "load_ewma_alpha = 0.75\n").unwrap();
         second.make(Change::Reload, &Author::signal()).unwrap();
-        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("alpha = 0.75\n", false));
+        assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("load_ewma_alpha = 0.75\n", false));
     }
 
     #[test]
@@ -541,14 +541,14 @@ mod tests {
         let [path, fleet, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.path().join(name));
         let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");
         std::fs::write(&path, &text).unwrap();
-        std::fs::write(&fleet, "alpha = 0.5").unwrap();
+        std::fs::write(&fleet, "load_ewma_alpha = 0.5").unwrap();
         let revoked = RevocationList::default();
         let open = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
         let mut manager =
             StateManager::open(&path, ControllerConfig::load(&path).unwrap(), revoked.clone(), open).unwrap();
         let lost = "AB".repeat(32);
         std::fs::write(&path, format!("revoked_certificates = [\"{lost}\"]\n{text}")).unwrap();
-        std::fs::write(&fleet, "alpha = 7").unwrap();
+        std::fs::write(&fleet, "load_ewma_alpha = 7").unwrap();
         assert!(manager.make(Change::Reload, &Author::signal()).is_err());
         assert!(revoked.contains(&lost.parse::<Fingerprint>().unwrap()));
     }

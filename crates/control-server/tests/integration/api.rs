@@ -162,12 +162,13 @@ async fn a_document_is_applied_whole_or_not_at_all() {
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
     let wanted =
         |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
-    let wrong = client.put_fleet(&wanted("alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false)).await.unwrap_err();
+    let wrong =
+        client.put_fleet(&wanted("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false)).await.unwrap_err();
     let problem = wrong.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::WrongDocument);
     let places: Vec<_> = problem.mistakes.iter().map(|mistake| (mistake.line, mistake.key.as_deref())).collect();
-    assert_eq!(places, [(Some(1), Some("alpha")), (Some(2), Some("server.address"))], "{problem:?}");
-    let checked = client.check(&Check { name: "a.toml".into(), text: "alpha = 2\n".into() }).await.unwrap();
+    assert_eq!(places, [(Some(1), Some("load_ewma_alpha")), (Some(2), Some("server.address"))], "{problem:?}");
+    let checked = client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
     assert_eq!(checked.mistakes.len(), 1);
 
     let looked = client.put_fleet(&wanted(&text, 0, true)).await.unwrap();

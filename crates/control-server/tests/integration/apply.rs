@@ -168,9 +168,9 @@ async fn invalid_document_changes_nothing() {
          expected one that is free, or none to have one drawn"
     );
     // Who does not check first is told as well.
-    let document = NewFleet { name: "w".into(), text: "alpha = 2\n".into(), generation: 1, dry_run: false };
+    let document = NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
     let refused = controller.asking.put_fleet(&document).await.unwrap_err();
-    assert_eq!(refused.to_string(), "w:1:9: key `alpha`: alpha 2: expected a number above 0, at most 1");
+    assert_eq!(refused.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
     assert_eq!(controller.document().await, Fleet { generation: 1, text: first, file: None });
     assert_eq!(controller.in_force().await, before);
 }
@@ -226,7 +226,8 @@ fn documents() -> impl Strategy<Value = String> {
     let services = prop::collection::btree_map(1u16..1000, service, 0..6);
     (servers, services, 10u32..=1000, 1u32..=1000, prop::option::of(24u32..=8760)).prop_map(
         |(servers, services, interval, alpha, rotation)| {
-            let mut text = format!("report_interval = \"{interval}ms\"\nalpha = {}\n", f64::from(alpha) / 1000.0);
+            let mut text =
+                format!("report_interval = \"{interval}ms\"\nload_ewma_alpha = {}\n", f64::from(alpha) / 1000.0);
             text += &rotation.map_or(String::new(), |hours| format!("key_rotation = \"{hours}h\"\n"));
             for (n, (kind, draining, weight, has_id)) in &servers {
                 text +=

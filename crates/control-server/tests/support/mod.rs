@@ -64,7 +64,7 @@ impl Home {
 
     pub fn write(&self, servers: &[&str], more: &str) {
         // Tables come whether anybody reports or not.
-        let mut text = "report_interval = \"10ms\"\ntables = \"interval\"\n".to_owned();
+        let mut text = "report_interval = \"10ms\"\ntable_updates = \"interval\"\n".to_owned();
         for server in servers {
             text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
         }

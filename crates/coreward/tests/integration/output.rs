@@ -26,7 +26,7 @@ fn a_daemon_whose_log_finds_no_room_goes_on() {
     let store = path("store");
     let listen = "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\n";
     std::fs::write(path("controller.toml"), format!("{listen}store = {store:?}\nfleet = \"fleet.toml\"\n")).unwrap();
-    write_fleet("alpha = 0.5\n");
+    write_fleet("load_ewma_alpha = 0.5\n");
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
     let mut command = coreward();
     command.args([Path::new("controller"), Path::new("--config"), &path("controller.toml")]);
@@ -41,7 +41,7 @@ fn a_daemon_whose_log_finds_no_room_goes_on() {
         controller.signal("HUP");
         wait_until("it has read the files again", || token.exists() || controller.0.try_wait().unwrap().is_some());
         assert_eq!(controller.0.try_wait().unwrap(), None, "it has ended in round {round}");
-        write_fleet(if round % 2 == 0 { "alpha = 5\n" } else { "alpha = 0.5\n" });
+        write_fleet(if round % 2 == 0 { "load_ewma_alpha = 5\n" } else { "load_ewma_alpha = 0.5\n" });
     }
     controller.signal("TERM");
     assert!(controller.0.wait().unwrap().success());

@@ -83,7 +83,7 @@ fn signals_wait_until_they_can_be_handled() {
         // The next reading is of another pipe.
         std::fs::remove_file(&fleet).unwrap();
         assert!(Command::new("mkfifo").arg(&fleet).status().unwrap().success());
-        file.write_all(b"alpha = 0.5\n").unwrap();
+        file.write_all(b"load_ewma_alpha = 0.5\n").unwrap();
     }
     controller.signal("TERM");
     let ended = wait_for_end(&mut controller);
@@ -92,7 +92,7 @@ fn signals_wait_until_they_can_be_handled() {
     let mut controller = Daemon(command.spawn().unwrap());
     let mut file = open_for_reader(&fleet);
     controller.signal("TERM");
-    file.write_all(b"alpha = 0.5\n").unwrap();
+    file.write_all(b"load_ewma_alpha = 0.5\n").unwrap();
     drop(file);
     let ended = wait_for_end(&mut controller);
     assert!(ended.success(), "{ended}");
@@ -146,7 +146,7 @@ fn a_reload_fails_where_the_fleet_is_wrong() {
     let directory = tempfile::tempdir().unwrap();
     let config = write_controller(directory.path(), "fleet = \"fleet.toml\"\n");
     let command = first.replace("/etc/coreward/controller.toml", config.to_str().unwrap());
-    for (fleet, is_right) in [("alpha = 7\n", false), ("alpha = 0.5\n", true)] {
+    for (fleet, is_right) in [("load_ewma_alpha = 7\n", false), ("load_ewma_alpha = 0.5\n", true)] {
         std::fs::write(directory.path().join("fleet.toml"), fleet).unwrap();
         let checked = coreward().args(command.split(' ')).output().unwrap();
         assert_eq!(checked.status.success(), is_right, "{}", text(&checked));

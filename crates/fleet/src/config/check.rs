@@ -30,9 +30,9 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     services_of_servers(&servers, &services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |Period(interval)| interval),
-        tables: file.tables,
+        tables: file.table_updates,
         table_lifetime: file.table_lifetime.0,
-        alpha: file.alpha,
+        alpha: file.load_ewma_alpha,
         max_connection_lifetime,
         key_rotation,
         racks,

@@ -124,7 +124,7 @@ mod tests {
     fn servers_services_and_keys() {
         let old = Source::from_text(
             "old",
-            "alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.0.0.2\"\n\
+            "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.0.0.2\"\n\
              [[service]]\nname = \"web\"\nvip = \"10.1.0.1:80\"\nservers = [\"s1\"]\n",
         );
         let new = Source::from_text(
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(
             shown,
             [
-                "~ fleet: alpha 0.5 -> (default)",
+                "~ fleet: load_ewma_alpha 0.5 -> (default)",
                 "~ fleet: max_connection_lifetime (default) -> \"1h\"",
                 "~ server s1: racks (default) -> [\"r1\"]",
                 "~ server s1: state (default) -> \"draining\"",

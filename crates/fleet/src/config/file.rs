@@ -29,12 +29,12 @@ config_struct! {
         pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
         /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or "interval", once
         /// per report_interval.
-        pub tables: TableTiming = TableTiming::OnChange,
+        pub table_updates: TableTiming = TableTiming::OnChange,
         /// Time for which load balancers use a table that depends on loads while no controller leads; then they place
         /// new connections by their own counts.
         pub table_lifetime: Period<SECOND, HOUR> = Period(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
-        pub alpha: Alpha = Alpha::PUBLISHED,
+        pub load_ewma_alpha: Alpha = Alpha::PUBLISHED,
         /// Buckets of a service that names none of its own.
         pub buckets: BucketCount = BucketCount::PUBLISHED,
         /// How long a cookie may live.

@@ -7,7 +7,7 @@ use super::*;
 const GOOD: &str = r#"# Our fleet.
 # Ask Kim before changing it.
 report_interval = "50ms"
-alpha = 0.25
+load_ewma_alpha = 0.25
 buckets = 256
 
 [[server]]
@@ -67,7 +67,7 @@ fn a_document_without_a_key_is_refused() {
         );
         assert!(FleetConfig::on_record(&Source::from_text("fleet.toml", text)).is_ok(), "the store's first document");
     }
-    assert_eq!(parse("alpha = 0.5\n").unwrap().services.len(), 0);
+    assert_eq!(parse("load_ewma_alpha = 0.5\n").unwrap().services.len(), 0);
 }
 
 #[test]
@@ -101,13 +101,17 @@ fn defaults_are_the_published_ones() {
 #[test]
 fn single_values() {
     let cases = [
-        ("alpha = 0.25", "alpha = 0", "fleet.toml:4:9: key `alpha`: alpha 0: expected a number above 0, at most 1"),
         (
-            "alpha = 0.25",
-            "alpah = 0.25",
-            "fleet.toml:4:1: key `alpah`: is not known: expected one of `report_interval`, `tables`, \
-             `table_lifetime`, `alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, `load_balancers`, \
-             `server`, `service` (nearest: `alpha`)",
+            "load_ewma_alpha = 0.25",
+            "load_ewma_alpha = 0",
+            "fleet.toml:4:19: key `load_ewma_alpha`: alpha 0: expected a number above 0, at most 1",
+        ),
+        (
+            "load_ewma_alpha = 0.25",
+            "load_ewma_alpah = 0.25",
+            "fleet.toml:4:1: key `load_ewma_alpah`: is not known: expected one of `report_interval`, `table_updates`, \
+             `table_lifetime`, `load_ewma_alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, `load_balancers`, \
+             `server`, `service` (nearest: `load_ewma_alpha`)",
         ),
         (
             "\"50ms\"",
@@ -115,7 +119,7 @@ fn single_values() {
             "fleet.toml:3:19: key `report_interval`: \"5ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
         ),
         (
-            "alpha = 0.25",
+            "load_ewma_alpha = 0.25",
             "listen = \"10.0.0.1:1\"",
             "fleet.toml:4:1: key `listen`: is not known here: expected it in the controller's own file",
         ),
@@ -378,7 +382,7 @@ fn weights_and_times() {
     let text = GOOD
         .replace("id = 7", "weight = 0\ncapacity = 2.5")
         .replace("buckets = 64", "slow_start = \"30s\"")
-        .replace("alpha = 0.25", "key_rotation = \"168h\"");
+        .replace("load_ewma_alpha = 0.25", "key_rotation = \"168h\"");
     let config = parse(&text).unwrap();
     assert_eq!((config.servers[0].weight.get(), config.servers[0].capacity.map(|c| c.get())), (0, Some(2.5)));
     assert_eq!((config.servers[1].weight.get(), config.servers[1].capacity), (1, None));
@@ -390,7 +394,8 @@ fn weights_and_times() {
 fn racks_of_the_fleet_and_of_a_server() {
     let racks = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
     assert_eq!((parse(GOOD).unwrap().racks, parse(GOOD).unwrap().servers[0].racks.clone()), (None, None));
-    let text = GOOD.replace("id = 7", "racks = [\"r1\"]").replace("alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
+    let text =
+        GOOD.replace("id = 7", "racks = [\"r1\"]").replace("load_ewma_alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
     let config = parse(&text).unwrap();
     assert_eq!((config.racks, config.servers[0].racks.clone()), (racks(&["r1", "rack2"]), racks(&["r1"])));
     let only_itself = parse(&GOOD.replace("id = 7", "racks = []")).unwrap();
@@ -446,13 +451,13 @@ fn more_services_than_the_data_plane_holds() {
 fn every_mistake_is_named_at_once() {
     let text = GOOD
         .replace("10.2.0.12", "10.2.0.300")
-        .replace("alpha = 0.25", "alpha = 2")
+        .replace("load_ewma_alpha = 0.25", "load_ewma_alpha = 2")
         .replace("policy = \"pow2\"", "policy = \"pow\"\nconsistency = \"none\"")
         .replace("10.200.0.1:443", "10.200.0.1:80")
         .replace("name = \"s1\"", "nane = \"s1\"");
     let mistakes = parse(&text).unwrap_err();
     let places: Vec<&str> = mistakes.lines().map(|line| line.split(": ").nth(1).unwrap()).collect();
-    let expected = ["alpha", "server.name", "server.nane", "server.address", "service.vip", "service.policy"];
+    let expected = ["load_ewma_alpha", "server.name", "server.nane", "server.address", "service.vip", "service.policy"];
     assert_eq!(places, expected.map(|key| format!("key `{key}`")), "{mistakes}");
 }
 

@@ -55,7 +55,8 @@ async fn controller(directory: &Path) -> (Running, SocketAddr) {
     let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
     let fleet = (1..=4).map(server).collect::<String>()
         + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
-    std::fs::write(directory.join("fleet.toml"), format!("report_interval = \"20ms\"\nalpha = 1.0\n{fleet}")).unwrap();
+    std::fs::write(directory.join("fleet.toml"), format!("report_interval = \"20ms\"\nload_ewma_alpha = 1.0\n{fleet}"))
+        .unwrap();
     let store = directory.join("store");
     let own = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
     std::fs::write(directory.join("controller.toml"), own).unwrap();

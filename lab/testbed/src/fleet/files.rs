@@ -57,7 +57,7 @@ pub(super) fn write_controller_files(
     write(&configuration(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
-        text += "tables = \"interval\"\n";
+        text += "table_updates = \"interval\"\n";
     }
     for (number, standing) in pool {
         let state = if *standing == AdminState::Active { "active" } else { "draining" };
