@@ -33,9 +33,14 @@ impl Controller {
         Tables { tables: self.services.iter().map(summary).collect() }
     }
 
+    /// Returns the position of the service of that name.
+    pub fn service_position(&self, name: &str) -> Option<usize> {
+        self.services.iter().position(|known| known.fleet().name == name)
+    }
+
     /// The newest table of this service, and its age; `None`: there is no such service, or it has none.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
-        let service = self.services.iter().find(|known| known.fleet().name == service)?;
+        let service = &self.services[self.service_position(service)?];
         let (_, age) = service.table(now)?;
         Some((service.newest()?.table, age))
     }

@@ -62,7 +62,7 @@ pub async fn services(
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
     let shared = seen(&api, caller, query)?;
-    answer(Size::Small, move || Ok(Services { services: shared.status(query.rss_keys).services })).await
+    answer(Size::Small, move || Ok(Services { services: shared.services(query.rss_keys, shared.now()) })).await
 }
 
 /// One service
@@ -82,7 +82,7 @@ pub async fn service(
 ) -> Result<Answer, Problem> {
     let shared = seen(&api, caller, query)?;
     answer(Size::Small, move || {
-        let found = shared.status(query.rss_keys).services.into_iter().find(|service| service.name == name);
+        let found = shared.service(&name, query.rss_keys, shared.now());
         found.ok_or_else(|| Problem::not_found("service", &name))
     })
     .await
@@ -96,7 +96,7 @@ pub async fn servers(
     Query(query): Query<StatusQuery>,
 ) -> Result<Answer, Problem> {
     let shared = seen(&api, caller, query)?;
-    answer(Size::Small, move || Ok(Servers { servers: shared.status(query.rss_keys).servers })).await
+    answer(Size::Small, move || Ok(Servers { servers: shared.servers(query.rss_keys, shared.now()) })).await
 }
 
 /// One server
@@ -116,8 +116,7 @@ pub async fn server(
 ) -> Result<Answer, Problem> {
     let shared = seen(&api, caller, query)?;
     answer(Size::Small, move || {
-        // Of two ids with one name (the operator changed it) the newer one stands last.
-        let found = shared.status(query.rss_keys).servers.into_iter().rfind(|server| server.name == name);
+        let found = shared.server(&name, query.rss_keys, shared.now());
         found.ok_or_else(|| Problem::not_found("server", &name))
     })
     .await

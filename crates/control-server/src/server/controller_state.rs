@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::types::{LoadBalancer, Loads, Overview, Service, Status, Table};
+use coreward_api::types::{LoadBalancer, Loads, Overview, Server, Service, Status, Table};
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::component;
 use coreward_metrics::latency::LatencyHistogram;
@@ -196,12 +196,40 @@ impl ControllerState {
         let now = self.now();
         let mut status = self.controller().status_head(now);
         status.warnings.extend(self.counts.warnings());
-        let services = self
-            .each_service(now, |controller, position, pool| controller.service_status(position, pool, rss_keys, now));
-        let services = services.into_iter().enumerate();
-        status.services = services.map(|(position, service)| self.with_members(position, service, now)).collect();
-        status.servers = self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now));
+        status.services = self.services(rss_keys, now);
+        status.servers = self.servers(rss_keys, now);
         status
+    }
+
+    /// Returns all services; with whole RSS keys where `rss_keys`.
+    pub fn services(&self, rss_keys: bool, now: Now) -> Vec<Service> {
+        (0..).map_while(|position| self.service_at(position, rss_keys, now)).collect()
+    }
+
+    /// Returns the service of that name, as [`ControllerState::services`] does.
+    pub fn service(&self, name: &str, rss_keys: bool, now: Now) -> Option<Service> {
+        loop {
+            let position = self.controller().service_position(name)?;
+            let service = self.service_at(position, rss_keys, now);
+            // Else the document has changed since, and the position with it.
+            if service.as_ref().is_some_and(|service| service.name == name) {
+                return service;
+            }
+        }
+    }
+
+    /// Returns all servers; with whole RSS keys where `rss_keys`.
+    pub fn servers(&self, rss_keys: bool, now: Now) -> Vec<Server> {
+        self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now))
+    }
+
+    /// Returns the server of that name, as [`ControllerState::servers`] does. Of two ids with one name (the operator
+    /// changed it) the newer one counts.
+    pub fn server(&self, name: &str, rss_keys: bool, now: Now) -> Option<Server> {
+        let named = |controller: &Controller, id, server: &FleetServer| {
+            (server.name == name).then(|| controller.server_status(id, server, rss_keys, now))
+        };
+        self.each_server(named).into_iter().flatten().next_back()
     }
 
     /// What there is to see of load balancers.
@@ -213,8 +241,9 @@ impl ControllerState {
     /// What changes now and then.
     pub fn overview(&self, now: Now) -> Overview {
         let mut overview = self.controller().overview_head(now);
-        overview.services =
-            self.each_service(now, |controller, position, pool| controller.overview_service(position, pool, now));
+        let read =
+            |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
+        overview.services = (0..).map_while(|position| self.read_service(position, now, read)).collect();
         overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
         overview
     }
@@ -262,15 +291,22 @@ impl ControllerState {
         }
     }
 
-    /// Calls `read` for each service with its pool, where the controller has none, in many steps.
-    fn each_service<T>(&self, now: Now, read: impl Fn(&Controller, usize, Option<&Pool>) -> Option<T>) -> Vec<T> {
-        let mut found = Vec::new();
-        loop {
-            let pool = self.pool_if_unknown(found.len(), now);
-            let next = self.step(|controller| read(controller, found.len(), pool.as_ref()));
-            let Some(service) = next else { return found };
-            found.push(service);
-        }
+    /// Calls `read` for the service at this position, with its pool where the controller has none.
+    fn read_service<T>(
+        &self,
+        position: usize,
+        now: Now,
+        read: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
+    ) -> Option<T> {
+        let pool = self.pool_if_unknown(position, now);
+        self.step(|controller| read(controller, position, pool.as_ref()))
+    }
+
+    fn service_at(&self, position: usize, rss_keys: bool, now: Now) -> Option<Service> {
+        let read = |controller: &Controller, position, pool: Option<&Pool>| {
+            controller.service_status(position, pool, rss_keys, now)
+        };
+        Some(self.with_members(position, self.read_service(position, now, read)?, now))
     }
 
     /// Returns the service with its members, which are read in many steps.
