@@ -37,6 +37,16 @@ pub(crate) fn client(slot: &SlotHeader) -> SocketAddrV4 {
     SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.port)
 }
 
+/// Returns the free slot of a core's ring, or the error of a ring that has none.
+#[inline]
+pub(crate) fn reserved(
+    slot: Result<Option<u32>, DamagedCursor>,
+    core: u16,
+    ring: &'static str,
+) -> Result<u32, RuntimeError> {
+    slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?.ok_or(RuntimeError::RingFull { core, ring })
+}
+
 /// The queues of all cores.
 #[derive(Debug)]
 pub struct CoreQueues {
@@ -139,9 +149,7 @@ impl CoreQueues {
             return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priorities - 1 });
         };
         let lines = segment.core(core);
-        let slot = producer.free_slot(&lines.worker_heads.data[usize::from(priority)]);
-        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
-        let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "requests" })?;
+        let slot = reserved(producer.free_slot(&lines.worker_heads.data[usize::from(priority)]), core, "requests")?;
         let header = SlotHeader {
             address: (*header.client.ip()).into(),
             port: header.client.port(),
@@ -163,9 +171,7 @@ impl CoreQueues {
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let lines = self.segment.core(core);
         let producer = &mut self.rings[usize::from(core)].hints;
-        let slot = producer.free_slot(&lines.worker_heads.messages);
-        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
-        let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "hints" })?;
+        let slot = reserved(producer.free_slot(&lines.worker_heads.messages), core, "hints")?;
         self.segment.write_message(self.segment.geometry.downlink_message(core, slot), hint.into());
         producer.advance();
         producer.publish(&lines.orchestrator_tails.messages);

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::core_queues::reserved;
 use crate::error::RuntimeError;
 use crate::layout::{MESSAGES, SlotHeader};
 use crate::message::{HintMessage, Message, Trigger};
@@ -319,10 +320,8 @@ impl Worker<'_> {
     pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {
         let (core, lines) = (self.core, self.segment.core(self.core));
         let producer = &mut self.rings.responses;
-        let slot = producer.free_slot(&lines.orchestrator_heads.data[0]);
-        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
         // The ring has a slot for each request that the core can have.
-        let slot = slot.ok_or(RuntimeError::RingFull { core, ring: "responses" })?;
+        let slot = reserved(producer.free_slot(&lines.orchestrator_heads.data[0]), core, "responses")?;
         self.segment.write_slot(self.segment.geometry.response(core, slot), header, payload);
         producer.advance();
         producer.publish(&lines.worker_tails.data[0]);
@@ -346,13 +345,12 @@ impl Worker<'_> {
     pub(crate) fn send(&mut self, message: Message) -> Result<(), RuntimeError> {
         let (core, lines) = (self.core, self.segment.core(self.core));
         let producer = &mut self.rings.messages;
-        let mut free = None;
+        let mut free = Ok(None);
         wait(&self.segment, || {
-            free = producer.free_slot(&lines.orchestrator_heads.messages).transpose();
-            free.is_some()
+            free = producer.free_slot(&lines.orchestrator_heads.messages);
+            free != Ok(None)
         })?;
-        let slot = free.ok_or(RuntimeError::RingFull { core, ring: "messages" })?;
-        let slot = slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
+        let slot = reserved(free, core, "messages")?;
         self.segment.write_message(self.segment.geometry.uplink_message(core, slot), message.into());
         producer.advance();
         producer.publish(&lines.worker_tails.messages);
