@@ -200,11 +200,15 @@ impl Service {
 
     /// Whether the server takes new connections; `None` until the next table is made.
     pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
-        self.statuses.get(&server).map(|status| match status.eligibility {
+        self.statuses.get(&server).map(|status| self.admits(status.eligibility))
+    }
+
+    fn admits(&self, eligibility: Eligibility) -> bool {
+        match eligibility {
             Eligibility::Eligible => true,
             Eligibility::Unhealthy => self.failing_open,
             Eligibility::Unreachable | Eligibility::Drained | Eligibility::Left => false,
-        })
+        }
     }
 
     /// How much of its part the server gets so far: grows from nearly nothing to 1 during the slow start.
@@ -330,11 +334,9 @@ impl Service {
 
     /// Returns the servers that are down and take no new connections, by id.
     fn down(&self) -> impl Iterator<Item = ServerId> {
-        let down = |(id, status): (&ServerId, &ServerStatus)| {
-            let is_down = status.eligibility.state() == ServerState::Down;
-            (is_down && self.takes_connections(*id) == Some(false)).then_some(*id)
-        };
-        self.statuses.iter().filter_map(down)
+        let is_down = |status: &ServerStatus| status.eligibility.state() == ServerState::Down;
+        let down = self.statuses.iter().filter(move |(_, status)| is_down(status) && !self.admits(status.eligibility));
+        down.map(|(id, _)| *id)
     }
 
     /// [`PlacementTable::core_slot_ages`] of a table just made.

@@ -1,5 +1,6 @@
 //! The servers of the services: where they are, and what went to each.
 
+use std::collections::BTreeSet;
 use std::mem::offset_of;
 
 use coreward_intf as intf;
@@ -67,12 +68,11 @@ impl LoadBalancer {
 
     /// Marks the servers that the service's placement table calls down, and no others.
     pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
-        for id in with_flag(&self.maps, service, intf::SERVER_DOWN) {
-            if !down.contains(&id) {
-                self.set_member(service, id, intf::SERVER_DOWN, 0);
-            }
+        let down: BTreeSet<ServerId> = down.iter().copied().collect();
+        for up in with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id)) {
+            self.set_member(service, up, intf::SERVER_DOWN, 0);
         }
-        down.iter().for_each(|id| self.set_member(service, *id, intf::SERVER_DOWN, intf::SERVER_DOWN));
+        down.into_iter().for_each(|id| self.set_member(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
     /// Makes a server known, or changes what is known of it. Its MAC address is the same for all services.
