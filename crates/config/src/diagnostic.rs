@@ -19,9 +19,9 @@ pub struct Diagnostic {
     pub place: Option<Location>,
     /// Full name of the key, as `service.vip`; empty where there is none (a syntax error).
     pub key: String,
-    /// What was found.
+    /// Value that was found.
     pub problem: String,
-    /// What was expected, if known.
+    /// Expected value, if known.
     pub expected: Option<Box<str>>,
     /// Valid name nearest to the one found.
     pub nearest: Option<Box<str>>,

@@ -258,11 +258,11 @@ impl Controller {
         relay: Option<RackRelay>,
         now: Now,
     ) -> Result<Session, Rejection> {
-        let outcome = self.try_hello(server, version, relay, now);
+        let outcome = self.try_register(server, version, relay, now);
         self.count(outcome)
     }
 
-    fn try_hello(
+    fn try_register(
         &mut self,
         server: &str,
         version: &str,

@@ -18,7 +18,7 @@ use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
 
-/// Before an agent is told that its registration is rejected.
+/// Delay of the answer to a registration that is rejected.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;

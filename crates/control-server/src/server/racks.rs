@@ -1,5 +1,5 @@
-//! One rack's stream: a registration, then what its agents say and what it passes up, in; what it must know, and what its agents are to
-//! hear, out. Each agent behind it is served as if it had connected itself ([`super::agents`]).
+//! One rack's stream. In: its registration, then its agents' messages and its summaries. Out: its configuration and its
+//! agents' updates. Each agent behind it is served as if it had connected itself ([`super::agents`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;

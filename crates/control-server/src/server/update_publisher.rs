@@ -34,11 +34,11 @@ struct PublishedConfiguration {
     change: Option<(u64, Bytes)>,
 }
 
-/// What somebody has not seen yet.
+/// Updates that a session has not received yet.
 pub struct PendingUpdates {
     /// Comes before the tables.
     pub configuration: Option<ConfigUpdate>,
-    /// Of each service the newest.
+    /// The newest table of each service.
     pub tables: Vec<Bytes>,
 }
 
@@ -51,7 +51,7 @@ pub enum ConfigUpdate {
     Change(Bytes),
 }
 
-/// What somebody has seen.
+/// Position of a session in the updates.
 #[derive(Debug, Default)]
 pub struct Cursor {
     newest: u64,
@@ -64,7 +64,7 @@ impl PublishedConfiguration {
         Self { fleet, number, whole: OnceLock::new(), change }
     }
 
-    /// For somebody who has seen the configuration of that posting.
+    /// Returns the update of a session that has the configuration of that posting.
     fn after(&self, cursor: u64) -> ConfigUpdate {
         match &self.change {
             Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
@@ -121,7 +121,7 @@ impl UpdatePublisher {
         });
     }
 
-    /// What has come since; from now on it is seen.
+    /// Returns the updates since the cursor, and advances it.
     pub fn pending(&self, cursor: &mut Cursor) -> PendingUpdates {
         let snapshot = self.snapshot();
         let number = snapshot.configuration.number;
