@@ -13,6 +13,8 @@
 //!
 //! The handlers are the controller's: `crates/control-server/src/api`.
 
+#![deny(missing_docs)]
+
 pub mod client;
 mod connection_limit;
 pub mod endpoints;

@@ -8,6 +8,8 @@
 //! Combinations of values are checked after reading by the same [`Reader`]. Files whose readers stop at the first
 //! mistake can be serde structs ([`Source::parse`]).
 
+#![deny(missing_docs)]
+
 mod diagnostic;
 mod from_toml;
 mod host;

@@ -1,5 +1,7 @@
 //! The kernel's side of coreward: loads, attaches and pins the BPF programs, and fills their tables.
 
+#![deny(missing_docs)]
+
 pub mod capabilities;
 pub mod check;
 pub mod clock;

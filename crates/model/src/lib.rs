@@ -26,6 +26,8 @@
 //! * [`fleet`]: servers, controller and load balancer in virtual time
 //! * [`replay`]: an arrival log in virtual time
 
+#![deny(missing_docs)]
+
 pub mod allowance;
 pub mod arrivals;
 pub mod bucket_history;

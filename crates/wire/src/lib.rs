@@ -16,6 +16,8 @@
 //! * [`sockets`]: whether idle connections still have a socket
 //! * [`words`]: what others wrote and people read
 
+#![deny(missing_docs)]
+
 pub mod address;
 pub mod change;
 pub mod configuration;
