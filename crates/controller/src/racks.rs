@@ -166,7 +166,10 @@ impl Racks {
 impl Controller {
     /// Racks that are connected, for people.
     pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
-        let connected = self.racks.known.iter().filter(|(_, rack)| rack.session.is_some());
+        let mut connected = self.racks.known.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
+        if connected.peek().is_none() {
+            return Vec::new();
+        }
         let may_speak_for = self.fleet.servers_by_rack();
         let of_rack = |(name, rack): (&String, &Rack)| {
             let mut servers: Vec<String> = rack.agents.values().map(|session| session.server().to_owned()).collect();

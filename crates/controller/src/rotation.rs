@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use coreward_api::types::{KeyPhase as ShownPhase, Keys};
 
-use super::load_balancers::START_GRACE;
+use super::load_balancers::{LoadBalancer, START_GRACE};
 use super::{Controller, Now};
 use coreward_fleet::fleet::{AdminState, FleetServer};
 use coreward_fleet::key_ring::KeyPhase;
+use coreward_model::ServerId;
 
 /// Why a rotation cannot begin, or go on, now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -126,25 +127,33 @@ impl Controller {
         }
     }
 
-    /// Who has not confirmed the keys as they are: of the load balancers on record and of the servers that stamp, or only of
-    /// those that are connected (just after the controller's start: that may be connected in a moment). A server that left may
-    /// have been switched off, so it is waited for only while its agent is connected.
+    /// Returns who has not confirmed the keys in force: load balancers on record, then agents of servers that stamp.
     fn unconfirmed(&self, connected_only: bool, now: Now) -> Vec<String> {
+        let agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
+        let agents = self.servers_after(None).filter_map(agent);
+        self.unconfirmed_load_balancers(connected_only, now).chain(agents).collect()
+    }
+
+    fn unconfirmed_load_balancers(&self, connected_only: bool, now: Now) -> impl Iterator<Item = String> {
         let generation = self.fleet.key_ring.generation;
+        let waited_for = move |balancer: &LoadBalancer| {
+            balancer.confirmed < generation && (balancer.is_alive(now) || !connected_only)
+        };
+        let unconfirmed = self.load_balancers.iter().filter(move |(_, balancer)| waited_for(balancer));
+        unconfirmed.map(|(name, _)| format!("load balancer {name}"))
+    }
+
+    /// Just after the controller's start every agent counts as connected. A server that left may have been switched off:
+    /// it is waited for only while its agent is connected.
+    fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
+        let agent = self.agent(id);
+        if agent.map_or(0, |agent| agent.confirmed) >= self.fleet.key_ring.generation || !self.fleet.stamps(id) {
+            return None;
+        }
         let starting = now.monotonic < START_GRACE;
-        let load_balancers = self
-            .load_balancers
-            .iter()
-            .filter(|(_, balancer)| balancer.confirmed < generation && (balancer.is_alive(now) || !connected_only))
-            .map(|(name, _)| format!("load balancer {name}"));
-        let agents = self.fleet.servers.iter().filter(|(id, _)| self.fleet.stamps(**id)).filter_map(|(id, server)| {
-            let agent = self.agent(*id);
-            let connected = agent.is_some_and(|agent| agent.session.is_some()) || starting;
-            let waited_for = connected || !(connected_only || server.admin_state == AdminState::Left);
-            let confirmed = agent.map_or(0, |agent| agent.confirmed);
-            (waited_for && confirmed < generation).then(|| agent_of(server))
-        });
-        load_balancers.chain(agents).collect()
+        let connected = agent.is_some_and(|agent| agent.session.is_some()) || starting;
+        let waited_for = connected || !(connected_only || server.admin_state == AdminState::Left);
+        waited_for.then(|| format!("the agent of {}", server.name))
     }
 
     /// Since when the present key stamps (s since 1970): by the wall clock, as who reads it has one.
@@ -153,8 +162,9 @@ impl Controller {
         now.wall.saturating_sub(age).as_secs()
     }
 
-    /// What people are told of the keys.
-    pub fn keys(&self, now: Now) -> Keys {
+    /// Returns the state of the keys, of those that it waits for the load balancers alone
+    /// ([`Controller::keys_wait_for`]).
+    pub fn keys_head(&self, now: Now) -> Keys {
         let ring = &self.fleet.key_ring;
         Keys {
             current: ring.keys.current.get() as u32,
@@ -164,13 +174,27 @@ impl Controller {
                 KeyPhase::Announced { .. } => ShownPhase::Announced,
             },
             generation: ring.generation,
-            waiting_for: self.unconfirmed(ring.phase == (KeyPhase::Announced { forced: true }), now),
+            waiting_for: self.unconfirmed_load_balancers(self.keys_skip_disconnected(), now).collect(),
             shortest_life_s: self.fleet.max_connection_lifetime.as_secs(),
             rotation_interval_s: self.fleet.key_rotation.map_or(0, |interval| interval.as_secs()),
         }
     }
-}
 
-fn agent_of(server: &FleetServer) -> String {
-    format!("the agent of {}", server.name)
+    /// Returns the agent of that server if the keys wait for it.
+    pub fn keys_wait_for(&self, id: ServerId, server: &FleetServer, now: Now) -> Option<String> {
+        self.unconfirmed_agent(id, server, self.keys_skip_disconnected(), now)
+    }
+
+    fn keys_skip_disconnected(&self) -> bool {
+        self.fleet.key_ring.phase == (KeyPhase::Announced { forced: true })
+    }
+
+    /// Returns the state of the keys at once.
+    #[cfg(test)]
+    pub fn keys(&self, now: Now) -> Keys {
+        let mut keys = self.keys_head(now);
+        keys.waiting_for
+            .extend(self.servers_after(None).filter_map(|(id, server)| self.keys_wait_for(id, server, now)));
+        keys
+    }
 }

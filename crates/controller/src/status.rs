@@ -38,7 +38,7 @@ impl Controller {
             services: Vec::new(),
             servers: Vec::new(),
             load_balancers: self.load_balancer_status(now),
-            keys: self.keys(now),
+            keys: self.keys_head(now),
             racks: self.rack_status(now),
             warnings: self.store_warnings(),
         }
@@ -54,7 +54,7 @@ impl Controller {
         };
         let services = (0..self.services.len()).filter_map(service).collect();
         let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
-        Status { services, servers, ..self.status_head(now) }
+        Status { services, servers, keys: self.keys(now), ..self.status_head(now) }
     }
 
     /// What changes with every report, without servers.
@@ -102,7 +102,7 @@ impl Controller {
             services: Vec::new(),
             servers: Vec::new(),
             load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
-            keys: self.keys(now),
+            keys: self.keys_head(now),
         }
     }
 

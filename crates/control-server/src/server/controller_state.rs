@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::types::{LoadBalancer, Loads, Overview, Server, Service, Status, Table};
+use coreward_api::types::{Keys, LoadBalancer, Loads, Overview, Server, Service, Status, Table};
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::component;
 use coreward_metrics::latency::LatencyHistogram;
@@ -196,6 +196,7 @@ impl ControllerState {
         let now = self.now();
         let mut status = self.controller().status_head(now);
         status.warnings.extend(self.counts.warnings());
+        status.keys = self.with_waiting_agents(status.keys, now);
         status.services = self.services(rss_keys, now);
         status.servers = self.servers(rss_keys, now);
         status
@@ -243,6 +244,7 @@ impl ControllerState {
         let mut overview = self.controller().overview_head(now);
         let read =
             |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
+        overview.keys = self.with_waiting_agents(overview.keys, now);
         overview.services = (0..).map_while(|position| self.read_service(position, now, read)).collect();
         overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
         overview
@@ -333,9 +335,16 @@ impl ControllerState {
     }
 
     /// The cookie keys, without the secrets.
-    pub fn keys(&self) -> coreward_api::types::Keys {
+    pub fn keys(&self) -> Keys {
         let now = self.now();
-        self.controller().keys(now)
+        let keys = self.controller().keys_head(now);
+        self.with_waiting_agents(keys, now)
+    }
+
+    fn with_waiting_agents(&self, mut keys: Keys, now: Now) -> Keys {
+        let agents = self.each_server(|controller, id, server| controller.keys_wait_for(id, server, now));
+        keys.waiting_for.extend(agents.into_iter().flatten());
+        keys
     }
 
     /// Whether tables are made.
