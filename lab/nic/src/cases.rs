@@ -57,8 +57,6 @@ const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
 /// How long a command of the user's may take.
 const RUN_LIMIT: Duration = Duration::from_secs(600);
 
-/// Boots of a guest that forwards, until QEMU delivers packets to the end.
-const FORWARDING_BOOTS: usize = 4;
 const FRESH: &str = "as the driver starts";
 
 /// All guests.
@@ -122,9 +120,9 @@ impl Case {
         format!("Linux {} with {}{and}{forwards}", self.kernel, self.nic.driver())
     }
 
-    /// Returns whether its name contains `text`. A guest that forwards runs only when it is asked for.
+    /// Returns whether its name contains `text`.
     pub fn is_wanted(&self, text: &str) -> bool {
-        self.name().contains(text) && (!matches!(self.checks, Checks::Forwarding) || text.contains("forwarding"))
+        self.name().contains(text)
     }
 
     /// Boots the guest and makes its checks; with a `command`, prints what that prints instead.
@@ -132,18 +130,6 @@ impl Case {
     /// # Errors
     /// When there is no guest to check.
     pub fn run(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
-        for _ in 1..FORWARDING_BOOTS {
-            match self.run_once(parts, command, tally) {
-                Err(error) if format!("{error:#}").contains(forwarding::STALLED) => {
-                    println!("{}: {error:#}: once more", self.name());
-                }
-                outcome => return outcome,
-            }
-        }
-        self.run_once(parts, command, tally)
-    }
-
-    fn run_once(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
         let (mut guest, wire) = self.boot(parts)?;
         let release = guest.run("uname -r")?;

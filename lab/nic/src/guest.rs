@@ -9,6 +9,7 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use tempfile::TempDir;
 
 use crate::packages::Packages;
 
@@ -18,6 +19,9 @@ pub const QUEUES: u16 = 4;
 pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
 /// Tap of the guest's `eth0`, in the network namespace of this process.
 pub const TAP: &str = "nictest0";
+
+/// Name of the monitor's socket.
+const MONITOR: &str = "monitor";
 
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
@@ -63,7 +67,9 @@ impl Nic {
         let vectors = 2 * QUEUES + 2;
         match self {
             Nic::Virtio => {
-                format!("virtio-net-pci,netdev=net{index},mac={mac},mq=on,rss=on,hash=on,vectors={vectors},romfile=")
+                format!(
+                    "virtio-net-pci,netdev=net{index},mac={mac},mq=on,rss=on,hash=on,rx_queue_size=1024,vectors={vectors},romfile="
+                )
             }
             Nic::Igb => format!("igb,netdev=net{index},mac={mac},romfile="),
             Nic::Vmxnet3 => format!("vmxnet3,netdev=net{index},mac={mac},romfile="),
@@ -84,9 +90,44 @@ pub struct Guest {
     /// Read from the serial line, not yet taken.
     pending: Vec<u8>,
     console: PathBuf,
+    /// Directory of the monitor's socket.
+    monitor: TempDir,
+}
+
+/// QEMU's monitor.
+pub struct Monitor(UnixStream);
+
+impl Monitor {
+    /// Makes QEMU deliver the packets that wait in front of its NICs.
+    ///
+    /// With RSS, `virtio_net_receive_rcu` (hw/net/virtio-net.c) gives a packet to another queue than the tap's. Where
+    /// that one is full the packet waits until the guest fills the tap's queue, which it may never do. `cont` sets the
+    /// device's status again, and `virtio_net_set_status` flushes all queues.
+    ///
+    /// # Errors
+    /// When QEMU has ended.
+    pub fn flush_receive_queues(&mut self) -> Result<()> {
+        self.0.write_all(b"stop\ncont\n").context("QEMU's monitor")?;
+        // What it prints is of no use, but must not fill the socket.
+        let mut printed = [0; 4096];
+        match self.0.read(&mut printed) {
+            Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error).context("QEMU's monitor"),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Guest {
+    /// Connects to QEMU's monitor.
+    ///
+    /// # Errors
+    /// When QEMU has ended.
+    pub fn monitor(&self) -> Result<Monitor> {
+        let socket = UnixStream::connect(self.monitor.path().join(MONITOR)).context("QEMU's monitor")?;
+        socket.set_nonblocking(true)?;
+        Ok(Monitor(socket))
+    }
+
     /// Boots a guest with `nics`, and waits for its init to be ready. `arguments` end the kernel's command line; what
     /// it prints goes to the file `console`.
     ///
@@ -108,7 +149,10 @@ impl Guest {
         for folder in packages.firmware() {
             command.arg("-L").arg(folder);
         }
-        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]);
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        let monitor = tempfile::tempdir()?;
+        let socket = monitor.path().join(MONITOR);
+        command.args(["-monitor", &format!("unix:{},server=on,wait=off", socket.display())]);
         command.args(["-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", "512M"]);
         command.args(["-smp", &QUEUES.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
@@ -126,7 +170,7 @@ impl Guest {
             .context("QEMU does not start")?;
         // `command` holds the other end of the serial line; only when QEMU alone has it does QEMU's end show.
         drop(command);
-        let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf() };
+        let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor };
         guest.lines_until("@ready", BOOT_LIMIT)?;
         Ok(guest)
     }
