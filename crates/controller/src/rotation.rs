@@ -143,8 +143,8 @@ impl Controller {
         unconfirmed.map(|(name, _)| format!("load balancer {name}"))
     }
 
-    /// Just after the controller's start every agent counts as connected. A server that left may have been switched off:
-    /// it is waited for only while its agent is connected.
+    /// Just after the controller's start every agent counts as connected. A server that left may have been switched
+    /// off: it is waited for only while its agent is connected.
     fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
         let agent = self.agent(id);
         if agent.map_or(0, |agent| agent.confirmed) >= self.fleet.key_ring.generation || !self.fleet.stamps(id) {

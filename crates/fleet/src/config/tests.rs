@@ -167,9 +167,9 @@ fn single_values() {
             "policy = \"pow2\"",
             "policy = \"pow3\"",
             "fleet.toml:24:10: key `service.policy`: policy \"pow3\" is not known: expected \"hash\", \
-             \"consistent-hash\", \"maglev\", \"rr\", \"wrr\", \"awrr\", \"pow2\", \"pow2:connections\", \"pow2:packets\", \
-             \"pow2:bytes\", \"least\", \"least:packets\", \"least:bytes\", \"least:cpu\", \"crossrss\" or \"crossrss-plus\" \
-             (nearest: `pow2`)",
+             \"consistent-hash\", \"maglev\", \"bounded-load\", \"rr\", \"wrr\", \"awrr\", \"pow2\", \
+             \"pow2:connections\", \"pow2:packets\", \"pow2:bytes\", \"least\", \"least:packets\", \"least:bytes\", \
+             \"least:cpu\", \"crossrss\" or \"crossrss-plus\" (nearest: `pow2`)",
         ),
         (
             "policy = \"pow2\"",

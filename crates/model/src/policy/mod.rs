@@ -1,10 +1,11 @@
 //! Policies: what fills a [`PlacementTable`]. One file each; a new one implements [`Policy`] and is listed in
 //! [`REGISTRY`], and is at once available to the live controller, to the demo and to the simulator.
 //!
-//! A *table policy* (hash, consistent-hash, maglev, crossrss, crossrss-plus, least and its measures) decides by the table's contents, a
+//! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its measures) decides by the table's contents, a
 //! *flow policy* (rr, wrr, awrr, pow2 and its measures) by a rule of the data plane that needs a little state of its own.
 
 mod awrr;
+mod bounded_load;
 mod bucket_loads;
 mod consistent_hash;
 mod crossrss;
@@ -98,7 +99,7 @@ pub trait Policy: Send {
 type Make = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
-pub const REGISTRY: [(&str, Make); 16] = [
+pub const REGISTRY: [(&str, Make); 17] = [
     (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
     (consistent_hash::NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(consistent_hash::NAME, consistent_hash::weighted_ring_table, seed))
@@ -106,6 +107,7 @@ pub const REGISTRY: [(&str, Make); 16] = [
     (maglev::NAME, |seed| {
         Box::new(static_policy::StaticPolicy::new(maglev::NAME, maglev::weighted_maglev_table, seed))
     }),
+    (bounded_load::NAME, |seed| Box::new(bounded_load::BoundedLoad::new(seed))),
     (rr::NAME, |seed| Box::new(rr::RoundRobin::new(seed))),
     (wrr::NAME, |seed| Box::new(wrr::WeightedRoundRobin::new(seed))),
     (awrr::NAME, |seed| Box::new(awrr::AdaptiveWeightedRoundRobin::new(seed))),

@@ -280,9 +280,9 @@ fn policies_that_read_no_loads_have_one_table_for_any() {
 fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
     assert_eq!(
         named("crosrss", 1).err().unwrap().to_string(),
-        "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, rr, wrr, awrr, \
-         pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, crossrss, \
-         crossrss-plus"
+        "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, bounded-load, rr, \
+         wrr, awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, \
+         crossrss, crossrss-plus"
     );
 }
 

@@ -1,0 +1,111 @@
+//! `bounded-load`: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA'18). A bucket goes to
+//! the next server on the ring that has less than [`BALANCE_FACTOR`] times its share of the open connections.
+//!
+//! Skipping full servers on the ring gives the same table as a ring without them.
+
+use super::consistent_hash::weighted_ring_table;
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, by_bucket, independent_key};
+use crate::ServerId;
+use crate::placement::{BucketCount, PlacementTable};
+use crate::rss::RssKey;
+
+pub const NAME: &str = "bounded-load";
+
+/// Connections that a server may have, relative to its share: 1 + epsilon of the paper. A value nearer to 1 balances
+/// better and moves more buckets.
+const BALANCE_FACTOR: f64 = 1.25;
+
+pub struct BoundedLoad {
+    key: RssKey,
+}
+
+impl BoundedLoad {
+    pub fn new(seed: u64) -> Self {
+        Self { key: independent_key(seed) }
+    }
+}
+
+impl Policy for BoundedLoad {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn telemetry_level(&self) -> TelemetryLevel {
+        LoadMetric::Connections.telemetry_level()
+    }
+
+    fn reads_traffic(&self) -> bool {
+        true
+    }
+
+    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let shares = pool.shares();
+        let below = below_bound(&LoadMetric::Connections.of_servers(pool), &LoadMetric::Connections.parts(pool));
+        let ring: Vec<(ServerId, f64)> = below.iter().map(|position| shares[*position]).collect();
+        let of_ring = weighted_ring_table(&ring, buckets.get() as usize);
+        let positions: Vec<usize> = of_ring.into_iter().map(|position| below[position]).collect();
+        by_bucket(pool, buckets, generation, self.key.clone(), &positions)
+    }
+}
+
+/// Returns the positions of servers below their bound, never none of several: the bound counts the next connection
+/// (ceil(c m / n) in the paper). `open`, `parts`: connections and part of each server.
+fn below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
+    let per_part = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
+    (0..open.len()).filter(|position| open[*position] < BALANCE_FACTOR * per_part * parts[*position]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::PoolServer;
+    use crate::policy::consistent_hash::ring_table;
+
+    const BUCKETS: usize = 1024;
+
+    fn pool(open: &[u32]) -> Pool {
+        let server = |(position, open): (usize, &u32)| PoolServer {
+            open_connections: *open,
+            ..PoolServer::new((position as u64 + 1).try_into().unwrap())
+        };
+        Pool::new(open.iter().enumerate().map(server).collect(), 1)
+    }
+
+    fn servers_of_buckets(open: &[u32]) -> Vec<u16> {
+        let table = BoundedLoad::new(1).place(&pool(open), BucketCount::new(BUCKETS as u64).unwrap(), 1);
+        (0..BUCKETS as u32).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect()
+    }
+
+    #[test]
+    fn below_the_bound_the_table_is_the_ring() {
+        let ids: Vec<ServerId> = (1..=5).map(|id| ServerId::try_from(id).unwrap()).collect();
+        let ring: Vec<u16> = ring_table(&ids, BUCKETS).into_iter().map(|position| ids[position].get()).collect();
+        assert_eq!(servers_of_buckets(&[0; 5]), ring);
+        assert_eq!(servers_of_buckets(&[100, 110, 90, 120, 80]), ring);
+    }
+
+    #[test]
+    fn a_full_server_gets_no_bucket_and_no_other_bucket_moves() {
+        let (before, after) = (servers_of_buckets(&[100; 5]), servers_of_buckets(&[100, 100, 200, 100, 100]));
+        assert!(before.contains(&3) && !after.contains(&3));
+        assert!(before.iter().zip(&after).all(|(before, after)| before == after || *before == 3));
+    }
+
+    #[test]
+    fn no_server_exceeds_its_bound_while_connections_open() {
+        // One connection per table: the bound of the paper holds exactly.
+        let mut open = [0u32; 7];
+        for connection in 0..2_000u32 {
+            let bucket = crate::placement::mix(connection) as usize % BUCKETS;
+            open[usize::from(servers_of_buckets(&open)[bucket]) - 1] += 1;
+            let bound = (BALANCE_FACTOR * f64::from(connection + 1) / 7.0).ceil();
+            assert!(open.iter().all(|count| f64::from(*count) <= bound), "{open:?}, bound {bound}");
+        }
+    }
+
+    #[test]
+    fn one_server_takes_everything() {
+        assert!(servers_of_buckets(&[1_000_000]).iter().all(|server| *server == 1));
+        assert_eq!(below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
+    }
+}
