@@ -44,19 +44,16 @@ pub struct Client {
 }
 
 impl Client {
-    /// One controller on this host.
-    ///
-    /// # Errors
-    /// When the file with the token cannot be read, or others than its owner can read it.
+    /// One controller on this host. Fails when the file with the token cannot be read, or others than its owner can
+    /// read it.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
         let proof = Proof::Token { file: token_file.to_owned(), ca: None };
         Self::of_several(vec![controller], &proof, Host::AskedFor)
     }
 
     /// All controllers of a fleet. `host`: what the certificates of those with `https://` must say of where they are.
-    ///
-    /// # Errors
-    /// When a file cannot be read, others than its owner can read a secret, or `https://` is asked for without a `ca`.
+    /// Fails when a file cannot be read, others than its owner can read a secret, or `https://` is asked for without a
+    /// `ca`.
     pub fn of_several(controllers: Vec<ControllerUrl>, proof: &Proof, host: Host) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Proof::Token { file, ca } => {

@@ -70,11 +70,9 @@ impl Guard {
         Self { tokens, sessions, revoked, limits, requests, changes: watch::Sender::new(0) }
     }
 
-    /// Reads the tokens again. Where there are others, sessions that were begun with a token end; those begun with a certificate do in
-    /// any case, as it may be denied now; and so does an answer that lasts ([`Guard::changes`]). Who may still come in comes back.
-    ///
-    /// # Errors
-    /// When a token cannot be used: all old ones stay valid.
+    /// Reads the tokens again. Where there are others, sessions that were begun with a token end; those begun with a
+    /// certificate do in any case, as it may be denied now; and so does an answer that lasts ([`Guard::changes`]). Who
+    /// may still come in comes back. Fails when a token cannot be used: all old ones stay valid.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_by(false);

@@ -108,8 +108,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// # Errors
-    /// When the address cannot be listened on.
+    /// Fails when the address cannot be listened on.
     pub fn bind(wanted: SocketAddr) -> anyhow::Result<Self> {
         let expected = "expected a free port and an address of this host (`api`)";
         let listener =
@@ -129,10 +128,8 @@ impl Listener {
         self.address
     }
 
-    /// Serves until the answer is dropped; `beside` runs on the same thread. `begin_thread` is called on each that makes answers.
-    ///
-    /// # Errors
-    /// When there can be no more threads.
+    /// Serves until the answer is dropped; `beside` runs on the same thread. `begin_thread` is called on each that
+    /// makes answers. Fails when there can be no more threads.
     pub fn serve(
         self,
         acceptor: impl Acceptor,

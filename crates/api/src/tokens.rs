@@ -35,10 +35,8 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Reads the tokens in this folder; those that are missing are drawn and written.
-    ///
-    /// # Errors
-    /// When a file cannot be read or written, others than its owner can read it, or what it holds is no token.
+    /// Reads the tokens in this folder; those that are missing are drawn and written. Fails when a file cannot be read
+    /// or written, others than its owner can read it, or what it holds is no token.
     pub fn open(directory: &Path) -> anyhow::Result<Self> {
         let tokens = Self { directory: directory.to_owned(), tokens: RwLock::default() };
         tokens.reload()?;
@@ -81,10 +79,8 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     read_token(path)
 }
 
-/// What a token file holds.
-///
-/// # Errors
-/// When it cannot be read, others than its owner can read it, or what it holds is no token.
+/// What a token file holds. Fails when it cannot be read, others than its owner can read it, or what it holds is no
+/// token.
 pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
     // RFC 6750, Sect. 2.1.

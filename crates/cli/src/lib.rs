@@ -9,10 +9,8 @@ use std::process::ExitCode;
 
 pub use log::start_logging;
 
-/// Prints `text` to standard output; a reader that has gone (`| head`) is no error.
-///
-/// # Errors
-/// When standard output cannot be written for another reason.
+/// Prints `text` to standard output; a reader that has gone (`| head`) is no error. Fails when standard output cannot
+/// be written for another reason.
 pub fn print(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),

@@ -21,10 +21,7 @@ pub enum ShellCommand {
 }
 
 impl ShellCommand {
-    /// Prints or writes the description of `command`.
-    ///
-    /// # Errors
-    /// When standard output or the directory cannot be written to.
+    /// Prints or writes the description of `command`. Fails when standard output or the directory cannot be written to.
     pub fn run(&self, command: clap::Command) -> anyhow::Result<()> {
         match self {
             Self::Completions { shell } => crate::print(&completions(*shell, command)),

@@ -14,12 +14,9 @@ use coreward_store::etcd::EtcdStore;
 use crate::config::{ControllerConfig, StoreLocation};
 use crate::server::leader_election;
 
-/// Copies what is on record from the store that the controller's file `from` names to the one that `to` names. No controller may
-/// use either of them meanwhile. Returns what was done, in words.
-///
-/// # Errors
-/// When a file is wrong, a store is in use, there is nothing in the first one, or something in the second one and not
-/// `replace`.
+/// Copies what is on record from the store that the controller's file `from` names to the one that `to` names. No
+/// controller may use either of them meanwhile. Returns what was done, in words. Fails when a file is wrong, a store is
+/// in use, there is nothing in the first one, or something in the second one and not `replace`.
 pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);

@@ -20,9 +20,6 @@ const LONGEST_WAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Whether the server can be drained, as far as the health of the others is concerned.
-    ///
-    /// # Errors
-    /// As [`WantedDrain::check`].
     pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), NotDrained> {
         wanted.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }

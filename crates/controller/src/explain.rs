@@ -53,10 +53,8 @@ pub struct ServiceView {
 pub type ViewedServer = (ServerId, String, Option<PoolServer>);
 
 impl Controller {
-    /// The service as it is now, without servers: these are asked for by and by ([`Controller::viewed_server`]).
-    ///
-    /// # Errors
-    /// When there is no such service.
+    /// The service as it is now, without servers: these are asked for by and by ([`Controller::viewed_server`]). Fails
+    /// when there is no such service.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, NotExplained> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
         let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
@@ -111,11 +109,8 @@ impl ServiceView {
         self
     }
 
-    /// Where a packet from `client` to the service goes: a first one by the table of the last tick, another one as far as it
-    /// can be known here.
-    ///
-    /// # Errors
-    /// When client and VIP are of different address families.
+    /// Where a packet from `client` to the service goes: a first one by the table of the last tick, another one as far
+    /// as it can be known here. Fails when client and VIP are of different address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, NotExplained> {
         Ok(self.case(client)?.reply(packet))
     }

@@ -239,18 +239,13 @@ impl Controller {
         Before { _fleet: fleet, _services: by_index, _services_of: services_of }
     }
 
-    /// An agent has connected and says which server it is.
-    ///
-    /// # Errors
-    /// When the server is not known, or has a live agent already.
+    /// An agent has connected and says which server it is. Fails when the server is not known, or has a live agent
+    /// already.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
         self.connect_via_rack(server, version, None, now)
     }
 
     /// The same of an agent that may speak through a rack.
-    ///
-    /// # Errors
-    /// As [`Controller::register`].
     pub fn connect_via_rack(
         &mut self,
         server: &str,
@@ -298,10 +293,8 @@ impl Controller {
         Ok(session)
     }
 
-    /// What the session's agent must know.
-    ///
-    /// # Errors
-    /// When its server is in the fleet no more, or may not speak through its rack any more.
+    /// What the session's agent must know. Fails when its server is in the fleet no more, or may not speak through its
+    /// rack any more.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown = || Rejection::UnknownServer(session.server().to_owned());
         let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
@@ -321,10 +314,8 @@ impl Controller {
         alive.map(|(name, _)| name.clone()).collect()
     }
 
-    /// A load balancer has connected. The number names its session.
-    ///
-    /// # Errors
-    /// When one of that name is connected and has spoken lately.
+    /// A load balancer has connected. The number names its session. Fails when one of that name is connected and has
+    /// reported lately.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
@@ -369,10 +360,8 @@ impl Controller {
         self.services.iter().map(Service::predecessor_changes).sum()
     }
 
-    /// Takes a report, or the reason why it could not be parsed.
-    ///
-    /// # Errors
-    /// When it is of no use; it is counted, and what was known before still holds.
+    /// Takes a report, or the reason why it could not be parsed. Fails when it is of no use; it is counted, and what
+    /// was known before still holds.
     pub fn report(
         &mut self,
         session: &Session,

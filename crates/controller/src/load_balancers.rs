@@ -95,10 +95,8 @@ impl LoadBalancers {
         }
     }
 
-    /// One has connected. The number names its session.
-    ///
-    /// # Errors
-    /// When one of that name is connected and has spoken lately.
+    /// One has connected. The number names its session. Fails when one of that name is connected and has reported
+    /// lately.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         if self.known.len() >= MOST_LOAD_BALANCERS && !self.known.contains_key(name) {
             return Err(Rejection::TooManyLoadBalancers(readable(name)));

@@ -202,10 +202,8 @@ impl Controller {
         Err(Rejection::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
     }
 
-    /// A rack has connected. The number names its session.
-    ///
-    /// # Errors
-    /// When one of that name is connected and has spoken lately, or the fleet's document names other racks only.
+    /// A rack has connected. The number names its session. Fails when one of that name is connected and has reported
+    /// lately, or the fleet's document names other racks only.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
         let known = self.check_rack(name);
         self.count(known)?;
@@ -249,11 +247,9 @@ impl Controller {
         }
     }
 
-    /// A rack passes up what it has reduced its servers' reports to, of each service in place of what it passed up before: of many
-    /// services it comes in several messages.
-    ///
-    /// # Errors
-    /// When one of the summaries is of no use; what was known before still holds.
+    /// A rack passes up what it has reduced its servers' reports to, of each service in place of what it passed up
+    /// before: of many services it comes in several messages. Fails when one of the summaries is of no use; what was
+    /// known before still holds.
     pub fn rack_summaries(
         &mut self,
         session: u64,
@@ -298,10 +294,7 @@ impl Controller {
         RackChanges { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }
     }
 
-    /// What the rack must know now; `None`: it has gone.
-    ///
-    /// # Errors
-    /// When the fleet's document names other racks only.
+    /// What the rack must know now; `None`: it has gone. Fails when the fleet's document names other racks only.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
         self.check_rack(name)?;

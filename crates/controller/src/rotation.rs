@@ -92,10 +92,8 @@ impl Controller {
         }
     }
 
-    /// What is to be done when somebody wants a rotation now.
-    ///
-    /// # Errors
-    /// When it would break connections, and is not forced; or when one is under way.
+    /// What is to be done when somebody wants a rotation now. Fails when it would break connections, and is not forced;
+    /// or when one is under way.
     pub fn wanted_key_step(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
         let ring = &self.fleet.key_ring;
         if ring.phase == KeyPhase::Steady {

@@ -36,8 +36,7 @@ pub struct ApplyArgs {
 /// How often it is looked who has it in force.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// # Errors
-/// When the document is wrong, the controller refuses it, or the answer is no.
+/// Fails when the document is wrong, the controller refuses it, or the answer is no.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.ask.contact.client()?;
     let wanted = Wanted::read(&client, &args.file)?;

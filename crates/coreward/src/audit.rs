@@ -14,8 +14,7 @@ pub struct AuditArgs {
     limit: u16,
 }
 
-/// # Errors
-/// When the controller cannot be reached, or says no.
+/// Fails when the controller cannot be reached, or rejects the request.
 pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.ask.contact.client()?;
     let audit = ask(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;

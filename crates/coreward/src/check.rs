@@ -47,8 +47,7 @@ pub enum Kind {
     Rack,
 }
 
-/// # Errors
-/// When there is a mistake.
+/// Fails when there is a mistake.
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     if let Some(kind) = args.schema {
         return print(&format!("{:#}", kind.schema()));
@@ -168,11 +167,8 @@ impl Kind {
         }
     }
 
-    /// The kind that knows most of the file's keys; of several the one that the file is named after, then the one that it
-    /// has the fewest mistakes as.
-    ///
-    /// # Errors
-    /// When as good be one as another.
+    /// The kind that knows most of the file's keys; of several the one that the file is named after, then the one that
+    /// it has the fewest mistakes as. Fails when as good be one as another.
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();

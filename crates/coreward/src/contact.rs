@@ -41,10 +41,7 @@ pub struct ContactArgs {
 }
 
 impl ContactArgs {
-    /// What asks them.
-    ///
-    /// # Errors
-    /// When a file cannot be read, or does not do.
+    /// What asks them. Fails when a file cannot be read, or does not do.
     pub fn client(&self) -> anyhow::Result<Client> {
         let files = |((ca, certificate), key)| Files { ca, certificate, key };
         let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);

@@ -48,10 +48,8 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// Drains the server, and waits where that is wanted.
-///
-/// # Errors
-/// When the controller says no, or connections are left at the end of the time.
+/// Drains the server, and waits where that is wanted. Fails when the controller says no, or connections are left at the
+/// end of the time.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.ask.contact.client()?;
     runtime()?.block_on(async {
@@ -82,10 +80,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Lets it take new connections again.
-///
-/// # Errors
-/// When the controller says no.
+/// Lets it take new connections again. Fails when the controller says no.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.ask.contact.client()?;
     print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.ask.format)?)

@@ -11,10 +11,7 @@ pub struct TopArgs {
     once: bool,
 }
 
-/// Shows the page.
-///
-/// # Errors
-/// When the controller does not answer to begin with, or the terminal cannot be used.
+/// Shows the page. Fails when the controller does not answer to begin with, or the terminal cannot be used.
 pub fn run(args: &TopArgs) -> anyhow::Result<()> {
     let page = coreward_top::terminal::run(&args.contact.client()?, args.once)?;
     page.map_or(Ok(()), |page| crate::print(&page))

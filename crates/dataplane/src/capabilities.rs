@@ -7,8 +7,7 @@ const NEEDED: [(&str, u32); 4] = [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("
 /// Before Linux 5.8 the only right to BPF; still includes `CAP_BPF` and `CAP_PERFMON`.
 const CAP_SYS_ADMIN: u32 = 21;
 
-/// # Errors
-/// When a right is missing; the error names it.
+/// Fails when a right is missing; the error names it.
 pub fn require(command: &str) -> anyhow::Result<()> {
     let missing = missing()?;
     anyhow::ensure!(
@@ -21,9 +20,7 @@ pub fn require(command: &str) -> anyhow::Result<()> {
 }
 
 /// The names of the rights that this process lacks; none: it may do everything that a daemon in the packet path does.
-///
-/// # Errors
-/// When /proc does not tell.
+/// Fails when /proc does not tell.
 pub fn missing() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")

@@ -36,18 +36,13 @@ pub struct VerifierCost {
     pub instructions: u32,
 }
 
-/// Loads every variant of every program; returns the costs.
-///
-/// # Errors
-/// When the kernel refuses one of them.
+/// Loads every variant of every program; returns the costs. Fails when the kernel refuses one of them.
 pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
     collect(skeleton::OBJECTS.into_iter().map(|(name, object)| load(name, object)))
 }
 
-/// Returns the number of instructions that the verifier has processed for a loaded program.
-///
-/// # Errors
-/// When the kernel does not show the program.
+/// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
+/// not show the program.
 pub fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
     let id = Program::id_from_fd(program).context("the program's id")?;
     ProgInfoIter::default()

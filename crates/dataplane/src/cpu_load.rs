@@ -21,10 +21,7 @@ pub struct CpuLoad {
 }
 
 impl CpuLoad {
-    /// Starts to count on all CPUs.
-    ///
-    /// # Errors
-    /// When the kernel refuses the program (it needs BTF).
+    /// Starts to count on all CPUs. Fails when the kernel refuses the program (it needs BTF).
     pub fn start() -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/server/cpu_load.bpf.c")?;

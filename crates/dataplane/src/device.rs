@@ -22,10 +22,7 @@ pub struct Xdp {
 /// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
 const ACT_BASIC: u64 = 1;
 
-/// What is at the device of that index.
-///
-/// # Errors
-/// When there is no such device.
+/// What is at the device of that index. Fails when there is no such device.
 pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     let mut options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
@@ -56,10 +53,7 @@ fn kernel_tells_features() -> bool {
     })
 }
 
-/// The device's MTU (bytes).
-///
-/// # Errors
-/// When there is no such device.
+/// The device's MTU (bytes). Fails when there is no such device.
 pub fn mtu(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = interface_request(interface)?;

@@ -64,11 +64,10 @@ pub struct Dispatch {
 
 impl Dispatch {
     /// Loads the programs and begins to see responses. `pins`: the service's own directory; what is pinned there from
-    /// before is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a cgroup2
-    /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
-    ///
-    /// # Errors
-    /// When `pins` is not on a bpffs, what is pinned is of another version, or the kernel refuses a program.
+    /// before is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a
+    /// cgroup2 file system that all workers are in or below. The calling thread must be in the service's network
+    /// namespace. Fails when `pins` is not on a bpffs, what is pinned is of another version, or the kernel refuses a
+    /// program.
     ///
     /// # Panics
     /// When `options` has more than [`MAX_TYPES`] types.
@@ -129,10 +128,8 @@ impl Dispatch {
         &self.ledger
     }
 
-    /// Attaches the program to the group that `socket` is in, in place of one attached before.
-    ///
-    /// # Errors
-    /// When the socket is in no SO_REUSEPORT group.
+    /// Attaches the program to the group that `socket` is in, in place of one attached before. Fails when the socket is
+    /// in no SO_REUSEPORT group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.program.as_fd(), socket)
     }
@@ -142,10 +139,8 @@ impl Dispatch {
         self.workers.sockets()
     }
 
-    /// Makes the reader of `socket` a worker; its slot. It gets requests from now on. (`pid`: for those who ask.)
-    ///
-    /// # Errors
-    /// When all slots are taken, or the socket is in another array or without SO_REUSEPORT.
+    /// Makes the reader of `socket` a worker; its slot. It gets requests from now on. (`pid`: for those who ask.) Fails
+    /// when all slots are taken, or the socket is in another array or without SO_REUSEPORT.
     pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
         let cookie = reuseport::socket_cookie(socket)?;
@@ -184,11 +179,9 @@ impl Dispatch {
         }
     }
 
-    /// What should be done every [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no response, bars
-    /// workers that do not read. Whether a worker has died since the last look. `now`: of any clock that only goes on.
-    ///
-    /// # Errors
-    /// When the kernel does not let the queues be read.
+    /// What should be done every [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no response,
+    /// bars workers that do not read. Whether a worker has died since the last look. `now`: of any clock that only goes
+    /// on. Fails when the kernel does not let the queues be read.
     pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.begin_poll();
         self.read_queues()?;
@@ -206,10 +199,7 @@ impl Dispatch {
 }
 
 /// Ends the dispatch whose pins are in `pins`, but for the program at the group of sockets ([`reuseport::detach`]): the
-/// sockets are free for another array, no response is seen any more.
-///
-/// # Errors
-/// When something cannot be taken away.
+/// sockets are free for another array, no response is seen any more. Fails when something cannot be taken away.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(PIN_WORKERS)) {
         let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
@@ -228,10 +218,8 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// What the programs of a service count, for those who only want to read.
-///
-/// # Errors
-/// When nothing of this version is pinned there.
+/// What the programs of a service count, for those who only want to read. Fails when nothing of this version is pinned
+/// there.
 pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
@@ -240,10 +228,8 @@ pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     Ok(ledger)
 }
 
-/// Where the cgroup2 file system is mounted, by /proc/mounts: all processes are in or below it.
-///
-/// # Errors
-/// When it is not mounted.
+/// Where the cgroup2 file system is mounted, by /proc/mounts: all processes are in or below it. Fails when it is not
+/// mounted.
 pub fn cgroup_root() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
     let mount = |line: &str| {

@@ -12,10 +12,8 @@ const ETHTOOL_GSTRINGS: u32 = 0x1b;
 const ETHTOOL_GSTATS: u32 = 0x1d;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 
-/// One ethtool request; `request` holds it as 32-bit words and gets the answer.
-///
-/// # Errors
-/// When there is no such device, or its driver refuses the request.
+/// One ethtool request; `request` holds it as 32-bit words and gets the answer. Fails when there is no such device, or
+/// its driver refuses the request.
 ///
 /// # Safety
 /// `request` must have the length that its header gives: the kernel writes so much.
@@ -41,10 +39,8 @@ pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
     Ok(ifreq)
 }
 
-/// Names of one of the driver's string sets, at most `limit`.
-///
-/// # Errors
-/// When there is no such device, or its driver has no such set.
+/// Names of one of the driver's string sets, at most `limit`. Fails when there is no such device, or its driver has no
+/// such set.
 pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
     const NAME_WORDS: usize = 8;
     // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.

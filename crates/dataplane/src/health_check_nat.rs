@@ -55,10 +55,8 @@ pub struct CheckedPaths {
 pub struct NatTable(MapHandle);
 
 impl CheckedPaths {
-    /// Loads the programs and holds them at the device.
-    ///
-    /// # Errors
-    /// When the device does not exist, or the kernel refuses the programs.
+    /// Loads the programs and holds them at the device. Fails when the device does not exist, or the kernel refuses the
+    /// programs.
     pub fn hold(interface: &str) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
@@ -79,10 +77,7 @@ impl CheckedPaths {
 }
 
 impl NatTable {
-    /// From now on this connection's packets reach the server at the VIP.
-    ///
-    /// # Errors
-    /// When there are [`PATHS`] already.
+    /// From now on this connection's packets reach the server at the VIP. Fails when there are [`PATHS`] already.
     pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
         for (key, to) in path.entries() {
             self.0.update(key.as_bytes(), &to.octets(), MapFlags::ANY).context("a path for a health check")?;

@@ -221,11 +221,9 @@ pub struct LoadBalancer {
 impl LoadBalancer {
     /// Loads the program. What is pinned from before is taken over, with its keys, services, servers, tables and
     /// counters, and goes on forwarding all the while. What another version pinned, with another layout, forwards until
-    /// [`switch_over`](Self::switch_over).
-    ///
-    /// # Errors
-    /// When the pin directory is not on a BPF file system, the connection table that is pinned there cannot be given the size
-    /// wanted, the flow table's size is out of range, or the kernel refuses the program.
+    /// [`switch_over`](Self::switch_over). Fails when the pin directory is not on a BPF file system, the connection
+    /// table that is pinned there cannot be given the size wanted, the flow table's size is out of range, or the kernel
+    /// refuses the program.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         ensure!(
             (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entries),
@@ -332,11 +330,8 @@ impl LoadBalancer {
         self.beside.is_some()
     }
 
-    /// Takes the place of another version's program, if that was left at work: to be called when this one has its tables. No
-    /// packet falls between the two.
-    ///
-    /// # Errors
-    /// When the kernel refuses the program, or the pins.
+    /// Takes the place of another version's program, if that was left at work: to be called when this one has its
+    /// tables. No packet falls between the two. Fails when the kernel refuses the program, or the pins.
     pub fn switch_over(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.beside.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
@@ -367,10 +362,7 @@ impl LoadBalancer {
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);
     }
 
-    /// Takes the program from the device and removes all pins: forwarding ends.
-    ///
-    /// # Errors
-    /// When a pin cannot be removed.
+    /// Takes the program from the device and removes all pins: forwarding ends. Fails when a pin cannot be removed.
     pub fn detach(mut self) -> anyhow::Result<()> {
         if let Some(pins) = &self.pins {
             link::unpin(&pins.join("link"))?;

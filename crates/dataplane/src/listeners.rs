@@ -33,20 +33,15 @@ pub struct Listener {
     pub affinity: BTreeSet<usize>,
 }
 
-/// Inodes of the TCP sockets that listen at `address`; if there are none, of those that listen at its port on any address
-/// (the kernel prefers the more specific ones just so).
-///
-/// # Errors
-/// When the kernel's list cannot be read.
+/// Inodes of the TCP sockets that listen at `address`; if there are none, of those that listen at its port on any
+/// address (the kernel prefers the more specific ones just so). Fails when the kernel's list cannot be read.
 pub fn listening(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     Ok(most_specific(address, &sockets::counts::listening()?))
 }
 
-/// Inodes of the UDP sockets that take datagrams from anybody at `address`; if there are none, of those that take them at
-/// its port on any IPv4 address, then on any IPv6 address (which also gets IPv4).
-///
-/// # Errors
-/// When the kernel's lists cannot be read.
+/// Inodes of the UDP sockets that take datagrams from anybody at `address`; if there are none, of those that take them
+/// at its port on any IPv4 address, then on any IPv6 address (which also gets IPv4). Fails when the kernel's lists
+/// cannot be read.
 pub fn receiving(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     // Not connected: the state that the kernel calls TCP_CLOSE.
     const UNCONNECTED: &str = "07";
@@ -102,10 +97,8 @@ fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     Some((SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?), state, inode))
 }
 
-/// Who waits for each of these sockets: looks through the epoll sets of every process that may be looked into.
-///
-/// # Errors
-/// When /proc cannot be read.
+/// Who waits for each of these sockets: looks through the epoll sets of every process that may be looked into. Fails
+/// when /proc cannot be read.
 pub fn waiting(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found: BTreeMap<Inode, Listener> = BTreeMap::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -143,11 +136,9 @@ fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
     Some((Inode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Who has each of these sockets open, whether it waits for it by epoll or not. Of several processes (a master that opened
-/// all, workers that inherited them) the one that has the fewest of them, then the youngest.
-///
-/// # Errors
-/// When /proc cannot be read.
+/// Who has each of these sockets open, whether it waits for it by epoll or not. Of several processes (a master that
+/// opened all, workers that inherited them) the one that has the fewest of them, then the youngest. Fails when /proc
+/// cannot be read.
 pub fn holding(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut holders: Vec<(i32, Vec<(Inode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -183,10 +174,8 @@ fn affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// A descriptor of our own for another process's socket (pidfd_getfd, Linux 5.6).
-///
-/// # Errors
-/// When the process has ended, or we may not look into it (CAP_SYS_PTRACE).
+/// A descriptor of our own for another process's socket (pidfd_getfd, Linux 5.6). Fails when the process has ended, or
+/// we may not look into it (CAP_SYS_PTRACE).
 pub fn take(listener: &Listener) -> anyhow::Result<OwnedFd> {
     let own = |result: libc::c_long| {
         // SAFETY: the system call returned a new descriptor that nobody else owns.

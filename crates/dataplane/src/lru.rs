@@ -10,9 +10,7 @@ use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
 const RESERVED_PER_CPU: u32 = 128;
 
 /// Gives `map` room for `capacity` entries, whatever the number of CPUs. A map that is pinned at `pin` keeps its size.
-///
-/// # Errors
-/// When what is pinned cannot be opened, or the map has been made.
+/// Fails when what is pinned cannot be opened, or the map has been made.
 pub(crate) fn set_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
     let pinned = pin.filter(|pin| pin.exists());
     let entries = match pinned {

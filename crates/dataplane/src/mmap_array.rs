@@ -29,10 +29,7 @@ unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
 
 impl<T: FromBytes + IntoBytes> MmapArray<T> {
     /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: both sides take their
-    /// types from `bpf/include/intf.h`.
-    ///
-    /// # Errors
-    /// When the map is smaller than a `T` or cannot be mapped.
+    /// types from `bpf/include/intf.h`. Fails when the map is smaller than a `T` or cannot be mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
         Self::map(map, size_of::<T>())
     }
@@ -45,10 +42,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
 
 impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
     /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each must be a `T`, and its size a
-    /// multiple of 8: the kernel puts the next one there.
-    ///
-    /// # Errors
-    /// When the map is smaller or cannot be mapped.
+    /// multiple of 8: the kernel puts the next one there. Fails when the map is smaller or cannot be mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD)) };
         Self::map(map, count * size_of::<T>())

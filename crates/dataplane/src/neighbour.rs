@@ -156,10 +156,8 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// Starts at the device `interface` of the calling thread's network namespace; changes go to the receiver.
-    ///
-    /// # Errors
-    /// When the interface does not exist or packet sockets are not allowed.
+    /// Starts at the device `interface` of the calling thread's network namespace; changes go to the receiver. Fails
+    /// when the interface does not exist or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<Change>)> {
         let link = Link::open(interface)?;
         let (alive, ended) = mpsc::channel();

@@ -26,10 +26,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 const DEEPEST: usize = 5;
 
 impl PinLock {
-    /// Makes the directory if it is missing.
-    ///
-    /// # Errors
-    /// When it is not on a BPF file system, or another process has claimed it for two seconds from now on.
+    /// Makes the directory if it is missing. Fails when it is not on a BPF file system, or another process has claimed
+    /// it for two seconds from now on.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         ensure_bpf_file_system(directory)?;
@@ -70,10 +68,8 @@ pub fn others(directory: &Path, file: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Removes a pin directory; one with something else in it, which is somebody else's, stays.
-///
-/// # Errors
-/// When it cannot be removed.
+/// Removes a pin directory; one with something else in it, which is somebody else's, stays. Fails when it cannot be
+/// removed.
 pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     match fs::remove_dir(directory) {
         Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
@@ -81,8 +77,7 @@ pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// # Errors
-/// When the directory does not exist, or is on another kind of file system.
+/// Fails when the directory does not exist, or is on another kind of file system.
 pub fn ensure_bpf_file_system(directory: &Path) -> anyhow::Result<()> {
     let file_system = statfs(directory).with_context(|| directory.display().to_string())?;
     ensure!(

@@ -15,10 +15,8 @@ static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 /// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
 ///
 /// The kernel waits for a grace period after each update of a map of maps (maybe_wait_bpf_programs() in
-/// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but with `nohz_full` it returns EINVAL.
-///
-/// # Errors
-/// When the kernel refuses the maps or the update.
+/// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but with `nohz_full` it
+/// returns EINVAL. Fails when the kernel refuses the maps or the update.
 pub fn wait_for_programs() -> anyhow::Result<()> {
     let (outer, inner) = match MAP_OF_MAPS.get() {
         Some(maps) => maps,
@@ -103,10 +101,7 @@ impl Shared {
 }
 
 impl GracePeriods {
-    /// Starts the thread.
-    ///
-    /// # Errors
-    /// When there can be no more threads.
+    /// Starts the thread. Fails when there can be no more threads.
     pub fn start() -> anyhow::Result<Self> {
         let shared = Arc::<Shared>::default();
         let thread = shared.clone();
@@ -134,10 +129,7 @@ impl GracePeriods {
         self.0.ended.load(Ordering::SeqCst) >= moment.0
     }
 
-    /// Returns when they have.
-    ///
-    /// # Errors
-    /// When the kernel has refused to wait for one.
+    /// Returns when they have. Fails when the kernel has refused to wait for one.
     pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
         let mut wishes = self.0.wishes();
         while !self.has_passed(moment) {

@@ -12,18 +12,13 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 /// What identifies a socket as long as it lives (SO_COOKIE).
 pub type SocketCookie = u64;
 
-/// Attaches a program of type sk_reuseport to the group that `socket` is in, in place of one attached before.
-///
-/// # Errors
-/// When the socket is in no SO_REUSEPORT group.
+/// Attaches a program of type sk_reuseport to the group that `socket` is in, in place of one attached before. Fails
+/// when the socket is in no SO_REUSEPORT group.
 pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd()).context("attaching to the group of sockets")
 }
 
-/// Takes the program from the group that `socket` is in: the kernel then picks by itself.
-///
-/// # Errors
-/// When none is attached.
+/// Takes the program from the group that `socket` is in: the kernel then picks by itself. Fails when none is attached.
 pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
@@ -42,10 +37,7 @@ fn set_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::R
     nix::errno::Errno::result(result).map(drop)
 }
 
-/// What identifies the socket in the array.
-///
-/// # Errors
-/// When it is no socket.
+/// What identifies the socket in the array. Fails when it is no socket.
 pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
     let mut cookie: SocketCookie = 0;
     let mut length = size_of_val(&cookie) as libc::socklen_t;
@@ -85,10 +77,7 @@ impl SocketArray {
         (0..self.slots).filter_map(cookie).collect()
     }
 
-    /// The first slot without a socket.
-    ///
-    /// # Errors
-    /// When all slots are taken.
+    /// The first slot without a socket. Fails when all slots are taken.
     pub fn free_slot(&self) -> anyhow::Result<u32> {
         let taken = self.sockets();
         let Some(slot) = (0..self.slots).find(|slot| !taken.contains_key(slot)) else {
@@ -97,10 +86,8 @@ impl SocketArray {
         Ok(slot)
     }
 
-    /// Puts a socket into a slot that is free.
-    ///
-    /// # Errors
-    /// When the slot is not free, the socket is in no SO_REUSEPORT group, or it is in another array.
+    /// Puts a socket into a slot that is free. Fails when the slot is not free, the socket is in no SO_REUSEPORT group,
+    /// or it is in another array.
     pub fn put(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let descriptor = socket.as_raw_fd() as u64;
         self.map

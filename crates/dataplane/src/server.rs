@@ -78,13 +78,11 @@ const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
 type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
-    /// Loads the programs and puts them at the device. What is pinned from before is taken over, with its keys, services
-    /// and counters, and the old programs are replaced atomically. What another version pinned, with another layout, stays at
-    /// work until [`set_services`](Self::set_services) has told these what to do; then they take its place, with its keys.
-    ///
-    /// # Errors
-    /// When the pin directory is not on a bpffs, programs that are pinned elsewhere are at the device, or the kernel refuses
-    /// programs or links.
+    /// Loads the programs and puts them at the device. What is pinned from before is taken over, with its keys,
+    /// services and counters, and the old programs are replaced atomically. What another version pinned, with another
+    /// layout, stays at work until [`set_services`](Self::set_services) has told these what to do; then they take its
+    /// place, with its keys. Fails when the pin directory is not on a bpffs, programs that are pinned elsewhere are at
+    /// the device, or the kernel refuses programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
         ensure_only_stamper(options.interface_index, &options.pin_directory)?;
@@ -166,10 +164,7 @@ impl ServerPrograms {
     }
 
     /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`, and to hold one of
-    /// them somewhere for a while ([`tc::hold`]).
-    ///
-    /// # Errors
-    /// When the kernel refuses them.
+    /// them somewhere for a while ([`tc::hold`]). Fails when the kernel refuses them.
     pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let skeleton = load(&mut storage, sample_every_syn, None)?;
@@ -229,10 +224,7 @@ impl ServerPrograms {
     }
 
     /// The services that this server serves, each with its id there and how it takes part. In force at once and all
-    /// together.
-    ///
-    /// # Errors
-    /// When there are too many, one is listed twice, or one is not IPv4.
+    /// together. Fails when there are too many, one is listed twice, or one is not IPv4.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
         let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
         let directory = service_slots::directory(&numbered)?;
@@ -353,18 +345,12 @@ impl ServerPrograms {
     }
 
     /// Takes the programs off and removes the pins. Connections that are still stamped break.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
     pub fn remove(self) -> anyhow::Result<()> {
         remove(self.options.interface_index, &self.options.pin_directory)
     }
 }
 
 /// Takes off whatever [`ServerPrograms::attach`] has left at a device, and removes its pins.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     let pins = pin_directory.join("server");
     tc::detach(interface_index, Direction::Egress, &pins.join("egress"))?;
@@ -450,10 +436,7 @@ fn remove_if_there(path: &Path) -> anyhow::Result<()> {
 }
 
 /// What [`ServerPrograms::attach`] would not take over of what is pinned below `pin_directory`; `None`: all is well, or
-/// nothing is pinned.
-///
-/// # Errors
-/// When what is there cannot be opened.
+/// nothing is pinned. Fails when what is there cannot be opened.
 pub fn pinned_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
     problem_of_state(&pin_directory.join("server").join("state"))
 }

@@ -60,9 +60,6 @@ fn lb_slot(directory: &intf::lb_service_directory, tail: u64) -> usize {
 
 /// A server's directory, in which each service stands with its number, and each VIP (port and protocol 0) with
 /// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY).
-///
-/// # Errors
-/// See [`DirectoryError`].
 pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
     let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
     let slots = keys(services, intf::MAX_SERVICES_OF_SERVER)?;
@@ -75,9 +72,6 @@ pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service
 }
 
 /// The same for a load balancer.
-///
-/// # Errors
-/// See [`DirectoryError`].
 pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
     let mut directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");

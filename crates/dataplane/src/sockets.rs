@@ -89,11 +89,9 @@ fn request(sequence: u32, connection: &FourTuple) -> Request {
     }
 }
 
-/// For each connection whether it has a socket here: established, half-open, ending or in TIME-WAIT; a listening one does
-/// not count. In the order asked. About 2 us each.
-///
-/// # Errors
-/// When the kernel has no sock_diag(7) for TCP, or does not answer.
+/// For each connection whether it has a socket here: established, half-open, ending or in TIME-WAIT; a listening one
+/// does not count. In the order asked. About 2 us each. Fails when the kernel has no sock_diag(7) for TCP, or does not
+/// answer.
 pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     let socket = open()?;
     let mut found = vec![false; connections.len()];

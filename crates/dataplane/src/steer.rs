@@ -39,10 +39,7 @@ pub struct Steer {
 pub struct Counts(MmapArray<intf::steer_state>);
 
 impl Counts {
-    /// Of the pins that [`Steer::load`] made.
-    ///
-    /// # Errors
-    /// When there are none, or of another version.
+    /// Of the pins that [`Steer::load`] made. Fails when there are none, or of another version.
     pub fn pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
         let path = pin_directory.join("steer").join(name).join("state");
         let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -58,11 +55,9 @@ impl Counts {
 }
 
 impl Steer {
-    /// Loads the program; `rss_map` is the server programs' ([`crate::server::ServerPrograms::rss_map`]). `name`: of the
-    /// service, for the pins; sockets that are pinned from before stay in their slots.
-    ///
-    /// # Errors
-    /// When the pin directory is not on a bpffs, what is pinned is of another version, or the kernel refuses the program.
+    /// Loads the program; `rss_map` is the server programs' ([`crate::server::ServerPrograms::rss_map`]). `name`: of
+    /// the service, for the pins; sockets that are pinned from before stay in their slots. Fails when the pin directory
+    /// is not on a bpffs, what is pinned is of another version, or the kernel refuses the program.
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let pins = pin_directory.join("steer").join(name);
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
@@ -95,10 +90,8 @@ impl Steer {
         self.taken_over
     }
 
-    /// Attaches the program to the group that `socket` is in, in place of one attached before.
-    ///
-    /// # Errors
-    /// When the socket is in no SO_REUSEPORT group.
+    /// Attaches the program to the group that `socket` is in, in place of one attached before. Fails when the socket is
+    /// in no SO_REUSEPORT group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.program.as_fd(), socket)
     }
@@ -108,10 +101,8 @@ impl Steer {
         self.workers.sockets()
     }
 
-    /// Puts a listening socket into a free slot and returns the slot.
-    ///
-    /// # Errors
-    /// When all slots are taken, the socket does not listen, or it is in another array.
+    /// Puts a listening socket into a free slot and returns the slot. Fails when all slots are taken, the socket does
+    /// not listen, or it is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
         self.workers.put(slot, socket)?;

@@ -49,10 +49,8 @@ const CLSACT_PRIORITY: u32 = 1;
 const CLSACT_HANDLE: u32 = 0xc03e;
 const CLSACT_HELD_PRIORITY: u32 = 2;
 
-/// Attaches `program`, in place of the one that `pin` names if that is attached to the same hook.
-///
-/// # Errors
-/// When neither tcx nor clsact takes it.
+/// Attaches `program`, in place of the one that `pin` names if that is attached to the same hook. Fails when neither
+/// tcx nor clsact takes it.
 pub fn attach(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -90,10 +88,7 @@ enum HeldBy {
 }
 
 /// Attaches `program` beside others, until what is returned is dropped. (Below kernel 6.6 the program stays if this
-/// process is killed, and is replaced by the next one held so.)
-///
-/// # Errors
-/// When neither tcx nor clsact takes it.
+/// process is killed, and is replaced by the next one held so.) Fails when neither tcx nor clsact takes it.
 pub fn hold(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<Held> {
     match create_tcx_link(program, interface_index, direction) {
         Ok(link) => Ok(Held(HeldBy::Tcx { _link: link })),
@@ -118,9 +113,6 @@ impl Drop for Held {
 }
 
 /// Attaches `program` as kernels before 6.6 need it, in place of one attached so before.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
     let mut hook = clsact(program, interface_index, direction);
     hook.create().context("making a clsact qdisc")?;
@@ -129,9 +121,6 @@ pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction
 }
 
 /// Takes off what [`attach`] attached. What is not there is no error.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
     if let Some(link) = open_link(pin)? {
         // Fails when the device is gone; then there is nothing to take off.
@@ -149,10 +138,8 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
-/// Whether the link that is pinned at `pin` holds a program at this hook.
-///
-/// # Errors
-/// When what is pinned there is no link, or the kernel does not say what is at the hook.
+/// Whether the link that is pinned at `pin` holds a program at this hook. Fails when what is pinned there is no link,
+/// or the kernel does not say what is at the hook.
 pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
     let Some(link) = open_link(pin)? else { return Ok(false) };
     // An index alone may be another network namespace's interface.

@@ -41,18 +41,14 @@ const HEADROOM: usize = 256;
 
 /// Runs `program` on `packet` (an Ethernet frame of at least 14 bytes).
 ///
-/// With `repeat` above 1 the kernel does not restore the packet in between.
-///
-/// # Errors
-/// When the kernel refuses: no privilege, a packet too short or too long, a type of program that cannot be test-run.
+/// With `repeat` above 1 the kernel does not restore the packet in between. Fails when the kernel refuses: no
+/// privilege, a packet too short or too long, a type of program that cannot be test-run.
 pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Outcome> {
     run_from(program, packet, repeat, None)
 }
 
-/// The same, the packet coming from a certain receive queue; `None`: from the loopback device's first.
-///
-/// # Errors
-/// As [`run`]; and when there is no such queue.
+/// The same, the packet coming from a certain receive queue; `None`: from the loopback device's first. Fails as [`run`]
+/// does, and when there is no such queue.
 pub fn run_from(
     program: BorrowedFd<'_>,
     packet: &[u8],
@@ -67,10 +63,7 @@ pub fn run_from(
 }
 
 /// One run of `program` on `packet`, for callers that do many: its return value, and how many bytes of `out` the packet
-/// takes afterwards.
-///
-/// # Errors
-/// As [`run`]; and when the packet does not fit into `out`.
+/// takes afterwards. Fails as [`run`] does, and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
     let options = run_with(program, packet, 1, None, out)?;
     Ok((options.retval as i32, options.data_size_out as usize))
@@ -78,9 +71,6 @@ pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::R
 
 /// Runs an XDP program on `frames` frames that the kernel makes of `frame` and treats as live ones: it does what the program
 /// returns (`BPF_F_TEST_XDP_LIVE_FRAMES`). Frames are reused, with what the program and others have written into them.
-///
-/// # Errors
-/// As [`run`].
 pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,

@@ -44,10 +44,8 @@ enum Format {
     Json,
 }
 
-/// Does what is asked; gives what is to be printed, if anything.
-///
-/// # Errors
-/// When the file is wrong or the kernel refuses something.
+/// Does what is asked; gives what is to be printed, if anything. Fails when the file is wrong or the kernel refuses
+/// something.
 pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {

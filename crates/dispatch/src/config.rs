@@ -169,14 +169,12 @@ struct PolicyName(Policy);
 string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
 
 impl Config {
-    /// # Errors
-    /// When the file cannot be read; everything in it that is wrong.
+    /// Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// # Errors
-    /// Everything in the text that is wrong.
+    /// The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|table: Table, reader| Some(table.check(reader)))
     }

@@ -18,9 +18,6 @@ use crate::{service, status};
 const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs until SIGTERM or SIGINT. What packets need is pinned and stays at work.
-///
-/// # Errors
-/// When the kernel refuses the programs.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("SIGTERM and SIGINT")?;

@@ -38,9 +38,6 @@ pub struct DispatchState {
 
 impl Dispatcher {
     /// Loads the programs, or takes over from those at work, in the network namespace of the calling thread.
-    ///
-    /// # Errors
-    /// When the kernel refuses the programs.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut services = Services::start(config)?;
         let (sender, receiver) = channel();
@@ -54,11 +51,8 @@ impl Dispatcher {
         Ok(Self { requests: Some(sender), seen, thread: Some(thread) })
     }
 
-    /// From now on these services. Those that are no longer named are the kernel's again, the others go on without a gap;
-    /// one whose program is refused stays as it was.
-    ///
-    /// # Errors
-    /// When something was refused.
+    /// From now on these services. Those that are no longer named are the kernel's again, the others go on without a
+    /// gap; one whose program is refused stays as it was. Fails when something was refused.
     pub fn replace(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
         let gone = || anyhow!("nobody looks after the services any more");
@@ -77,10 +71,7 @@ impl Dispatcher {
     }
 }
 
-/// Ends the dispatch of these services: the kernel picks by itself again.
-///
-/// # Errors
-/// When something cannot be taken away.
+/// Ends the dispatch of these services: the kernel picks by itself again. Fails when something cannot be taken away.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
     let pins = |named: &crate::config::Service| service::pins(&config.pin_directory, named.options.service);
     config.services.iter().try_for_each(|named| service::detach(&pins(named)))?;

@@ -37,9 +37,6 @@ pub struct Service {
 
 impl Service {
     /// Loads the programs, or takes over from those at work.
-    ///
-    /// # Errors
-    /// As [`Dispatch::load`].
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen = config.options.service;
         let dispatch = Dispatch::load(&pins(pin_directory, listen), cgroup, &config.options)
@@ -192,10 +189,7 @@ fn owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     Ok(found)
 }
 
-/// Ends the dispatch of a service: the kernel picks by itself again.
-///
-/// # Errors
-/// When something cannot be taken away.
+/// Ends the dispatch of a service: the kernel picks by itself again. Fails when something cannot be taken away.
 pub fn detach(pins: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::pinned_ledger(pins) {
         let listen = ledger.service().0;

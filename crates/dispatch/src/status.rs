@@ -66,10 +66,7 @@ fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
     }
 }
 
-/// Of every service whose pins are in these directories.
-///
-/// # Errors
-/// When one cannot be read.
+/// Of every service whose pins are in these directories. Fails when one cannot be read.
 pub fn pinned(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
     pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
 }

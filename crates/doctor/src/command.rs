@@ -63,10 +63,7 @@ impl FromStr for NamedService {
     }
 }
 
-/// What is to be printed, and whether no fault is left.
-///
-/// # Errors
-/// When the file or the options are wrong.
+/// What is to be printed, and whether no fault is left. Fails when the file or the options are wrong.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     let told = CliOptions {
         config: args.config.clone(),

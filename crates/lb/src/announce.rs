@@ -45,10 +45,7 @@ pub struct AnnounceState {
 }
 
 impl Announcer {
-    /// What a process before this one announced is announced still.
-    ///
-    /// # Errors
-    /// When the kernel does not show its routes.
+    /// What a process before this one announced is announced still. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, handle, _) = rtnetlink::new_connection().context("no netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
@@ -63,10 +60,7 @@ impl Announcer {
         self.announced.len()
     }
 
-    /// Announces these, and no others.
-    ///
-    /// # Errors
-    /// When the kernel does not take a route.
+    /// Announces these, and no others. Fails when the kernel does not take a route.
     pub async fn announce(&mut self, wanted: &BTreeSet<Ipv4Addr>) -> anyhow::Result<()> {
         if self.read.elapsed() >= READ_INTERVAL {
             self.read().await?;
@@ -88,10 +82,7 @@ impl Announcer {
         Ok(())
     }
 
-    /// Whether packets can come and go by this interface.
-    ///
-    /// # Errors
-    /// When there is no such interface.
+    /// Whether packets can come and go by this interface. Fails when there is no such interface.
     pub async fn is_up(&self, interface: &str) -> anyhow::Result<bool> {
         let links = self.handle.link().get().match_name(interface.to_owned()).execute();
         let mut links = std::pin::pin!(links);

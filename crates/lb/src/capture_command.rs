@@ -48,10 +48,8 @@ pub struct CaptureArgs {
 /// How long one wait for packets lasts at most.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Captures until the count or the time is reached or SIGINT comes; says at the end how many packets there were.
-///
-/// # Errors
-/// When no load balancer is at work, it does not have the service, or the file cannot be written.
+/// Captures until the count or the time is reached or SIGINT comes; says at the end how many packets there were. Fails
+/// when no load balancer is at work, it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = service_named(&args.service, &capture::services(&config.pin_directory)?)?;

@@ -180,14 +180,12 @@ string_enum!(
 );
 
 impl Config {
-    /// # Errors
-    /// When the file cannot be read; everything in it that is wrong.
+    /// Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// # Errors
-    /// Everything in the text that is wrong.
+    /// The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: File, _| Some(Self::of(file)))
     }

@@ -49,10 +49,8 @@ impl By {
 /// Where load balancers are looked for.
 const PIN_DIRECTORIES: &str = "/sys/fs/bpf/coreward";
 
-/// What to print.
-///
-/// # Errors
-/// When no load balancer, or more than one, is at work where it is looked for, or it does not have the service.
+/// What to print. Fails when no load balancer, or more than one, is at work where it is looked for, or it does not have
+/// the service.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),

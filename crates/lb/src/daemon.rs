@@ -40,10 +40,8 @@ const STATE_GAP: Duration = Duration::from_millis(20);
 const MESSAGES: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
 
-/// Runs until SIGTERM or SIGINT; what is pinned stays at work.
-///
-/// # Errors
-/// When the file is wrong, another process is at work there, the interface does not exist, or the kernel refuses the program.
+/// Runs until SIGTERM or SIGINT; what is pinned stays at work. Fails when the file is wrong, another process is at work
+/// there, the interface does not exist, or the kernel refuses the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     // Health checks of many servers are many connections at once.
@@ -71,10 +69,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
-/// Takes the program from the interface and removes all pins: forwarding ends.
-///
-/// # Errors
-/// When the file is wrong, its daemon is at work, or a pin cannot be removed.
+/// Takes the program from the interface and removes all pins: forwarding ends. Fails when the file is wrong, its daemon
+/// is at work, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;

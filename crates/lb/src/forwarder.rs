@@ -251,11 +251,8 @@ impl Forwarder {
         server.eligible && !self.masked.contains(&(service, server.id))
     }
 
-    /// Looks through the next part of the connection table: frees what may be freed at once, and returns what may be freed if
-    /// it has no socket.
-    ///
-    /// # Errors
-    /// When the kernel offers no grace period.
+    /// Looks through the next part of the connection table: frees what may be freed at once, and returns what may be
+    /// freed if it has no socket. Fails when the kernel offers no grace period.
     pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
         // Before the first configuration the table may have entries of a daemon before this one.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
@@ -274,10 +271,7 @@ impl Forwarder {
         Ok(ask.into_iter().filter_map(with_service).collect())
     }
 
-    /// Frees these entries, as far as nothing has happened to them since.
-    ///
-    /// # Errors
-    /// When the kernel offers no grace period.
+    /// Frees these entries, as far as nothing has happened to them since. Fails when the kernel offers no grace period.
     pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
         tracing::debug!(event = "connections-freed", freed, checked = connections.len(), "connections are freed");
@@ -331,10 +325,8 @@ impl Forwarder {
         }
     }
 
-    /// Switches to a service's new table.
-    ///
-    /// # Errors
-    /// When the service is not configured, or the data plane cannot hold the table: the one before stays then.
+    /// Switches to a service's new table. Fails when the service is not configured, or the data plane cannot hold the
+    /// table: the one before stays then.
     pub fn install(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!("a table for service index {}, which is not configured", service.get());
@@ -364,10 +356,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Looks after what may change without being told: the device's own MAC address.
-    ///
-    /// # Errors
-    /// When the device is gone.
+    /// Looks after what may change without being told: the device's own MAC address. Fails when the device is gone.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolver.is_alive(), "the thread that resolves MAC addresses has ended");
         let now = monotonic();

@@ -56,10 +56,7 @@ impl NatTable for DataPlane {
 }
 
 impl Health {
-    /// Nothing is checked yet. `interface`: by which servers are reached.
-    ///
-    /// # Errors
-    /// When there can be no thread for it.
+    /// Nothing is checked yet. `interface`: by which servers are reached. Fails when there can be no thread for it.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let changes = checker.changes();

@@ -37,10 +37,7 @@ pub struct Security {
 }
 
 impl Security {
-    /// What a file says of who may come to `listen`.
-    ///
-    /// # Errors
-    /// When certificates cannot be used.
+    /// What a file says of who may come to `listen`. Fails when certificates cannot be used.
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
@@ -145,10 +142,7 @@ pub struct AuthenticatedPeer {
 }
 
 impl AuthenticatedPeer {
-    /// Who sends the request.
-    ///
-    /// # Errors
-    /// When it did not come through the gate.
+    /// Who sends the request. Fails when it did not come through the gate.
     pub fn of<T>(request: &Request<T>, security: &Arc<Security>) -> Result<Self, Status> {
         Ok(Self { caller: Caller::of(request)?, security: security.clone() })
     }
@@ -162,9 +156,6 @@ impl AuthenticatedPeer {
     }
 
     /// Whether it may say that it is `role` called `name`.
-    ///
-    /// # Errors
-    /// As [`AuthenticatedPeer::require`].
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.caller.require_name(role, name).inspect_err(|status| self.refused(Reason::WrongName, status))
     }

@@ -17,10 +17,8 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// Runs until SIGTERM or SIGINT. Returns the counters as JSON.
-///
-/// # Errors
-/// When the file has mistakes, or sockets or memory cannot be had.
+/// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when the file has mistakes, or sockets or memory
+/// cannot be had.
 pub fn run(args: &OrchestrateArgs) -> anyhow::Result<String> {
     let config = Config::load(&args.config)?;
     let stop = Arc::new(AtomicBool::new(false));

@@ -160,14 +160,12 @@ string_enum!(
 );
 
 impl Config {
-    /// # Errors
-    /// When the file cannot be read; all its mistakes.
+    /// Fails when the file cannot be read; all its mistakes.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// # Errors
-    /// All mistakes of the text.
+    /// The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|table: Table, reader| table.check(reader))
     }

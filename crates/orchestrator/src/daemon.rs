@@ -49,10 +49,8 @@ struct Listener {
 }
 
 impl Daemon {
-    /// Binds the sockets and creates the memory for the workers.
-    ///
-    /// # Errors
-    /// When a socket cannot be bound or the memory cannot be created.
+    /// Binds the sockets and creates the memory for the workers. Fails when a socket cannot be bound or the memory
+    /// cannot be created.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
         let mut listener_of = vec![0; config.engine.services.len()];
@@ -74,10 +72,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Runs until `stop` is set.
-    ///
-    /// # Errors
-    /// When a socket fails.
+    /// Runs until `stop` is set. Fails when a socket fails.
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
         // The default of 50 us is as long as a sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;

@@ -127,10 +127,8 @@ struct Core {
 }
 
 impl Engine {
-    /// Creates the shared memory at `path`. No service is enabled on any core.
-    ///
-    /// # Errors
-    /// When the configuration is out of range or the memory cannot be created.
+    /// Creates the shared memory at `path`. No service is enabled on any core. Fails when the configuration is out of
+    /// range or the memory cannot be created.
     pub fn new(path: &Path, config: &EngineConfig) -> Result<Self, EngineError> {
         let ranked =
             |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };

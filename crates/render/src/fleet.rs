@@ -9,10 +9,8 @@ use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
 
 use super::{Format, ask, json};
 
-/// What `coreward fleet show` prints: the document as the operator wrote it.
-///
-/// # Errors
-/// When the controller cannot be reached.
+/// What `coreward fleet show` prints: the document as the operator wrote it. Fails when the controller cannot be
+/// reached.
 pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
     let document = ask(client.fleet())?;
     match format {
@@ -32,10 +30,7 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// Reads the file and has the controller look whether it could be in force.
-    ///
-    /// # Errors
-    /// Everything that is wrong with it; when the controller cannot be reached, or its fleet stands in a file.
+    /// Reads the file and has the controller look whether it could be in force. The error lists every mistake.
     pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
@@ -59,10 +54,7 @@ impl Wanted {
         &self.looked.changes
     }
 
-    /// The same for people, a line each, or as one object.
-    ///
-    /// # Errors
-    /// When it cannot be written as JSON.
+    /// The same for people, a line each, or as one object. Fails when it cannot be written as JSON.
     pub fn difference(&self, format: Format) -> anyhow::Result<String> {
         if format == Format::Json {
             return json(&self.looked);
@@ -84,20 +76,15 @@ impl Wanted {
         Ok(text)
     }
 
-    /// Puts it in force, whole or not at all.
-    ///
-    /// # Errors
-    /// When another document is in force by now, or this one cannot be written down.
+    /// Puts it in force, whole or not at all. Fails when another document is in force by now, or this one cannot be
+    /// written down.
     pub fn apply(self) -> anyhow::Result<FleetApplied> {
         let document = NewFleet { dry_run: false, ..self.document };
         ask(self.client.put_fleet(&document))
     }
 }
 
-/// What `coreward apply` prints of a document that is in force now.
-///
-/// # Errors
-/// When it cannot be written as JSON.
+/// What `coreward apply` prints of a document that is in force now. Fails when it cannot be written as JSON.
 pub fn shown(applied: &FleetApplied, format: Format) -> anyhow::Result<String> {
     match format {
         Format::Json => json(applied),

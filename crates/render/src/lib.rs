@@ -22,10 +22,8 @@ pub enum Format {
     Json,
 }
 
-/// What `coreward status` prints. `rss_keys`: as JSON, with whole RSS keys.
-///
-/// # Errors
-/// When the controller cannot be reached, or says no.
+/// What `coreward status` prints. `rss_keys`: as JSON, with whole RSS keys. Fails when the controller cannot be
+/// reached, or rejects the request.
 pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let status = ask(client.status(rss_keys))?;
     match format {
@@ -34,10 +32,7 @@ pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result
     }
 }
 
-/// What `coreward explain` prints.
-///
-/// # Errors
-/// When the controller cannot be reached, or has no such service.
+/// What `coreward explain` prints. Fails when the controller cannot be reached, or has no such service.
 pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::Result<String> {
     let explanation = ask(client.explain(question))?;
     match format {
@@ -46,18 +41,13 @@ pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::R
     }
 }
 
-/// What `coreward keys show` prints.
-///
-/// # Errors
-/// When the controller cannot be reached.
+/// What `coreward keys show` prints. Fails when the controller cannot be reached.
 pub fn keys(client: &Client, format: Format) -> anyhow::Result<String> {
     shown_keys(&ask(client.keys())?, format)
 }
 
-/// What `coreward keys rotate` prints: begins a rotation, or goes on with the one under way.
-///
-/// # Errors
-/// When the controller cannot be reached, or a rotation is not safe now and not forced.
+/// What `coreward keys rotate` prints: begins a rotation, or goes on with the one under way. Fails when the controller
+/// cannot be reached, or a rotation is not safe now and not forced.
 pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Result<String> {
     shown_keys(&ask(client.rotate_keys(&RotateKeys { force }))?, format)
 }
@@ -75,9 +65,6 @@ fn json(document: &impl Serialize) -> anyhow::Result<String> {
 }
 
 /// One question to the controller.
-///
-/// # Errors
-/// Those of the question.
 pub fn ask<T>(question: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(question)
 }

@@ -29,9 +29,6 @@ impl CoreAllocator {
     }
 
     /// Enables the services that the worker's core runs now. For a new worker.
-    ///
-    /// # Errors
-    /// As [`Worker::enable_service`].
     pub fn attach(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let allocation = self.allocation();
         let core = worker.core();
@@ -40,9 +37,6 @@ impl CoreAllocator {
     }
 
     /// Acts on a hint that the worker received: opens or closes a core to a service, then rearms the monitor.
-    ///
-    /// # Errors
-    /// As [`Worker::enable_service`].
     pub fn act(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         if hint.service < ALLOCATED_SERVICES {
             let other_waits = hint.waiting >> (1 - hint.service) & 1 == 1;

@@ -65,10 +65,8 @@ struct Rings {
 }
 
 impl CoreQueues {
-    /// Creates the memory at `path`, without workers. `services` are numbered by their position.
-    ///
-    /// # Errors
-    /// When a size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
+    /// Creates the memory at `path`, without workers. `services` are numbered by their position. Fails when a size or a
+    /// priority is out of range, another orchestrator uses the path, or the file cannot be created.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         let segment = Segment::create(path, geometry, services)?;
         let rings = (0..geometry.cores).map(|_| Rings {
@@ -126,11 +124,8 @@ impl CoreQueues {
         self.segment.core(core).orchestrator_tails.worker.store(0, Release);
     }
 
-    /// Puts a request into a queue of the core.
-    ///
-    /// # Errors
-    /// When the payload is too long, the priority has no queue, or the queue is full or damaged. The request is not
-    /// sent then.
+    /// Puts a request into a queue of the core. Fails when the payload is too long, the priority has no queue, or the
+    /// queue is full or damaged. The request is not sent then.
     #[inline]
     pub fn send(
         &mut self,
@@ -164,10 +159,7 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Sends a hint to the core's worker.
-    ///
-    /// # Errors
-    /// When the ring is full or damaged.
+    /// Sends a hint to the core's worker. Fails when the ring is full or damaged.
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let lines = self.segment.core(core);
         let producer = &mut self.rings[usize::from(core)].hints;
@@ -179,10 +171,7 @@ impl CoreQueues {
     }
 
     /// Receives up to `limit` responses of the core, and returns their number. A response whose length is out of range
-    /// is passed as `None` payload.
-    ///
-    /// # Errors
-    /// When the ring is damaged.
+    /// is passed as `None` payload. Fails when the ring is damaged.
     #[inline]
     pub fn receive_responses(
         &mut self,
@@ -207,10 +196,7 @@ impl CoreQueues {
     }
 
     /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
-    /// `None`.
-    ///
-    /// # Errors
-    /// When the ring is damaged.
+    /// `None`. Fails when the ring is damaged.
     #[inline]
     pub fn receive_messages(
         &mut self,

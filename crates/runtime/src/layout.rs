@@ -137,8 +137,7 @@ pub struct GeometryError {
 }
 
 impl Geometry {
-    /// # Errors
-    /// When a size is out of range.
+    /// Fails when a size is out of range.
     pub fn check(&self) -> Result<(), GeometryError> {
         let error = |name, value, expected| Err(GeometryError { name, value, expected });
         if !(1..=MAX_CORES).contains(&self.cores) {

@@ -57,10 +57,8 @@ impl Producer {
         Self { slots, tail: start, head: start }
     }
 
-    /// Returns the index of the next free slot, which this side may write. `None`: the ring is full.
-    ///
-    /// # Errors
-    /// When the consumer's cursor is ahead of this side's.
+    /// Returns the index of the next free slot, which this side may write. `None`: the ring is full. Fails when the
+    /// consumer's cursor is ahead of this side's.
     #[inline]
     pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
         if self.tail.wrapping_sub(self.head) == self.slots {
@@ -108,10 +106,8 @@ impl Consumer {
         Self { slots, head: start, tail: start }
     }
 
-    /// Returns the index of the oldest slot, which this side may read. `None`: the ring is empty.
-    ///
-    /// # Errors
-    /// When the producer's cursor is behind this side's, or ahead by more than the ring has slots.
+    /// Returns the index of the oldest slot, which this side may read. `None`: the ring is empty. Fails when the
+    /// producer's cursor is behind this side's, or ahead by more than the ring has slots.
     #[inline]
     pub fn oldest_slot(&mut self, tail: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
         if self.head == self.tail {

@@ -143,10 +143,8 @@ impl Context<'_> {
 }
 
 impl Worker<'_> {
-    /// Serves requests until `stop` is set. Then it disables all services at this core and serves the rest.
-    ///
-    /// # Errors
-    /// When the orchestrator ended, or the memory is damaged. Connect again then.
+    /// Serves requests until `stop` is set. Then it disables all services at this core and serves the rest. Fails when
+    /// the orchestrator ended, or the memory is damaged. Connect again then.
     pub fn serve(
         &mut self,
         handler: &dyn Handler,

@@ -27,10 +27,8 @@ pub struct Runtime {
 }
 
 impl Runtime {
-    /// Connects to the orchestrator whose memory is at `path`.
-    ///
-    /// # Errors
-    /// When the memory is of another layout version or another user, or no orchestrator runs.
+    /// Connects to the orchestrator whose memory is at `path`. Fails when the memory is of another layout version or
+    /// another user, or no orchestrator runs.
     pub fn connect(path: &Path) -> Result<Self, RuntimeError> {
         Ok(Self { path: path.to_owned(), segment: Segment::open(path)?, registered: Mutex::default() })
     }
@@ -46,10 +44,8 @@ impl Runtime {
     }
 
     /// Claims a service for this process (RegisterService). Address and priority must be those of the orchestrator's
-    /// configuration.
-    ///
-    /// # Errors
-    /// When the service is unknown or differs, its priority is out of range, or a process has registered it.
+    /// configuration. Fails when the service is unknown or differs, its priority is out of range, or a process has
+    /// registered it.
     pub fn register_service(&self, service: u8, address: SocketAddrV4, priority: u8) -> Result<(), RuntimeError> {
         let last = self.segment.geometry.priorities - 1;
         if priority > last {
@@ -72,10 +68,8 @@ impl Runtime {
         lock(&self.segment, &self.path, byte)
     }
 
-    /// Becomes the worker of a core, which at first runs no service.
-    ///
-    /// # Errors
-    /// When the core is out of range or has a worker, or the orchestrator does not accept this one.
+    /// Becomes the worker of a core, which at first runs no service. Fails when the core is out of range or has a
+    /// worker, or the orchestrator does not accept this one.
     pub fn worker(&self, core: u16) -> Result<Worker<'_>, RuntimeError> {
         self.segment.check_core(core)?;
         let segment = Segment::open(&self.path)?;
@@ -171,10 +165,8 @@ impl Worker<'_> {
         self.core
     }
 
-    /// `core` runs the service from now on (EnableService).
-    ///
-    /// # Errors
-    /// When no process has registered the service, or the core is out of range.
+    /// `core` runs the service from now on (EnableService). Fails when no process has registered the service, or the
+    /// core is out of range.
     pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         let is_registered = self.runtime.registrations().contains(&service)
@@ -185,47 +177,35 @@ impl Worker<'_> {
         self.send(Message::EnableService { service, core })
     }
 
-    /// `core` takes no new requests of the service (DisableService). Requests that it has remain.
-    ///
-    /// # Errors
-    /// When the service or the core is out of range.
+    /// `core` takes no new requests of the service (DisableService). Requests that it has remain. Fails when the
+    /// service or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::DisableService { service, core })
     }
 
     /// `core` has completed `count` requests without a response (LoadFeedback). The orchestrator rejects and counts
-    /// feedback for requests that it has not sent there.
-    ///
-    /// # Errors
-    /// When the service or the core is out of range.
+    /// feedback for requests that it has not sent there. Fails when the service or the core is out of range.
     pub fn load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::LoadFeedback { service, core, count })
     }
 
-    /// Enables a load monitor of the service, or changes its condition (EnableLoadMonitor).
-    ///
-    /// # Errors
-    /// When the service is out of range.
+    /// Enables a load monitor of the service, or changes its condition (EnableLoadMonitor). Fails when the service is
+    /// out of range.
     pub fn enable_load_monitor(&mut self, service: u8, trigger: Trigger) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::EnableLoadMonitor { service, trigger })
     }
 
-    /// The cores have acted on the last hint of the service (RearmLoadMonitor).
-    ///
-    /// # Errors
-    /// When the service is out of range.
+    /// The cores have acted on the last hint of the service (RearmLoadMonitor). Fails when the service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::RearmLoadMonitor { service })
     }
 
-    /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped.
-    ///
-    /// # Errors
-    /// When the ring is damaged.
+    /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped. Fails when the
+    /// ring is damaged.
     pub fn next_hint(&mut self) -> Result<Option<HintMessage>, RuntimeError> {
         let (lines, hints) = (self.segment.core(self.core), &mut self.rings.hints);
         let core = self.core;
@@ -238,10 +218,8 @@ impl Worker<'_> {
     }
 
     /// Takes the oldest request of the highest priority out of the queues, for servers with a scheduler of their own.
-    /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback).
-    ///
-    /// # Errors
-    /// When a queue is damaged.
+    /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when a queue
+    /// is damaged.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
         let Some((priority, slot)) = self.highest(u8::MAX)? else { return Ok(None) };
         let (header, payload) = self.read_request(priority, slot)?;
@@ -250,10 +228,8 @@ impl Worker<'_> {
         Ok(Some(taken))
     }
 
-    /// Sends the response to a request, which completes it.
-    ///
-    /// # Errors
-    /// When the response fits no slot, or the ring is full or damaged.
+    /// Sends the response to a request, which completes it. Fails when the response fits no slot, or the ring is full
+    /// or damaged.
     pub fn respond(&mut self, request: &TakenRequest, response: &[u8]) -> Result<(), RuntimeError> {
         let (length, limit) = (response.len(), self.segment.geometry.payload_bytes());
         if length > limit {

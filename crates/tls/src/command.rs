@@ -92,10 +92,7 @@ fn days(days: u32) -> Duration {
     DAY * days
 }
 
-/// What it prints.
-///
-/// # Errors
-/// When files cannot be read or written, or are not what was expected.
+/// What it prints. Fails when files cannot be read or written, or are not what was expected.
 pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
         Command::Init { fleet, days: length, folder } => {

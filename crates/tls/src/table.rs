@@ -54,10 +54,7 @@ impl FromToml for Files {
     }
 }
 
-/// Loads what `[tls]` names; without it nothing.
-///
-/// # Errors
-/// When a file cannot be used.
+/// Loads what `[tls]` names; without it nothing. Fails when a file cannot be used.
 pub fn load(files: Option<&Files>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
     Ok(files.cloned().map(Tls::load).transpose()?)
 }

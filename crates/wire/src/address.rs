@@ -14,8 +14,7 @@ pub fn address_bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// # Errors
-/// When `bytes` are neither 4 nor 16.
+/// Fails when `bytes` are neither 4 nor 16.
 pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     if let Ok(octets) = <[u8; 4]>::try_from(bytes) {
         return Ok(octets.into());
@@ -26,16 +25,12 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
-/// The address, or none where there are no bytes.
-///
-/// # Errors
-/// When `bytes` are neither none, 4 nor 16.
+/// The address, or none where there are no bytes. Fails when `bytes` are neither none, 4 nor 16.
 pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
     if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
 }
 
-/// # Errors
-/// When `port` is 0 or above 65,535.
+/// Fails when `port` is 0 or above 65,535.
 pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
     match u16::try_from(port) {
         Ok(port) if port > 0 => Ok(port),
@@ -43,8 +38,7 @@ pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
     }
 }
 
-/// # Errors
-/// When `id` does not fit a cookie.
+/// Fails when `id` does not fit a cookie.
 pub fn parse_server_id(field: &str, id: u32) -> Result<coreward_model::ServerId, WireError> {
     u64::from(id).try_into().map_err(|error| WireError::new(field, error))
 }

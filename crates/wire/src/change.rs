@@ -50,10 +50,8 @@ impl FleetChange {
         message.encode_to_vec().into()
     }
 
-    /// With the services that cannot be used, which are not in it.
-    ///
-    /// # Errors
-    /// When `bytes` are no change, or one that contradicts itself.
+    /// With the services that cannot be used, which are not in it. Fails when `bytes` are no change, or one that
+    /// contradicts itself.
     pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;

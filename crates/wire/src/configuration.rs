@@ -42,8 +42,7 @@ impl ServiceIndex {
         self.0
     }
 
-    /// # Errors
-    /// When the data plane does not hold so many.
+    /// Fails when the data plane does not hold so many.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
         let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
         Self::new(index).ok_or_else(|| WireError::new(field, expected()))
@@ -349,10 +348,8 @@ impl FleetConfiguration {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// With its number, and the services that cannot be used, which are not in it.
-    ///
-    /// # Errors
-    /// When `bytes` are no configuration, or one that contradicts itself.
+    /// With its number, and the services that cannot be used, which are not in it. Fails when `bytes` are no
+    /// configuration, or one that contradicts itself.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
@@ -467,10 +464,7 @@ impl TryFrom<&v1::ServerBefore> for ServerBefore {
 }
 
 impl AgentConfiguration {
-    /// With the services that cannot be used, which are not in it.
-    ///
-    /// # Errors
-    /// When something else is wrong.
+    /// With the services that cannot be used, which are not in it. Fails when something else is wrong.
     pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
         let refused = take_refused_stamped(&mut message);
         Ok(((&message).try_into()?, refused))

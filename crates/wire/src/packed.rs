@@ -46,10 +46,7 @@ pub fn unreadable(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
-/// As [`count`].
-///
-/// # Errors
-/// When the last one is not whole.
+/// As [`count`]. Fails when the last one is not whole.
 pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
     let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
     bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)

@@ -222,8 +222,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     message
 }
 
-/// # Errors
-/// When it holds no meaning: the field, and what was expected.
+/// Fails when it holds no meaning: the field, and what was expected.
 pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let mut servers = parse_servers(message)?;

@@ -44,10 +44,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// A key with what is done to its input.
-///
-/// # Errors
-/// When the key is too short or too long, or the transform is not known.
+/// A key with what is done to its input. Fails when the key is too short or too long, or the transform is not known.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;

@@ -17,8 +17,7 @@ pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
     message(service, table).encode_to_vec().into()
 }
 
-/// # Errors
-/// When `bytes` are no table that the data plane could hold.
+/// Fails when `bytes` are no table that the data plane could hold.
 pub fn decode(bytes: Bytes) -> Result<(ServiceIndex, PlacementTable), WireError> {
     let message = v1::PlacementTable::decode(bytes).map_err(|error| WireError::new("table", error))?;
     parse(&message)

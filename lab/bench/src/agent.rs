@@ -42,10 +42,8 @@ impl Default for Args {
     }
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
-/// # Errors
-/// Without root; when the agent or the controller do not start.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when the agent or the
+/// controller do not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench agent loads BPF programs: run it as root");
     let args = args.clone();

@@ -14,8 +14,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// # Errors
-    /// When the directory cannot be written.
+    /// Fails when the directory cannot be written.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let fleet: Name = "bench".parse().map_err(anyhow::Error::msg)?;
@@ -23,10 +22,7 @@ impl Certificates {
         Ok(Self { directory: directory.to_owned(), authority, fleet })
     }
 
-    /// A new certificate.
-    ///
-    /// # Errors
-    /// When it cannot be written.
+    /// A new certificate. Fails when it cannot be written.
     pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<Files> {
         let identity = Identity { fleet: self.fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
         let bundle = self.directory.join(format!("{role}-{name}"));
@@ -35,10 +31,7 @@ impl Certificates {
         Ok(Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
     }
 
-    /// `[tls]` of somebody's file, with a new certificate.
-    ///
-    /// # Errors
-    /// When it cannot be written.
+    /// `[tls]` of somebody's file, with a new certificate. Fails when it cannot be written.
     pub fn table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let Files { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))

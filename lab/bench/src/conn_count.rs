@@ -37,10 +37,8 @@ const FIRST_PORT: u16 = 10_000;
 /// Connections that nobody has accepted: each of the server's sockets is there without a descriptor, of which a process has not so many.
 const BACKLOG: i32 = 1 << 20;
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
-/// # Errors
-/// Without root; when there can be no more sockets.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when there can be no more
+/// sockets.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench counting makes a network namespace: run it as root");
     let args = args.clone();

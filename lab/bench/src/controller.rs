@@ -80,10 +80,7 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_control_server::server::run(&args.config)
 }
 
-/// Measures.
-///
-/// # Errors
-/// When the controller does not start, or an agent cannot connect.
+/// Measures. Fails when the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control_server::server::raise_file_limit();
     let directory = Scratch::new()?;

@@ -61,10 +61,7 @@ const CASES: [Case; 5] = [
     Case { name: "threaded NAPI, bursts of 128", threaded: true, burst: (128, Duration::from_micros(50)) },
 ];
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
-/// # Errors
-/// Without root, or on one CPU.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or on one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench cpu-load loads BPF programs: run it as root");
     let cpus = std::thread::available_parallelism()?.get();

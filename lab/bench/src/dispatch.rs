@@ -50,10 +50,7 @@ const CLIENTS: usize = 61;
 /// Requests that are outstanding at once.
 const BURST: u32 = 48;
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
-/// # Errors
-/// Without root.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench dispatch loads BPF programs: run it as root");
     let args = args.clone();

@@ -7,10 +7,8 @@ use coreward_sim::figure::scenario::Scenario;
 use crate::xdp::{self, Args};
 
 /// Measures every case of the bench that is a point of the figure. A run is a round of the bench: the program in all
-/// modes and the empty one, one after the other, on the same connections.
-///
-/// # Errors
-/// Without the right to load BPF programs, or when a program does not do what is expected of it.
+/// modes and the empty one, one after the other, on the same connections. Fails without the right to load BPF programs,
+/// or when a program does not do what is expected of it.
 pub fn cheetah_5(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     let args = Args::of_rounds(*scenario.seeds.get_ref() as u32);
     let panel = scenario.panel[0].title.get_ref();

@@ -112,10 +112,7 @@ fn now_ms() -> anyhow::Result<u32> {
     Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
 }
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
-/// # Errors
-/// Without root.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench idle loads BPF programs: run it as root");
     let args = args.clone();

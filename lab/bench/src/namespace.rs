@@ -5,18 +5,13 @@ use std::process::Command;
 use anyhow::{Context as _, ensure};
 use nix::sched::{CloneFlags, unshare};
 
-/// From now on this thread is in a network namespace of its own, which goes with it.
-///
-/// # Errors
-/// Without root.
+/// From now on this thread is in a network namespace of its own, which goes with it. Fails without root.
 pub fn enter_new() -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")
 }
 
-/// Runs a shell script where /sys shows this thread's network namespace, and returns its output.
-///
-/// # Errors
-/// When /sys cannot be mounted, or the script fails.
+/// Runs a shell script where /sys shows this thread's network namespace, and returns its output. Fails when /sys cannot
+/// be mounted, or the script fails.
 pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
     // /sys shows the network namespace in which it was mounted.
     let script = format!("mount -t sysfs none /sys && {script}");
@@ -25,10 +20,7 @@ pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// ip(8) in this thread's namespace. Arguments are separated by blanks.
-///
-/// # Errors
-/// When it is not installed or fails.
+/// ip(8) in this thread's namespace. Arguments are separated by blanks. Fails when it is not installed or fails.
 pub fn ip(arguments: &str) -> anyhow::Result<()> {
     let status = Command::new("ip").args(arguments.split_whitespace()).status().context("ip (package iproute2)")?;
     ensure!(status.success(), "ip {arguments}: {status}");

@@ -46,10 +46,7 @@ const PAYLOAD: [u8; 16] = [7; 16];
 /// CPU of the orchestrator, and that of all workers.
 const CPUS: [usize; 2] = [0, 1];
 
-/// Measures.
-///
-/// # Errors
-/// With fewer than two CPUs, or when the memory cannot be created.
+/// Measures. Fails with fewer than two CPUs, or when the memory cannot be created.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     // A thread of its own: the caller is not to stay on one CPU.
     std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))

@@ -58,8 +58,7 @@ pub struct Args {
     plain: bool,
 }
 
-/// # Errors
-/// Without root; when the controller or the load balancer does not start, or a rack cannot connect.
+/// Fails without root; when the controller or the load balancer does not start, or a rack cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
     let args = args.clone();

@@ -134,10 +134,8 @@ impl fmt::Display for Report {
 const HEAD: &str = "# What it costs\n\nWritten by `make bench`, on the machine that it ran on: compare the figures of one \
                     section with each other, not with\nthose of another machine.\n";
 
-/// Puts the report into a Markdown file, in the place of its section if there is one.
-///
-/// # Errors
-/// When the file cannot be read or written.
+/// Puts the report into a Markdown file, in the place of its section if there is one. Fails when the file cannot be
+/// read or written.
 pub fn write_section(path: &Path, report: &Report) -> anyhow::Result<()> {
     let text = match std::fs::read_to_string(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => HEAD.to_string(),

@@ -5,10 +5,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use anyhow::ensure;
 use libbpf_rs::libbpf_sys;
 
-/// The kernel counts how long programs run, as long as this is open.
-///
-/// # Errors
-/// Without root.
+/// The kernel counts how long programs run, as long as this is open. Fails without root.
 pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     // SAFETY: takes no pointers.
     let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
@@ -18,9 +15,6 @@ pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
 }
 
 /// How long a program has run (ns), and how often.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut info = libbpf_sys::bpf_prog_info::default();
     let mut length = size_of_val(&info) as u32;

@@ -43,8 +43,7 @@ pub struct Args {
 /// After a question to the controller.
 const SETTLE: Duration = Duration::from_millis(200);
 
-/// # Errors
-/// Without root; when something does not start.
+/// Fails without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
     let fleet = controller::Args {
@@ -92,10 +91,7 @@ pub struct Window {
     sent_to_kernel: Vec<(f64, f64)>,
 }
 
-/// Looks at the controller for so long. `sent`: what was sent to it so far.
-///
-/// # Errors
-/// When it does not answer.
+/// Looks at the controller for so long. `sent`: what was sent to it so far. Fails when it does not answer.
 pub async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
     let asking = controller.asking().await?;
     let accepted = async || {

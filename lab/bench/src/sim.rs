@@ -42,10 +42,7 @@ struct Case {
     millions_per_second: Vec<f64>,
 }
 
-/// Measures.
-///
-/// # Errors
-/// When a simulation refuses its configuration.
+/// Measures. Fails when a simulation refuses its configuration.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let mut cases = cases(args.requests)?;
     for _ in 0..args.rounds {

@@ -40,10 +40,7 @@ pub struct Args {
 /// Nothing here takes longer, unless it never ends.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Measures, in a thread of its own: the namespace is the thread's.
-///
-/// # Errors
-/// Without root; when something does not start.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when something does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench start loads BPF programs: run it as root");
     let args = args.clone();

@@ -15,11 +15,9 @@ use crate::certificates::Certificates;
 use crate::controller::{self, Controller, Scratch};
 use crate::report::Report;
 
-/// Measures there, in a thread of its own: the namespace is the thread's. `what`: the bench's name. `tls`: whether all parts
-/// have certificates. The measure is given the controller and the report interval.
-///
-/// # Errors
-/// Without root; when something does not start; the measure's own.
+/// Measures there, in a thread of its own: the namespace is the thread's. `what`: the bench's name. `tls`: whether all
+/// parts have certificates. The measure is given the controller and the report interval. Fails without root; when
+/// something does not start; the measure's own.
 pub fn measure<M>(what: &str, fleet: controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
@@ -69,10 +67,7 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
 pub struct Balancer(Child);
 
 impl Balancer {
-    /// At the device `eth0`, with its pins below `pins`.
-    ///
-    /// # Errors
-    /// When the process cannot be started.
+    /// At the device `eth0`, with its pins below `pins`. Fails when the process cannot be started.
     pub fn start(controller: &Controller, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
         let config = scratch.0.join("lb.toml");
         let text = format!(
@@ -96,10 +91,7 @@ impl Drop for Balancer {
     }
 }
 
-/// Two ends of a wire, `eth0` and `eth1`; at the latter all of 10.2.0.0/16 answers ARP.
-///
-/// # Errors
-/// Without root.
+/// Two ends of a wire, `eth0` and `eth1`; at the latter all of 10.2.0.0/16 answers ARP. Fails without root.
 pub fn make_network() -> anyhow::Result<()> {
     namespace::enter_new()?;
     for command in [
@@ -116,9 +108,6 @@ pub fn make_network() -> anyhow::Result<()> {
 
 /// Agents that pretend have what the load balancer beside them leaves, from when it wants it: in life they are elsewhere. To be
 /// called in their thread.
-///
-/// # Errors
-/// When the kernel refuses.
 fn yield_to_others() -> anyhow::Result<()> {
     let priority = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.

@@ -58,9 +58,6 @@ pub struct Cost {
 }
 
 /// Measures packets of open connections.
-///
-/// # Errors
-/// As [`run`].
 pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<Cost>> {
     let mut costs = Vec::new();
     for measured in established::measure(args, progress)? {
@@ -99,10 +96,8 @@ impl Measured {
     }
 }
 
-/// Measures every case.
-///
-/// # Errors
-/// Without the right to load BPF programs, or when a program does not do what the case expects.
+/// Measures every case. Fails without the right to load BPF programs, or when a program does not do what the case
+/// expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
     let wanted = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));

@@ -66,9 +66,6 @@ impl Campaign {
     }
 
     /// Does it. `progress` is called after each epoch with the packets so far.
-    ///
-    /// # Errors
-    /// When the kernel refuses something.
     pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<Summary> {
         let start = Instant::now();
         let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));

@@ -75,10 +75,8 @@ pub struct Cookies {
 }
 
 impl Cookies {
-    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its twin.
-    ///
-    /// # Errors
-    /// When `with_program`, without the right to load it.
+    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its twin. Fails when
+    /// `with_program`, without the right to load it.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut dice = Dice::new(seed, 1);
         let mut key = || CookieKey { k0: dice.u64(), k1: dice.u64() };
@@ -161,18 +159,13 @@ impl Cookies {
         Ok(EchoCoverage { tried: echoes, reached })
     }
 
-    /// Random echoes from random clients.
-    ///
-    /// # Errors
-    /// When an echo reaches a server that is not known, or BPF program and twin differ.
+    /// Random echoes from random clients. Fails when an echo reaches a server that is not known, or BPF program and
+    /// twin differ.
     pub fn random(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
         self.spread(echoes, |cookies| (cookies.client(), cookies.dice.u32()))
     }
 
     /// Valid cookies of one connection, echoed by another.
-    ///
-    /// # Errors
-    /// As [`random`](Self::random).
     pub fn replayed(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
         self.spread(echoes, |cookies| {
             let (client, other) = (cookies.client(), cookies.client());
@@ -180,10 +173,8 @@ impl Cookies {
         })
     }
 
-    /// Each single bit of `cookies` valid cookies flipped.
-    ///
-    /// # Errors
-    /// As [`random`](Self::random); and when a valid cookie does not reach its server.
+    /// Each single bit of `cookies` valid cookies flipped. Fails as [`random`](Self::random) does, and when a valid
+    /// cookie does not reach its server.
     pub fn flipped(&mut self, cookies: u64) -> anyhow::Result<Flips> {
         let mut flips = Flips { cookies, ..Flips::default() };
         for _ in 0..cookies {

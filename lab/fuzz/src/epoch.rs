@@ -44,10 +44,7 @@ pub struct Found {
 }
 
 impl Epoch {
-    /// The epoch of a seed, at its start.
-    ///
-    /// # Errors
-    /// When `with_program`, without the right to load it.
+    /// The epoch of a seed, at its start. Fails when `with_program`, without the right to load it.
     pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
         let mut dice = Dice::new(seed, 0);
         let mut plan = Plan::new(&mut dice);
@@ -119,9 +116,6 @@ impl Epoch {
     }
 
     /// Gives packets up to number `packets` and compares. Every outcome goes to `seen`.
-    ///
-    /// # Errors
-    /// When the kernel refuses something.
     pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Found>> {
         while self.packets < packets {
             self.change(|_| ())?;
@@ -139,18 +133,12 @@ impl Epoch {
     }
 
     /// Compares what is too large to be compared now and then.
-    ///
-    /// # Errors
-    /// When the kernel refuses something.
     pub fn end(&self) -> anyhow::Result<Option<Found>> {
         let flows = self.world.compare_tables()?;
         Ok(flows.map(|difference| Found { packets: self.packets, difference }))
     }
 
     /// How the epoch of `seed` starts, and its steps up to packet number `packets`.
-    ///
-    /// # Errors
-    /// None that the twin alone could meet.
     pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(Setup, Vec<Step>)> {
         let mut epoch = Epoch::new(seed, false)?;
         let setup = epoch.plan.setup;

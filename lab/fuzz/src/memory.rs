@@ -32,8 +32,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// # Errors
-    /// When the program's maps cannot be found.
+    /// Fails when the program's maps cannot be found.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let options = ProgInfoQueryOptions::default().include_map_ids(true);

@@ -113,9 +113,6 @@ impl Shrinker {
 }
 
 /// Shrinks a difference that the epoch of `seed` shows at its packet number `packets`. `None`: it does not show again.
-///
-/// # Errors
-/// When the kernel refuses something.
 pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
     let (setup, mut steps) = Epoch::steps(seed, packets)?;
     let shrinker = Shrinker { setup, until: Instant::now() + TIMEOUT };

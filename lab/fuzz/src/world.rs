@@ -101,10 +101,7 @@ pub struct Instance {
 }
 
 impl Instance {
-    /// Loads the program.
-    ///
-    /// # Errors
-    /// Without the right to.
+    /// Loads the program. Fails without the right to.
     pub fn load(setup: &Setup) -> anyhow::Result<Self> {
         let connection_table = setup.connection_table;
         let options = dataplane::Options {
@@ -224,10 +221,7 @@ pub struct World {
 }
 
 impl World {
-    /// Both empty.
-    ///
-    /// # Errors
-    /// When `with_program`, without the right to load it.
+    /// Both empty. Fails when `with_program`, without the right to load it.
     pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST.burst - 1);
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
@@ -249,10 +243,8 @@ impl World {
         })
     }
 
-    /// Applies `change` to both. The places of a [`Change::Services`].
-    ///
-    /// # Errors
-    /// When the kernel or the load balancer refuses it.
+    /// Applies `change` to both. The places of a [`Change::Services`]. Fails when the kernel or the load balancer
+    /// refuses it.
     pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
         let mut places = Vec::new();
         let freed: Vec<Connection> = match change {
@@ -301,10 +293,8 @@ impl World {
         }
     }
 
-    /// Gives `frame` to both. What the twin makes of it, and how the program differs.
-    ///
-    /// # Errors
-    /// When the kernel refuses the test run.
+    /// Gives `frame` to both. What the twin makes of it, and how the program differs. Fails when the kernel refuses the
+    /// test run.
     pub fn packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
         self.now_ns += 1;
         self.expected.clear();
@@ -405,10 +395,8 @@ impl World {
         Ok(differ(&format!("the clocks of service {place}"), expected, found.collect(), |clocks| format!("{clocks:?}")))
     }
 
-    /// Whether flow tables, connection tables and what is known of servers' clocks are the same.
-    ///
-    /// # Errors
-    /// When the kernel's cannot be read.
+    /// Whether flow tables, connection tables and what is known of servers' clocks are the same. Fails when the
+    /// kernel's cannot be read.
     pub fn compare_tables(&self) -> anyhow::Result<Option<Difference>> {
         let Some(instance) = &self.instance else { return Ok(None) };
         let in_use = (self.twin.connections().count(), instance.lb.connections_in_use());

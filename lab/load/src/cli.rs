@@ -134,10 +134,8 @@ fn path(text: &str) -> Result<String, String> {
     if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
 
-/// Loads a service and says what became of it.
-///
-/// # Errors
-/// When an option makes no sense, a source cannot be bound, or there is no way to the target.
+/// Loads a service and says what became of it. Fails when an option makes no sense, a source cannot be bound, or there
+/// is no way to the target.
 pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
     let report = measure(args)?;
     Ok(report.printed(args.format))

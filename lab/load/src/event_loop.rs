@@ -36,10 +36,7 @@ pub struct Epoll {
 }
 
 impl Epoll {
-    /// An empty set.
-    ///
-    /// # Errors
-    /// When the process has no descriptors left.
+    /// An empty set. Fails when the process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
         let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
@@ -48,10 +45,8 @@ impl Epoll {
         Ok(Self { set, ready: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
 
-    /// Reports a descriptor's events with `token`; `flags` as epoll_ctl(2) takes them.
-    ///
-    /// # Errors
-    /// When the kernel refuses, for instance because the descriptor is in the set already.
+    /// Reports a descriptor's events with `token`; `flags` as epoll_ctl(2) takes them. Fails when the kernel refuses,
+    /// for instance because the descriptor is in the set already.
     pub fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
         let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
@@ -60,10 +55,7 @@ impl Epoll {
         Ok(())
     }
 
-    /// Takes a descriptor out that stays open.
-    ///
-    /// # Errors
-    /// When it is not in the set.
+    /// Takes a descriptor out that stays open. Fails when it is not in the set.
     pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
@@ -72,9 +64,6 @@ impl Epoll {
     }
 
     /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it for ever. A signal ends the waiting early.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
         let timeout = until_ns.map(|until_ns| {
             let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
@@ -93,10 +82,8 @@ impl Epoll {
     }
 }
 
-/// The next connection that waits at a listener that does not block, with which nobody blocks either; `None`: there is none.
-///
-/// # Errors
-/// When the process has no descriptors left.
+/// The next connection that waits at a listener that does not block, with which nobody blocks either; `None`: there is
+/// none. Fails when the process has no descriptors left.
 pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     loop {
         match listener.accept() {

@@ -55,11 +55,9 @@ struct Generator<'a> {
     results: Results,
 }
 
-/// Sends what the streams want sent, over `transport`, and returns when the last request is answered or lost. `progress` is
-/// called now and then with the time since the start (ns) and what there is so far, which it may [`Results::stop`]. `intervals`: record them, too.
-///
-/// # Errors
-/// When the transport fails for good.
+/// Sends what the streams want sent, over `transport`, and returns when the last request is answered or lost.
+/// `progress` is called now and then with the time since the start (ns) and what there is so far, which it may
+/// [`Results::stop`]. `intervals`: record them, too. Fails when the transport fails for good.
 pub fn run(
     streams: Vec<Stream>,
     transport: &mut dyn Transport,

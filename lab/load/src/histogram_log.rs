@@ -21,10 +21,7 @@ pub struct Output {
 }
 
 impl Output {
-    /// Makes the file; without one nothing is written.
-    ///
-    /// # Errors
-    /// When it cannot be made.
+    /// Makes the file; without one nothing is written. Fails when it cannot be made.
     pub fn create(path: Option<&Path>) -> anyhow::Result<Self> {
         let file: Box<dyn Write> = match path {
             Some(path) => {
@@ -37,10 +34,7 @@ impl Output {
         Ok(Self { file, serializer: V2DeflateSerializer::new() })
     }
 
-    /// Everything is in the file.
-    ///
-    /// # Errors
-    /// When it is not.
+    /// Everything is in the file. Fails when it is not.
     pub fn flush(&mut self) -> anyhow::Result<()> {
         self.file.flush().context("cannot write the histogram log")
     }
@@ -56,10 +50,7 @@ pub struct HistogramLog<'a> {
 }
 
 impl<'a> HistogramLog<'a> {
-    /// Begins a log of classes with these tags (no commas, no white space).
-    ///
-    /// # Errors
-    /// When it cannot be written.
+    /// Begins a log of classes with these tags (no commas, no white space). Fails when it cannot be written.
     pub fn begin(output: &'a mut Output, tags: Vec<String>, title: &str) -> anyhow::Result<Self> {
         let now = SystemTime::now();
         let writer = IntervalLogWriterBuilder::new()
@@ -73,18 +64,12 @@ impl<'a> HistogramLog<'a> {
         Ok(Self { writer, tags, begun_ns: 0 })
     }
 
-    /// Writes the present interval if it is over, `since_ns` after the start.
-    ///
-    /// # Errors
-    /// When it cannot be written.
+    /// Writes the present interval if it is over, `since_ns` after the start. Fails when it cannot be written.
     pub fn advance(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         if since_ns >= self.begun_ns + INTERVAL_NS { self.write(since_ns, results) } else { Ok(()) }
     }
 
-    /// Writes what there is of the last interval.
-    ///
-    /// # Errors
-    /// When it cannot be written.
+    /// Writes what there is of the last interval. Fails when it cannot be written.
     pub fn finish(mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         self.write(since_ns, results)
     }

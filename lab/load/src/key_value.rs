@@ -128,10 +128,7 @@ impl fmt::Debug for Request<'_> {
 }
 
 impl<'a> Request<'a> {
-    /// Reads a datagram.
-    ///
-    /// # Errors
-    /// When it is no request.
+    /// Reads a datagram. Fails when it is no request.
     pub fn parse(datagram: &'a [u8]) -> Result<Self, BadRequest> {
         let short = |_| BadRequest::Short(datagram.len());
         let (header, rest) = RequestHeader::read_from_prefix(datagram).map_err(short)?;

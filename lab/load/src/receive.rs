@@ -39,9 +39,6 @@ impl Default for Receiver {
 
 impl Receiver {
     /// From now on the kernel notes when something arrives at the socket (SO_TIMESTAMPNS).
-    ///
-    /// # Errors
-    /// When the kernel refuses.
     pub fn enable(socket: &impl AsFd) -> io::Result<()> {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }

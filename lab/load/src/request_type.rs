@@ -147,10 +147,7 @@ pub struct ServiceTimes(BTreeMap<RequestType, u32>);
 
 impl ServiceTimes {
     /// [`TURBO_SERVICE_NS`], each `multiplier` times as long: for machines on which the network takes longer than the
-    /// paper's requests.
-    ///
-    /// # Errors
-    /// When the multiplier is not above 0, or more than 100,000.
+    /// paper's requests. Fails when the multiplier is not above 0, or more than 100,000.
     pub fn turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
         if !(multiplier > 0.0 && multiplier <= 100_000.0) {
             return Err(ServiceTimesError::Multiplier(multiplier));

@@ -54,10 +54,7 @@ fn new_histogram() -> anyhow::Result<Histogram<u64>> {
 }
 
 impl Results {
-    /// Nothing yet.
-    ///
-    /// # Errors
-    /// When there is no memory.
+    /// Nothing yet. Fails when there is no memory.
     pub fn new(classes: usize, window: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let class = |_| {
             let latency = new_histogram()?;

@@ -74,10 +74,7 @@ pub struct Watched {
     pub verdict: String,
 }
 
-/// Starts `coreward agent rss` and waits until it watches.
-///
-/// # Errors
-/// When it does not come to that.
+/// Starts `coreward agent rss` and waits until it watches. Fails when it does not come to that.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
     let limit = START_LIMIT.as_secs();
     guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOWS} --json"))?;
@@ -86,10 +83,7 @@ pub fn start_watch(guest: &mut Guest) -> Result<()> {
     watching.with_context(|| format!("`coreward agent rss`: {}", log(guest, "rss")))
 }
 
-/// Waits until it has seen all SYNs; what it printed.
-///
-/// # Errors
-/// When it fails or prints something else.
+/// Waits until it has seen all SYNs; what it printed. Fails when it fails or prints something else.
 pub fn end_watch(guest: &mut Guest) -> Result<Watched> {
     // Its status says what its verdict says.
     guest.try_run("finished rss", START_LIMIT + NOTICE_LIMIT)?;
@@ -115,10 +109,8 @@ fn rss(key: &str, table: &[u32]) -> Result<Rss> {
 pub struct Daemons;
 
 impl Daemons {
-    /// Starts both and waits until the agent has told the controller that the NIC holds `wanted`.
-    ///
-    /// # Errors
-    /// When it does not come to that; with the end of both logs.
+    /// Starts both and waits until the agent has told the controller that the NIC holds `wanted`. Fails when it does
+    /// not come to that; with the end of both logs.
     pub fn start(guest: &mut Guest, wanted: &Rss) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
@@ -129,20 +121,16 @@ impl Daemons {
         Ok(Self)
     }
 
-    /// SYNs that the agent has counted so far: (by the predicted queue, by another one).
-    ///
-    /// # Errors
-    /// When the controller does not know.
+    /// SYNs that the agent has counted so far: (by the predicted queue, by another one). Fails when the controller does
+    /// not know.
     pub fn counted(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = server(guest)?.context("the controller knows no server")?;
         let count = |name: &str| server[name].as_u64().with_context(|| format!("no {name} in {server}"));
         Ok((count("rss_matched")?, count("rss_mismatched")?))
     }
 
-    /// Waits until the agent has counted `syns` more than `before`; how many of them by the predicted queue.
-    ///
-    /// # Errors
-    /// When it does not.
+    /// Waits until the agent has counted `syns` more than `before`; how many of them by the predicted queue. Fails when
+    /// it does not.
     pub fn matched_of(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
         let matched = poll(guest, NOTICE_LIMIT, |guest| {
             let now = self.counted(guest)?;
@@ -151,10 +139,7 @@ impl Daemons {
         matched.with_context(|| logs(guest))
     }
 
-    /// Waits until the agent's warnings say, or no longer say, that the table is not in force.
-    ///
-    /// # Errors
-    /// When they do not.
+    /// Waits until the agent's warnings say, or no longer say, that the table is not in force. Fails when they do not.
     pub fn wait_for_warning(&self, guest: &mut Guest, expected: bool) -> Result<()> {
         let warned = poll(guest, NOTICE_LIMIT, |guest| {
             let Some(server) = server(guest)? else { return Ok(None) };
@@ -163,10 +148,7 @@ impl Daemons {
         warned.with_context(|| logs(guest))
     }
 
-    /// Ends the agent in order, then the controller.
-    ///
-    /// # Errors
-    /// When one does not end, or not well.
+    /// Ends the agent in order, then the controller. Fails when one does not end, or not well.
     pub fn stop(self, guest: &mut Guest) -> Result<()> {
         let (status, _) = guest.try_run("stop agent", NOTICE_LIMIT)?;
         ensure!(status == 0, "the agent ended with status {status}: {}", log(guest, "agent"));
@@ -176,10 +158,8 @@ impl Daemons {
     }
 }
 
-/// A controller and a load balancer, until its table is in force: it waits for RCU grace periods.
-///
-/// # Errors
-/// When it does not come to that; with the end of both logs.
+/// A controller and a load balancer, until its table is in force: it waits for RCU grace periods. Fails when it does
+/// not come to that; with the end of both logs.
 pub fn balance(guest: &mut Guest) -> Result<String> {
     guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run("start controller coreward controller --config /etc/controller.toml")?;
@@ -205,10 +185,7 @@ fn server(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
 }
 
-/// Returns the output of `coreward status`; nothing while the controller does not answer.
-///
-/// # Errors
-/// When it is no JSON.
+/// Returns the output of `coreward status`; nothing while the controller does not answer. Fails when it is no JSON.
 pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     let (status, answer) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
@@ -227,10 +204,7 @@ fn reported(server: &Value) -> Option<Rss> {
     rss(server["rss"]["key"].as_str()?, &table?).ok()
 }
 
-/// Asks until there is an answer.
-///
-/// # Errors
-/// When there is none within `limit`.
+/// Asks until there is an answer. Fails when there is none within `limit`.
 pub fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {

@@ -125,10 +125,8 @@ impl Case {
         self.name().contains(text)
     }
 
-    /// Boots the guest and makes its checks; with a `command`, prints what that prints instead.
-    ///
-    /// # Errors
-    /// When there is no guest to check.
+    /// Boots the guest and makes its checks; with a `command`, prints what that prints instead. Fails when there is no
+    /// guest to check.
     pub fn run(&self, parts: &Parts, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
         let (mut guest, wire) = self.boot(parts)?;

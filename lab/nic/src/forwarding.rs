@@ -65,9 +65,7 @@ pub fn files() -> Vec<(&'static str, String)> {
 }
 
 /// Starts the daemons, loads one core by forwarding, and checks which server new connections go to, before and after.
-///
-/// # Errors
-/// When there is nothing to check.
+/// Fails when there is nothing to check.
 pub fn check(guest: &mut Guest, wire: &Wire, name: &str, tally: &mut Tally) -> Result<()> {
     let segment = Segment::new(&HOSTS)?;
     start(guest)?;

@@ -129,10 +129,8 @@ impl Guest {
     }
 
     /// Boots a guest with `nics`, and waits for its init to be ready. `arguments` end the kernel's command line; what
-    /// it prints goes to the file `console`.
-    ///
-    /// # Errors
-    /// When QEMU ends or nothing is ready in two minutes; with the last lines of the console.
+    /// it prints goes to the file `console`. Fails when QEMU ends or nothing is ready in two minutes; with the last
+    /// lines of the console.
     pub fn boot(
         packages: &Packages,
         kernel: &Path,
@@ -175,10 +173,8 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Runs a command (one line of shell) in the guest; its output.
-    ///
-    /// # Errors
-    /// When the command fails (with its output), or does not end in a minute.
+    /// Runs a command (one line of shell) in the guest; its output. Fails when the command fails (with its output), or
+    /// does not end in a minute.
     pub fn run(&mut self, command: &str) -> Result<String> {
         let (status, output) = self.try_run(command, COMMAND_LIMIT)?;
         if status != 0 {
@@ -187,10 +183,8 @@ impl Guest {
         Ok(output)
     }
 
-    /// Like [`Guest::run`], for commands that may fail: exit status and output.
-    ///
-    /// # Errors
-    /// When the command does not end within `limit`, or the guest is gone.
+    /// Like [`Guest::run`], for commands that may fail: exit status and output. Fails when the command does not end
+    /// within `limit`, or the guest is gone.
     pub fn try_run(&mut self, command: &str, limit: Duration) -> Result<(i32, String)> {
         assert!(!command.contains('\n'), "the guest reads one line a command");
         self.serial.write_all(format!("{command}\n").as_bytes()).context("the guest is gone")?;

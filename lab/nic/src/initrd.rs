@@ -58,10 +58,7 @@ impl Archive {
 }
 
 /// Everything that a guest needs: busybox, ethtool, the `coreward` binary with its libraries, the modules and `files`
-/// (name without leading slash, content).
-///
-/// # Errors
-/// When a part is missing, named.
+/// (name without leading slash, content). Fails when a part is missing, named.
 pub fn build(
     packages: &Packages,
     kernel_folder: &Path,

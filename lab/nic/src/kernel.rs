@@ -11,10 +11,8 @@ use crate::packages::{run, tied};
 /// What the guests load besides what these depend on; Debian's kernels have some of them built in.
 pub const MODULES: [&str; 7] = ["virtio_pci", "virtio_net", "igb", "vmxnet3", "sch_ingress", "cls_bpf", "veth"];
 
-/// Takes image and needed modules out of a kernel package, and lays them flat into `folder`.
-///
-/// # Errors
-/// When the package lacks one of them.
+/// Takes image and needed modules out of a kernel package, and lays them flat into `folder`. Fails when the package
+/// lacks one of them.
 pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     let unpacked = folder.join("unpacked");
     fs::create_dir_all(folder.join("modules"))?;
@@ -39,10 +37,7 @@ pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The modules for `names`, each after what it depends on: name and content.
-///
-/// # Errors
-/// When a file cannot be read.
+/// The modules for `names`, each after what it depends on: name and content. Fails when a file cannot be read.
 pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut order: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {

@@ -14,9 +14,7 @@ use crate::wire::{Wire, flows};
 const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
 
 /// Key and table that the guest's own ethtool shows. Some drivers (igb) do not show their key; they take the kernel's.
-///
-/// # Errors
-/// When there is no table, or it cannot be read.
+/// Fails when there is no table, or it cannot be read.
 pub fn shown(guest: &mut Guest) -> Result<Rss> {
     let text = guest.run("ethtool -x eth0")?;
     let key = match parse_key(&text)? {
@@ -73,10 +71,8 @@ pub fn predicted(rss: &Rss, flow: &FourTuple) -> u16 {
     rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
 }
 
-/// Sends the SYN of every flow, one by one, and sees which queue's counter of the driver moves.
-///
-/// # Errors
-/// When a SYN does not arrive, or moves more than one counter.
+/// Sends the SYN of every flow, one by one, and sees which queue's counter of the driver moves. Fails when a SYN does
+/// not arrive, or moves more than one counter.
 pub fn measure(guest: &mut Guest, nic: Nic, wire: &Wire) -> Result<Measurement> {
     let shown = shown(guest)?;
     let mut before = counters(guest, nic)?;

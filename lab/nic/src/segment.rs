@@ -51,10 +51,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Starts the thread that answers for `hosts`.
-    ///
-    /// # Errors
-    /// When there is no packet socket.
+    /// Starts the thread that answers for `hosts`. Fails when there is no packet socket.
     pub fn new(hosts: &'static [u8]) -> Result<Self> {
         let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(ALL_PROTOCOLS)));
         let socket = socket.context("a packet socket")?;

@@ -42,9 +42,6 @@ pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
 }
 
 /// Moves this process into a network namespace of its own, which goes with it. To be called before there are threads.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn enter_namespace() -> Result<()> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).context("a network namespace cannot be made")?;
     // No neighbour discovery between the packets that are counted; without IPv6 there is none.
@@ -60,10 +57,7 @@ pub struct Wire {
 }
 
 impl Wire {
-    /// Brings up the tap that a guest's QEMU has made.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// Brings up the tap that a guest's QEMU has made. Fails when there is none.
     pub fn connect(packages: &Packages) -> Result<Self> {
         let busybox = |arguments: &[&str]| run(tied(packages.busybox()).args(arguments));
         let end = Instant::now() + Duration::from_secs(10);
@@ -83,18 +77,12 @@ impl Wire {
         Ok(Self { socket })
     }
 
-    /// Sends the flow's first packet.
-    ///
-    /// # Errors
-    /// When the kernel does not take it.
+    /// Sends the flow's first packet. Fails when the kernel does not take it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
         self.send(flow, SYN)
     }
 
-    /// Sends a packet of an established connection.
-    ///
-    /// # Errors
-    /// When the kernel does not take it.
+    /// Sends a packet of an established connection. Fails when the kernel does not take it.
     pub fn send_ack(&self, flow: &FourTuple) -> Result<()> {
         self.send(flow, ACK)
     }

@@ -21,10 +21,7 @@ enum SimCommand {
     Pcc(crate::pcc::cli::PccArgs),
 }
 
-/// Runs the simulation; its result, to be printed.
-///
-/// # Errors
-/// What is wrong with the arguments or the trace: names the value and what was expected.
+/// Runs the simulation; its result, to be printed. The error names the mistake and its place.
 pub fn run(args: SimArgs) -> anyhow::Result<String> {
     match args.command {
         SimCommand::Rpc(args) => args.run(),

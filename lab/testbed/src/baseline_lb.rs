@@ -39,10 +39,8 @@ pub struct OtherBalancer {
 }
 
 impl Testbed {
-    /// Starts it; no packet goes there before [`Testbed::announce_other`] says so.
-    ///
-    /// # Errors
-    /// When a program is missing or refuses something.
+    /// Starts it; no packet goes there before [`Testbed::announce_other`] says so. Fails when a program is missing or
+    /// refuses something.
     pub fn start_other_balancer(&self, kind: Kind) -> anyhow::Result<OtherBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;
@@ -65,10 +63,7 @@ impl Testbed {
         Ok(OtherBalancer { namespace, _proxy: proxy })
     }
 
-    /// From now on the VIPs are routed to it.
-    ///
-    /// # Errors
-    /// When the kernel refuses the route.
+    /// From now on the VIPs are routed to it. Fails when the kernel refuses the route.
     pub fn announce_other(&self) -> anyhow::Result<()> {
         ip_batch(Some(self.chooser()), &format!("route replace 10.200.0.0/24 via {ADDRESS}\n"))
     }

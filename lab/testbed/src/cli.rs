@@ -45,9 +45,6 @@ enum TestbedCommand {
 }
 
 /// Runs a sub-command of `coreward-lab testbed`. Call it before any thread is started: some servers fork.
-///
-/// # Errors
-/// As the sub-command does.
 pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
         TestbedCommand::PacedServer(args) => paced_server::run(args),

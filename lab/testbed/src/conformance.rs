@@ -106,10 +106,7 @@ impl Tcp {
     }
 }
 
-/// Runs everything and prints the outcome as JSON.
-///
-/// # Errors
-/// When something cannot be set up, or something broke.
+/// Runs everything and prints the outcome as JSON. Fails when something cannot be set up, or something broke.
 pub fn main(options: Options) -> anyhow::Result<()> {
     let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
@@ -124,10 +121,8 @@ const DOWNLOADERS: u32 = 4;
 /// A server drains or comes back this often.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
-/// Runs everything in a testbed of its own; `instance` is its name.
-///
-/// # Errors
-/// When something cannot be set up; what breaks is in the outcome.
+/// Runs everything in a testbed of its own; `instance` is its name. Fails when something cannot be set up; what breaks
+/// is in the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let testbed =
         Testbed::create(TestbedOptions { instance: instance.to_owned(), servers: SERVERS, ..Default::default() })?;
@@ -276,10 +271,7 @@ fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, 
     TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Says in a paced server's file how long each of its cores has been busy (ns).
-///
-/// # Errors
-/// When it cannot be written.
+/// Says in a paced server's file how long each of its cores has been busy (ns). Fails when it cannot be written.
 pub fn write_busy(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // In place and whole: readers have the file open.

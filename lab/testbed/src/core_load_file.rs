@@ -76,10 +76,7 @@ fn map(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     Ok(unsafe { std::slice::from_raw_parts(start.cast(), count) })
 }
 
-/// Reads a core load file: nanoseconds per core.
-///
-/// # Errors
-/// When it cannot be read or is no whole number of cores long.
+/// Reads a core load file: nanoseconds per core. Fails when it cannot be read or is no whole number of cores long.
 pub fn read_busy_file(path: &Path) -> anyhow::Result<Vec<u64>> {
     let bytes = fs::read(path).with_context(|| format!("cannot read the core load file {}", path.display()))?;
     let (cores, rest) = bytes.as_chunks::<8>();

@@ -21,10 +21,7 @@ pub const OVERTAKEN_DATA: &str = "TcpExtPAWSEstab";
 /// no failure of PAWS (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
 pub const OVERTAKEN_ACKS: &str = "TcpExtPAWSOldAck";
 
-/// Reads the counters of a namespace.
-///
-/// # Errors
-/// When it cannot be entered, or the kernel's files are not as expected.
+/// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files are not as expected.
 pub fn read(namespace: &Namespace) -> anyhow::Result<Counters> {
     namespace.within(|| {
         let mut counters = Counters::new();

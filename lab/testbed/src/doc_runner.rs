@@ -33,10 +33,7 @@ pub struct Block {
     pub commands: String,
 }
 
-/// The blocks of a Markdown document that name a machine.
-///
-/// # Errors
-/// When a block has no end.
+/// The blocks of a Markdown document that name a machine. Fails when a block has no end.
 pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
     let mut blocks = Vec::new();
     let mut lines = (1..).zip(document.lines());
@@ -60,8 +57,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// # Errors
-    /// When the kernel has no overlay file system, or refuses a mount.
+    /// Fails when the kernel has no overlay file system, or refuses a mount.
     pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {
         let folder = testbed.directory().join(format!("machine-{name}"));
         let pins = testbed.pin_directory().join(format!("machine-{name}"));
@@ -115,10 +111,7 @@ impl Host {
         Ok(Self { name: name.to_owned(), holder })
     }
 
-    /// Types a block's commands; what they printed.
-    ///
-    /// # Errors
-    /// When one fails; with what was printed.
+    /// Types a block's commands; what they printed. Fails when one fails; with what was printed.
     pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([BLOCK_LIMIT, "nsenter", "--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);

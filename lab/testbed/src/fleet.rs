@@ -51,11 +51,9 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// Starts controller, racks, load balancers and, if there are to be any, an agent for each server of the testbed, all of them
-    /// in the pool, and waits until every agent reports and a table is in force.
-    ///
-    /// # Errors
-    /// When a daemon cannot be started or is not ready in time; the error holds its log's last lines.
+    /// Starts controller, racks, load balancers and, if there are to be any, an agent for each server of the testbed,
+    /// all of them in the pool, and waits until every agent reports and a table is in force. Fails when a daemon cannot
+    /// be started or is not ready in time; the error holds its log's last lines.
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
@@ -96,10 +94,8 @@ impl Fleet {
         Ok(fleet)
     }
 
-    /// Starts the daemon of a load balancer (again, if it was killed).
-    ///
-    /// # Errors
-    /// When there is no such load balancer or the daemon cannot be started.
+    /// Starts the daemon of a load balancer (again, if it was killed). Fails when there is no such load balancer or the
+    /// daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.certify(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
@@ -108,10 +104,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Adds a load balancer to the testbed, and announces it when it has a table. Returns its number.
-    ///
-    /// # Errors
-    /// When it cannot be made or started, or is not ready in time.
+    /// Adds a load balancer to the testbed, and announces it when it has a table. Returns its number. Fails when it
+    /// cannot be made or started, or is not ready in time.
     pub fn add_load_balancer(&mut self, testbed: &mut Testbed) -> anyhow::Result<u16> {
         let number = testbed.add_load_balancer()?;
         self.start_load_balancer(testbed, number)?;
@@ -121,10 +115,7 @@ impl Fleet {
     }
 
     /// The power of a load balancer fails: daemon, data plane and everything pinned are gone. The routers notice after
-    /// `noticed`; until then what they send there is lost.
-    ///
-    /// # Errors
-    /// When there is no such load balancer.
+    /// `noticed`; until then what they send there is lost. Fails when there is no such load balancer.
     pub fn kill_load_balancer(&mut self, testbed: &mut Testbed, number: u16, noticed: Duration) -> anyhow::Result<()> {
         testbed.remove_load_balancer(number)?;
         self.load_balancers.remove(&number);
@@ -133,10 +124,7 @@ impl Fleet {
     }
 
     /// A load balancer starts anew with nothing in its memory, as after a crash of its kernel; packets to it are lost
-    /// until it has its tables again.
-    ///
-    /// # Errors
-    /// When there is no such load balancer, or it is not ready in time.
+    /// until it has its tables again. Fails when there is no such load balancer, or it is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.kill(&load_balancer_name(number))?;
         testbed.forget_load_balancer(number)?;
@@ -144,20 +132,16 @@ impl Fleet {
         self.wait_until_ready(testbed)
     }
 
-    /// A daemon ends in order, and a new process takes over what it left, as when another version is installed.
-    ///
-    /// # Errors
-    /// When there is none of that name, or it does not end or start.
+    /// A daemon ends in order, and a new process takes over what it left, as when another version is installed. Fails
+    /// when there is none of that name, or it does not end or start.
     pub fn upgrade(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         let status = self.daemon(name)?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "{name} ended with {status}");
         self.restart(testbed, name)
     }
 
-    /// Starts the agent of a server (again, if it was killed).
-    ///
-    /// # Errors
-    /// When there is no such server or the daemon cannot be started.
+    /// Starts the agent of a server (again, if it was killed). Fails when there is no such server or the daemon cannot
+    /// be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.certify(testbed, Role::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
@@ -174,20 +158,16 @@ impl Fleet {
         Ok(())
     }
 
-    /// Writes the controller's file with this pool and lets it read it again.
-    ///
-    /// # Errors
-    /// When the file cannot be written or the controller has ended.
+    /// Writes the controller's file with this pool and lets it read it again. Fails when the file cannot be written or
+    /// the controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.pool = pool;
         self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
     }
 
-    /// Restarts a daemon with another binary of coreward, which it has from then on; `None`: with this one.
-    ///
-    /// # Errors
-    /// When there is none of that name, or it does not end or start.
+    /// Restarts a daemon with another binary of coreward, which it has from then on; `None`: with this one. Fails when
+    /// there is none of that name, or it does not end or start.
     pub fn exchange(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
         self.set_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
         self.upgrade(testbed, name)
@@ -257,19 +237,15 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with what else these say, and lets it read it again.
-    ///
-    /// # Errors
-    /// When the file cannot be written or the controller has ended.
+    /// Writes the controller's file with what else these say, and lets it read it again. Fails when the file cannot be
+    /// written or the controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.pool.clone())
     }
 
     /// Writes the fleet's file with this in the place of [`FleetOptions::more`] and lets the controller read it again.
-    ///
-    /// # Errors
-    /// When the file cannot be written or the controller has ended.
+    /// Fails when the file cannot be written or the controller has ended.
     pub fn set_more(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
         self.set_options(testbed, FleetOptions { more: more.to_owned(), ..self.options.clone() })
     }
@@ -279,10 +255,7 @@ impl Fleet {
         &self.pool
     }
 
-    /// The daemon of that name.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// The daemon of that name. Fails when there is none.
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
         let daemon = match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.controllers.get_mut(&number),
@@ -293,20 +266,14 @@ impl Fleet {
         daemon.with_context(|| format!("there is no daemon {name}"))
     }
 
-    /// Kills a daemon with SIGKILL.
-    ///
-    /// # Errors
-    /// When there is none of that name.
+    /// Kills a daemon with SIGKILL. Fails when there is none of that name.
     pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
-    /// Starts a killed daemon again.
-    ///
-    /// # Errors
-    /// When there is none of that name, or it cannot be started.
+    /// Starts a killed daemon again. Fails when there is none of that name, or it cannot be started.
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.start_controller(testbed, number),
@@ -316,19 +283,14 @@ impl Fleet {
         }
     }
 
-    /// What `coreward status --format json` says.
-    ///
-    /// # Errors
-    /// When the controller does not answer.
+    /// What `coreward status --format json` says. Fails when the controller does not answer.
     pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::from_slice(&self.ask(testbed, &["status", "--format", "json"])?)?)
     }
 
-    /// Waits until every active server of the pool reports, if it has an agent, and the load balancers' tables have all servers that take
-    /// new connections.
-    ///
-    /// # Errors
-    /// When that takes longer than [`TIMEOUT`]; the error holds the last lines of the daemons' logs.
+    /// Waits until every active server of the pool reports, if it has an agent, and the load balancers' tables have all
+    /// servers that take new connections. Fails when that takes longer than [`TIMEOUT`]; the error holds the last lines
+    /// of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         self.wait_until(testbed, || self.check_ready(testbed))
     }

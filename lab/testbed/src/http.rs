@@ -28,18 +28,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Opens a connection, from `source` if given; call it inside the client's namespace.
-    ///
-    /// # Errors
-    /// When nobody accepts it in time.
+    /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when nobody accepts it
+    /// in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE, source)
     }
 
-    /// The same to another address.
-    ///
-    /// # Errors
-    /// When nobody accepts it in time.
+    /// The same to another address. Fails when nobody accepts it in time.
     pub fn open_to(address: SocketAddrV4, source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
         if let Some(source) = source {
@@ -54,10 +49,7 @@ impl Connection {
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 
-    /// Asks who answers.
-    ///
-    /// # Errors
-    /// When the connection broke, or there is no answer in time.
+    /// Asks who answers. Fails when the connection broke, or there is no answer in time.
     pub fn who(&mut self) -> anyhow::Result<Answerer> {
         self.request(WHO)?;
         let (mut line, mut length) = (String::new(), 0);
@@ -80,9 +72,7 @@ impl Connection {
     }
 
     /// Whether its packets carry TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS of linux/tcp.h).
-    ///
-    /// # Errors
-    /// When the kernel does not say.
+    /// Fails when the kernel does not say.
     pub fn has_timestamps(&self) -> anyhow::Result<bool> {
         use std::os::fd::AsRawFd as _;
         const TCPI_OPT_TIMESTAMPS: u8 = 1;
@@ -99,10 +89,7 @@ impl Connection {
         Ok(information.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
-    /// Asks for a file and leaves reading the answer to the caller.
-    ///
-    /// # Errors
-    /// When the connection broke.
+    /// Asks for a file and leaves reading the answer to the caller. Fails when the connection broke.
     pub fn get(mut self, path: &str) -> anyhow::Result<TcpStream> {
         self.request(path)?;
         Ok(self.stream.into_inner())

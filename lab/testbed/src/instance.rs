@@ -108,10 +108,7 @@ impl Drop for Instance {
 }
 
 /// A name for a testbed of this process, from the command that makes it, so that the command can run twice at once.
-/// Removes what killed processes of the same command left.
-///
-/// # Errors
-/// When something cannot be removed.
+/// Removes what killed processes of the same command left. Fails when something cannot be removed.
 pub fn unique_name(command: &str) -> anyhow::Result<String> {
     let own = |name: &String| {
         let pid = name.strip_prefix(&prefixed(command)).unwrap_or_default();
@@ -122,10 +119,7 @@ pub fn unique_name(command: &str) -> anyhow::Result<String> {
 }
 
 /// Removes what killed testbeds left, of these names or, without names, of all; those in use stay. Returns the names,
-/// with the prefix, of those removed.
-///
-/// # Errors
-/// When something cannot be removed.
+/// with the prefix, of those removed. Fails when something cannot be removed.
 pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
         return remove_unowned(all());

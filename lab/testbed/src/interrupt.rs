@@ -20,9 +20,6 @@ pub fn request() {
 }
 
 /// From now on SIGINT and SIGTERM only make [`check`] fail.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn catch() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         set_handler(signal, SigHandler::Handler(note))?;
@@ -31,9 +28,6 @@ pub fn catch() -> anyhow::Result<()> {
 }
 
 /// For a child of a process that catches signals: a Ctrl-C at the terminal is its parent's affair, a SIGTERM ends it.
-///
-/// # Errors
-/// When the kernel refuses.
 pub fn leave_to_parent() -> anyhow::Result<()> {
     set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
     set_handler(Signal::SIGTERM, SigHandler::SigDfl)
@@ -46,8 +40,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// # Errors
-/// When a signal has come.
+/// Fails when a signal has come.
 pub fn check() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
@@ -55,10 +48,7 @@ pub fn check() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for a moment of CLOCK_MONOTONIC (ns).
-///
-/// # Errors
-/// When a signal has come.
+/// Waits for a moment of CLOCK_MONOTONIC (ns). Fails when a signal has come.
 pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
     loop {
         check()?;

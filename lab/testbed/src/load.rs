@@ -96,10 +96,8 @@ pub struct Placed {
     pub connections: u64,
 }
 
-/// Replays the log and prints the report as one line of JSON.
-///
-/// # Errors
-/// When the log cannot be read or parsed, or a source address and port cannot be bound.
+/// Replays the log and prints the report as one line of JSON. Fails when the log cannot be read or parsed, or a source
+/// address and port cannot be bound.
 pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(&args.log);
     let text = text.with_context(|| format!("cannot read the arrival log {}", args.log.display()))?;

@@ -33,10 +33,8 @@ impl Namespace {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
 
-    /// Runs `action` inside the namespace, in a thread of its own, so that the caller's thread stays where it is.
-    ///
-    /// # Errors
-    /// When the namespace does not exist or cannot be entered, or as `action` fails.
+    /// Runs `action` inside the namespace, in a thread of its own, so that the caller's thread stays where it is. Fails
+    /// when the namespace does not exist or cannot be entered, or as `action` fails.
     pub fn within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
         let file = self.open()?;
         std::thread::scope(|scope| {
@@ -49,10 +47,8 @@ impl Namespace {
         })
     }
 
-    /// Writes `value` to `/proc/sys/net/PATH` of this namespace, for each (path, value).
-    ///
-    /// # Errors
-    /// When one cannot be written; the error names it.
+    /// Writes `value` to `/proc/sys/net/PATH` of this namespace, for each (path, value). Fails when one cannot be
+    /// written; the error names it.
     pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
         self.within(|| {
             for (path, value) in settings {

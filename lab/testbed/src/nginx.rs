@@ -28,11 +28,8 @@ pub struct Nginx {
 }
 
 impl Testbed {
-    /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP and of the server's own
-    /// address.
-    ///
-    /// # Errors
-    /// When there is no such server, or nginx does not start; the error holds what it said.
+    /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP and of the
+    /// server's own address. Fails when there is no such server, or nginx does not start; the error holds what it said.
     pub fn start_nginx(&self, number: u16) -> anyhow::Result<Nginx> {
         let namespace = self.server(number)?;
         let directory = self.directory().join(format!("nginx-s{number}"));
@@ -104,10 +101,8 @@ impl Nginx {
         children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Reloads, perhaps with another number of workers.
-    ///
-    /// # Errors
-    /// When the configuration cannot be written or the master has ended.
+    /// Reloads, perhaps with another number of workers. Fails when the configuration cannot be written or the master
+    /// has ended.
     pub fn reload(&self, testbed: &Testbed, number: u16, workers: u16) -> anyhow::Result<()> {
         let configuration = testbed.nginx_configuration(number, &self.directory, workers);
         fs::write(self.directory.join("nginx.conf"), configuration)?;

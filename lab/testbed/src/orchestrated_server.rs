@@ -97,10 +97,8 @@ fn compute(time: Duration, context: &mut Context<'_>) {
     }
 }
 
-/// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON.
-///
-/// # Errors
-/// When signals cannot be handled.
+/// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails when
+/// signals cannot be handled.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let store = Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);

@@ -50,10 +50,7 @@ pub struct PacedServerArgs {
     pub server: u8,
 }
 
-/// Serves until killed.
-///
-/// # Errors
-/// When it cannot listen, when the core load file cannot be made, or when a worker ends.
+/// Serves until killed. Fails when it cannot listen, when the core load file cannot be made, or when a worker ends.
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> = (0..args.workers)
         .map(|_| listen(args.listen))
@@ -235,20 +232,15 @@ impl PacedServer {
         self.process.pid()
     }
 
-    /// How long each core has been busy (ns).
-    ///
-    /// # Errors
-    /// When the core load file cannot be read.
+    /// How long each core has been busy (ns). Fails when the core load file cannot be read.
     pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
         read_busy_file(&self.busy_file)
     }
 }
 
 impl Testbed {
-    /// Starts a paced server with one worker per core on a server.
-    ///
-    /// # Errors
-    /// When there is no such server, or it does not listen in time.
+    /// Starts a paced server with one worker per core on a server. Fails when there is no such server, or it does not
+    /// listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let busy_file = fleet::busy_file(self, number);
         let mut command = Command::new(fleet::lab_command()?);

@@ -23,10 +23,7 @@ pub struct Preload {
 }
 
 impl Preload {
-    /// In a directory that exists.
-    ///
-    /// # Errors
-    /// When it cannot be written to.
+    /// In a directory that exists. Fails when it cannot be written to.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preload = Self { directory: directory.to_owned() };
         let library = preload.library();
@@ -34,18 +31,14 @@ impl Preload {
         Ok(preload)
     }
 
-    /// How far the wall clock of the daemon is from the machine's (ns); a change shows at once, and outlives the daemon.
-    ///
-    /// # Errors
-    /// When it was never started.
+    /// How far the wall clock of the daemon is from the machine's (ns); a change shows at once, and outlives the
+    /// daemon. Fails when it was never started.
     pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
         self.set(daemon, CLOCK_OFFSET, offset_ns)
     }
 
-    /// Whether everything that the daemon writes into a file at a position is refused, as by a disk that is full.
-    ///
-    /// # Errors
-    /// When it was never started.
+    /// Whether everything that the daemon writes into a file at a position is refused, as by a disk that is full. Fails
+    /// when it was never started.
     pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
         self.set(daemon, DISK_FULL, full.into())
     }

@@ -29,11 +29,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`. The kernel kills it when the *thread* that called this ends (PR_SET_PDEATHSIG), so
-    /// that nothing outlives a killed testbed: call it from a thread that lives as long as the process should.
-    ///
-    /// # Errors
-    /// When the namespace cannot be opened or the program cannot be started.
+    /// Starts `command` in `namespace`. The kernel kills it when the *thread* that called this ends (PR_SET_PDEATHSIG),
+    /// so that nothing outlives a killed testbed: call it from a thread that lives as long as the process should. Fails
+    /// when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
         enter(namespace, &mut command)?;
         let name = command.get_program().to_string_lossy().into_owned();
@@ -52,27 +50,18 @@ impl Process {
         &mut self.child
     }
 
-    /// Sends a signal.
-    ///
-    /// # Errors
-    /// When the process has ended.
+    /// Sends a signal. Fails when the process has ended.
     pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
         kill(Pid::from_raw(self.child.id() as i32), signal)
             .with_context(|| format!("cannot send {signal} to {} (pid {})", self.name, self.child.id()))
     }
 
-    /// How it ended; `None` while it runs.
-    ///
-    /// # Errors
-    /// When the kernel does not know the process.
+    /// How it ended; `None` while it runs. Fails when the kernel does not know the process.
     pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
 
-    /// Waits for its end.
-    ///
-    /// # Errors
-    /// When it still runs after `limit`.
+    /// Waits for its end. Fails when it still runs after `limit`.
     pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         let end = Instant::now() + limit;
         loop {
@@ -86,10 +75,8 @@ impl Process {
         }
     }
 
-    /// Waits until it has made a file, which it does once it listens. `what`: the process, in words.
-    ///
-    /// # Errors
-    /// When it ends before, or takes longer than [`TIMEOUT`].
+    /// Waits until it has made a file, which it does once it listens. `what`: the process, in words. Fails when it ends
+    /// before, or takes longer than [`TIMEOUT`].
     pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         while !file.exists() {
@@ -104,10 +91,7 @@ impl Process {
         Ok(())
     }
 
-    /// Asks it to end (SIGTERM) and waits.
-    ///
-    /// # Errors
-    /// When it still runs after `limit`.
+    /// Asks it to end (SIGTERM) and waits. Fails when it still runs after `limit`.
     pub fn terminate(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         if let Some(status) = self.try_wait()? {
             return Ok(status);
@@ -125,10 +109,8 @@ impl Drop for Process {
     }
 }
 
-/// Runs `command` in `namespace` to its end and returns what it printed.
-///
-/// # Errors
-/// When it cannot be started or does not exit with 0; the error holds what it wrote to stderr.
+/// Runs `command` in `namespace` to its end and returns what it printed. Fails when it cannot be started or does not
+/// exit with 0; the error holds what it wrote to stderr.
 pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
     enter(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;

@@ -41,10 +41,8 @@ pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> a
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
-/// Writes key and indirection table, as the agent does with `manage_rss = true`.
-///
-/// # Errors
-/// When `pin` is not a pinned map of registers, or the key has not 40 bytes.
+/// Writes key and indirection table, as the agent does with `manage_rss = true`. Fails when `pin` is not a pinned map
+/// of registers, or the key has not 40 bytes.
 pub fn write_registers(pin: &Path, rss: &Rss) -> anyhow::Result<()> {
     let generation = read(pin)?.mapping.generation.wrapping_add(1);
     let registers = rss.emulated(generation)?;
@@ -52,20 +50,15 @@ pub fn write_registers(pin: &Path, rss: &Rss) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// From now on frames of open TCP connections go by the table's entry `shift` further on, until registers are written again: as
-/// where a flow director moves them (ATR of ixgbe and i40e).
-///
-/// # Errors
-/// When `pin` is not a pinned map of registers.
+/// From now on frames of open TCP connections go by the table's entry `shift` further on, until registers are written
+/// again: as where a flow director moves them (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of
+/// registers.
 pub fn move_established(pin: &Path, shift: u32) -> anyhow::Result<()> {
     let registers = intf::emulated_rss { established_shift: shift, ..*read(pin)? };
     Ok(open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
-/// Reads key and indirection table.
-///
-/// # Errors
-/// When `pin` is not a pinned map of registers, or holds no table.
+/// Reads key and indirection table. Fails when `pin` is not a pinned map of registers, or holds no table.
 pub fn read_registers(pin: &Path) -> anyhow::Result<Rss> {
     Ok(Rss::from_emulated(&*read(pin)?)?)
 }
@@ -81,10 +74,7 @@ fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
 }
 
 /// Attaches a native XDP program that lets everything pass. On a switch's port it lets frames in that the port's peer
-/// sends by XDP_TX: see xdp_pass.bpf.c.
-///
-/// # Errors
-/// When the device takes no native XDP.
+/// sends by XDP_TX: see xdp_pass.bpf.c. Fails when the device takes no native XDP.
 pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
@@ -102,10 +92,7 @@ pub struct ReceiveQueues {
 }
 
 impl ReceiveQueues {
-    /// Starts to watch; goes on until the device goes.
-    ///
-    /// # Errors
-    /// When the program does not load or attach.
+    /// Starts to watch; goes on until the device goes. Fails when the program does not load or attach.
     pub fn watch(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
@@ -114,11 +101,8 @@ impl ReceiveQueues {
         Ok(Self { map: MapHandle::try_from(&program.maps.received_flows)? })
     }
 
-    /// Receive queue and hash of the last frame of a flow, as the kernel had them; `None` when none arrived or no
-    /// queue was recorded.
-    ///
-    /// # Errors
-    /// When the map cannot be read.
+    /// Receive queue and hash of the last frame of a flow, as the kernel had them; `None` when none arrived or no queue
+    /// was recorded. Fails when the map cannot be read.
     pub fn of(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let Some(bytes) = self.map.lookup(&flow.bytes(), MapFlags::ANY)? else { return Ok(None) };
         let received = intf::received_flow::read_from_bytes(&bytes);

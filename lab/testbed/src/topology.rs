@@ -143,11 +143,8 @@ pub fn skip_without_privilege(test: &str) -> bool {
 }
 
 impl Testbed {
-    /// Makes the testbed; removes first what a killed one of the same name left.
-    ///
-    /// # Errors
-    /// Without root (one sentence), when the name is in use by a living process, or when `ip` or the kernel refuse
-    /// something.
+    /// Makes the testbed; removes first what a killed one of the same name left. Fails without root, when the name is
+    /// in use by a living process, or when `ip` or the kernel refuse something.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
         for (value, min, max, name) in [
             (options.servers, 0, SERVERS_MAX, "servers"),
@@ -223,11 +220,8 @@ impl Testbed {
         Ok(())
     }
 
-    /// Adds a load balancer and returns its number, counted from 1. Numbers are not used again. It is no next hop of the
-    /// VIPs before [`Testbed::announce`] says so.
-    ///
-    /// # Errors
-    /// When `ip` or the kernel refuse something.
+    /// Adds a load balancer and returns its number, counted from 1. Numbers are not used again. It is no next hop of
+    /// the VIPs before [`Testbed::announce`] says so. Fails when `ip` or the kernel refuse something.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
         if number > LOAD_BALANCERS_MAX {
@@ -255,10 +249,7 @@ impl Testbed {
     }
 
     /// Kills what runs on a load balancer and removes it with all that is pinned, as if its power had failed. What is
-    /// routed to it is lost until [`Testbed::announce`] says otherwise.
-    ///
-    /// # Errors
-    /// When there is no such load balancer.
+    /// routed to it is lost until [`Testbed::announce`] says otherwise. Fails when there is no such load balancer.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
         // A namespace's devices outlive it by some milliseconds; this one is to be gone now.
@@ -269,9 +260,7 @@ impl Testbed {
     }
 
     /// Removes all that is pinned of a load balancer, as a machine that starts anew has nothing: it forwards no more.
-    ///
-    /// # Errors
-    /// When something cannot be removed.
+    /// Fails when something cannot be removed.
     pub fn forget_load_balancer(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
@@ -279,10 +268,8 @@ impl Testbed {
         }
     }
 
-    /// Adds a server and returns its number, counted from 1. Numbers are not used again.
-    ///
-    /// # Errors
-    /// When `ip` or the kernel refuse something.
+    /// Adds a server and returns its number, counted from 1. Numbers are not used again. Fails when `ip` or the kernel
+    /// refuse something.
     pub fn add_server(&mut self) -> anyhow::Result<u16> {
         let number = self.servers.len() as u16 + 1;
         if number > SERVERS_MAX {
@@ -312,10 +299,7 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills what runs on a server and removes it, as if its power had failed.
-    ///
-    /// # Errors
-    /// When there is no such server.
+    /// Kills what runs on a server and removes it, as if its power had failed. Fails when there is no such server.
     pub fn remove_server(&mut self, number: u16) -> anyhow::Result<()> {
         self.server(number)?;
         let removed = self.servers[usize::from(number) - 1].take();
@@ -382,10 +366,7 @@ impl Testbed {
         self.router.as_ref()
     }
 
-    /// Load balancer `number`, counted from 1.
-    ///
-    /// # Errors
-    /// When there is none, or it was removed.
+    /// Load balancer `number`, counted from 1. Fails when there is none, or it was removed.
     pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
         let load_balancer = numbered(&self.load_balancers, number);
         load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
@@ -401,10 +382,7 @@ impl Testbed {
         &self.controller
     }
 
-    /// The host of rack controller `number`, counted from 1.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// The host of rack controller `number`, counted from 1. Fails when there is none.
     pub fn rack(&self, number: u16) -> anyhow::Result<&Namespace> {
         let rack = usize::from(number).checked_sub(1).and_then(|position| self.racks.get(position));
         rack.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
@@ -415,10 +393,7 @@ impl Testbed {
         &self.switch
     }
 
-    /// Server `number`, counted from 1.
-    ///
-    /// # Errors
-    /// When there is none, or it was removed.
+    /// Server `number`, counted from 1. Fails when there is none, or it was removed.
     pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
         numbered(&self.servers, number)
             .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
@@ -463,18 +438,12 @@ impl Testbed {
         self.instance.namespace(role)
     }
 
-    /// Starts a process on a host: see [`Process::spawn`] for its end.
-    ///
-    /// # Errors
-    /// When the program cannot be started.
+    /// Starts a process on a host: see [`Process::spawn`] for its end. Fails when the program cannot be started.
     pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
         Process::spawn(namespace, command)
     }
 
-    /// Runs a program on a host to its end.
-    ///
-    /// # Errors
-    /// When it cannot be started or fails; the error holds its stderr.
+    /// Runs a program on a host to its end. Fails when it cannot be started or fails; the error holds its stderr.
     pub fn run(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
         process::run(namespace, command)
     }

@@ -44,10 +44,8 @@ impl Testbed {
         self.router().unwrap_or(self.client())
     }
 
-    /// From now on these load balancers, at least one, are the next hops of the VIPs.
-    ///
-    /// # Errors
-    /// When none is given, or the kernel refuses the route.
+    /// From now on these load balancers, at least one, are the next hops of the VIPs. Fails when none is given, or the
+    /// kernel refuses the route.
     pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
         let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", load_balancer_address(*number)));

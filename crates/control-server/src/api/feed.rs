@@ -54,10 +54,7 @@ impl Feed {
         }
     }
 
-    /// Somebody watches.
-    ///
-    /// # Errors
-    /// When too many do.
+    /// Somebody watches. Fails when too many do.
     pub fn watch(&self) -> Result<Watcher, Problem> {
         let place = self.places.clone().try_acquire_owned().map_err(|_| {
             let detail = format!("{WATCHERS} watch already: expected fewer");

@@ -57,10 +57,7 @@ pub struct Api {
 }
 
 impl Api {
-    /// What the leader knows and decides.
-    ///
-    /// # Errors
-    /// When this controller does not lead.
+    /// What the leader knows and decides. Fails when this controller does not lead.
     fn shared(&self) -> Result<Arc<ControllerState>, Problem> {
         self.election.shared().map_err(|_| self.not_leading(None))
     }
@@ -143,10 +140,7 @@ fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<
     Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
-/// Serves the API until the answer is dropped.
-///
-/// # Errors
-/// When there can be no more threads.
+/// Serves the API until the answer is dropped. Fails when there can be no more threads.
 pub fn serve(
     listener: Listener,
     acceptor: impl Acceptor,

@@ -84,14 +84,12 @@ impl ControllerConfig {
         ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
     }
 
-    /// # Errors
-    /// When the file cannot be read; everything in it that is wrong.
+    /// Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// # Errors
-    /// Everything in it that is wrong.
+    /// The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: ControllerFile, reader| {
             let listen = file.listen.value;

@@ -132,18 +132,12 @@ impl ControllerState {
         (shared, receiver)
     }
 
-    /// Changes the records, and returns when that is in force.
-    ///
-    /// # Errors
-    /// When it cannot be written down.
+    /// Changes the records, and returns when that is in force. Fails when it cannot be written down.
     pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
         self.change_by(Author::controller(), change).await
     }
 
     /// The same, because somebody wants it.
-    ///
-    /// # Errors
-    /// As [`ControllerState::change`].
     pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
         let (done, outcome) = oneshot::channel();
         self.changes.send(WantedChange { change, author, done }).await.context("the controller is ending")?;
@@ -258,10 +252,7 @@ impl ControllerState {
         loads
     }
 
-    /// The service at this address as it is now, for explanations.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// The service at this address as it is now, for explanations. Fails when there is none.
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, NotExplained> {
         let now = self.now();
         let view = self.controller().service_view(address, now)?;

@@ -29,10 +29,7 @@ pub struct LbRuntime {
 }
 
 impl LbRuntime {
-    /// Begins to serve.
-    ///
-    /// # Errors
-    /// When there can be no more threads.
+    /// Begins to serve. Fails when there can be no more threads.
     pub fn begin(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)

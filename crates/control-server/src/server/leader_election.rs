@@ -92,10 +92,8 @@ impl LeaderElection {
         self.role.lock().clone()
     }
 
-    /// What the leader knows and decides.
-    ///
-    /// # Errors
-    /// When this controller does not lead: UNAVAILABLE, with the one that does.
+    /// What the leader knows and decides. Fails when this controller does not lead: UNAVAILABLE, with the one that
+    /// does.
     pub fn shared(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leads(shared) if shared.leads() => Ok(shared),
@@ -201,10 +199,7 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
 }
 
-/// Who leads by what etcd says, in words. Not to be called from asynchronous code.
-///
-/// # Errors
-/// When etcd cannot be asked.
+/// Who leads by what etcd says, in words. Not to be called from asynchronous code. Fails when etcd cannot be asked.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
@@ -216,10 +211,7 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     })
 }
 
-/// The way to etcd. Not to be called from asynchronous code.
-///
-/// # Errors
-/// When a file that `[etcd.tls]` names cannot be used.
+/// The way to etcd. Not to be called from asynchronous code. Fails when a file that `[etcd.tls]` names cannot be used.
 pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
     let tls = config.tls.as_ref().map(tls).transpose()?;
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))

@@ -77,10 +77,8 @@ const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again.
-///
-/// # Errors
-/// When a file is wrong, the store cannot be used or the address cannot be listened on.
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again. Fails when a file is wrong, the store cannot
+/// be used or the address cannot be listened on.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
     // One worker takes what agents and racks say, and makes tables of it. Such a worker runs next what a task has just woken (a
@@ -138,10 +136,7 @@ enum OpenedStore {
 }
 
 impl Server {
-    /// Reads the file, opens the store and listens.
-    ///
-    /// # Errors
-    /// When one of these fails.
+    /// Reads the file, opens the store and listens. Fails when one of these fails.
     ///
     /// Boxed, so that callers do not compile the server once more.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
@@ -183,10 +178,7 @@ impl Server {
         self.api.address()
     }
 
-    /// Serves for ever.
-    ///
-    /// # Errors
-    /// When the listening socket fails.
+    /// Serves for ever. Fails when the listening socket fails.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
         Box::pin(self.run())
     }

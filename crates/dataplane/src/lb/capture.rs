@@ -106,10 +106,8 @@ const BUFFER_PAGES: usize = 1024;
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
-    /// Puts the variant that watches in the place of the program of the load balancer pinned there.
-    ///
-    /// # Errors
-    /// When none is at work there, it does not know the service, or was loaded by another version of coreward.
+    /// Puts the variant that watches in the place of the program of the load balancer pinned there. Fails when none is
+    /// at work there, it does not know the service, or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let pins = program::pins_at_work(&options.pin_directory)?;
@@ -130,10 +128,8 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Waits for packets, at most `timeout`, and hands each to `sink` in the order of its CPU.
-    ///
-    /// # Errors
-    /// When the load balancer was detached meanwhile.
+    /// Waits for packets, at most `timeout`, and hands each to `sink` in the order of its CPU. Fails when the load
+    /// balancer was detached meanwhile.
     pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(Captured)) -> anyhow::Result<()> {
         if self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
@@ -272,10 +268,8 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// The services of the load balancer pinned there, with the names that its daemon gave them.
-///
-/// # Errors
-/// When none is at work there.
+/// The services of the load balancer pinned there, with the names that its daemon gave them. Fails when none is at work
+/// there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = Maps::take_over(&program::pins_at_work(pin_directory)?)?;
     Ok(names_of(&maps))

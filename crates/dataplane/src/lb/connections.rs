@@ -129,10 +129,8 @@ pub(super) fn in_use(table: &Table) -> usize {
     table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }
 
-/// Pushes the places that a process before this one released but had no time to push.
-///
-/// # Errors
-/// When the kernel refuses to wait for a grace period.
+/// Pushes the places that a process before this one released but had no time to push. Fails when the kernel refuses to
+/// wait for a grace period.
 pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partitions() {
@@ -226,8 +224,7 @@ pub struct Pinned {
 }
 
 impl Pinned {
-    /// # Errors
-    /// When none is at work there, or one of another version.
+    /// Fails when none is at work there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&program::pins_at_work(pin_directory)?)? })
     }
@@ -351,11 +348,9 @@ impl LoadBalancer {
         found
     }
 
-    /// Frees entries that are still as given: one that changed hands, or whose client has sent another packet since, stays.
-    /// Returns how many were freed. Waits for an RCU grace period (some ms).
-    ///
-    /// # Errors
-    /// When the kernel offers no grace period: the places are lost until the next process takes over.
+    /// Frees entries that are still as given: one that changed hands, or whose client has sent another packet since,
+    /// stays. Returns how many were freed. Waits for an RCU grace period (some ms). Fails when the kernel offers no
+    /// grace period: the places are lost until the next process takes over.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
         let unchanged = |connection: &&Connection| {

@@ -129,11 +129,8 @@ impl LoadBalancer {
         key_activation::switch_ms(&before, new, now_ms)
     }
 
-    /// What is known of each server's clock, by id. Of two ids with one MAC address (the operator changed it) the one that
-    /// takes new connections.
-    ///
-    /// # Errors
-    /// When the map cannot be read.
+    /// What is known of each server's clock, by id. Of two ids with one MAC address (the operator changed it) the one
+    /// that takes new connections. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
         let entries = corrected_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
         let clock = |(_, known): (_, intf::corrected_server)| -> anyhow::Result<_> {

@@ -16,11 +16,9 @@ use crate::pins;
 use crate::veth;
 
 impl LoadBalancer {
-    /// Puts the program at the device `interface`: in the place of the pinned one if there is one.
-    ///
-    /// # Errors
-    /// When the interface does not exist, another XDP program is there, what was taken over is at another interface, or
-    /// the driver cannot run XDP and `mode` is [`XdpMode::Native`].
+    /// Puts the program at the device `interface`: in the place of the pinned one if there is one. Fails when the
+    /// interface does not exist, another XDP program is there, what was taken over is at another interface, or the
+    /// driver cannot run XDP and `mode` is [`XdpMode::Native`].
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
         let index =
             nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
@@ -128,10 +126,7 @@ impl LoadBalancer {
     }
 
     /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, as somebody
-    /// may change it.
-    ///
-    /// # Errors
-    /// When the device is gone.
+    /// may change it. Fails when the device is gone.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
         let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {

@@ -50,8 +50,7 @@ pub(super) fn unpin(path: &Path) -> anyhow::Result<()> {
 pub(super) struct XdpLink(OwnedFd);
 
 impl XdpLink {
-    /// # Errors
-    /// When the driver cannot (native), or another XDP program is there (`EBUSY`).
+    /// Fails when the driver cannot (native), or another XDP program is there (`EBUSY`).
     pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: Attachment) -> io::Result<Self> {
         let flags = match attachment {
             Attachment::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,

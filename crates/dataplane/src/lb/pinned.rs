@@ -22,9 +22,7 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
 }
 
 /// The id of the program at the device by the link that is pinned below `pin_directory`; `None`: there is no such link.
-///
-/// # Errors
-/// When the link cannot be read.
+/// Fails when the link cannot be read.
 pub fn pinned_program(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program()).transpose()
 }
@@ -36,8 +34,7 @@ pub struct PinnedServers {
 }
 
 impl PinnedServers {
-    /// # Errors
-    /// When none is at work there, or one of another version.
+    /// Fails when none is at work there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&program::pins_at_work(pin_directory)?)? })
     }

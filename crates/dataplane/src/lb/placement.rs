@@ -12,12 +12,10 @@ use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
 impl LoadBalancer {
-    /// Installs a service's table by one atomic switch: every first packet is placed by the table before or by this one.
-    /// Does not wait for programs that still read the one before.
-    ///
-    /// # Errors
-    /// When the table cannot be held ([`TableError`]), there is no more memory for tables, or the kernel refuses the program
-    /// for its rule: the table before stays then.
+    /// Installs a service's table by one atomic switch: every first packet is placed by the table before or by this
+    /// one. Does not wait for programs that still read the one before. Fails when the table cannot be held
+    /// ([`TableError`]), there is no more memory for tables, or the kernel refuses the program for its rule: the table
+    /// before stays then.
     ///
     /// # Panics
     /// When `service` is none of [`services`](Self::services).
@@ -39,9 +37,6 @@ impl LoadBalancer {
     /// Replaces the rule and the candidates of a service's table by those that `choose` returns for the table, which it
     /// gets without candidates and keys. Hash, consistent choices, members and generation stay: established packets
     /// depend on them. Nothing happens where the service has no table with members, or `choose` returns no candidates.
-    ///
-    /// # Errors
-    /// As [`install_table`](Self::install_table).
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,

@@ -234,10 +234,8 @@ impl Maps {
         Ok(())
     }
 
-    /// Takes the maps over that are pinned in `directory`, as they are.
-    ///
-    /// # Errors
-    /// When one is missing or is not what this program would make.
+    /// Takes the maps over that are pinned in `directory`, as they are. Fails when one is missing or is not what this
+    /// program would make.
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
@@ -260,10 +258,8 @@ impl Maps {
         Ok(maps)
     }
 
-    /// Gives what was taken over in `directory` the size that is wanted, if that can be done while packets pass.
-    ///
-    /// # Errors
-    /// When the connection table is in use.
+    /// Gives what was taken over in `directory` the size that is wanted, if that can be done while packets pass. Fails
+    /// when the connection table is in use.
     pub fn resize(&mut self, directory: &Path, wanted: Sizes) -> anyhow::Result<()> {
         if self.sizes.flow_sets != wanted.flow_sets {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
@@ -430,10 +426,8 @@ fn position(name: &str) -> usize {
     MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
 }
 
-/// The sizes of what is pinned in `directory`.
-///
-/// # Errors
-/// When a map is missing, or has a size that this program would not make.
+/// The sizes of what is pinned in `directory`. Fails when a map is missing, or has a size that this program would not
+/// make.
 fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     let entries = |name: &str| {
         let path = directory.join(name);
@@ -551,10 +545,8 @@ fn bucket(rate: PacketRate) -> (u64, u64) {
     (interval, interval * u64::from(rate.burst.max(1) - 1))
 }
 
-/// Where the load balancer pins below the configured directory; made if missing.
-///
-/// # Errors
-/// When the directory is not on a BPF file system.
+/// Where the load balancer pins below the configured directory; made if missing. Fails when the directory is not on a
+/// BPF file system.
 pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -562,10 +554,8 @@ pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// The same where a load balancer has pinned its maps, for those who look on: nothing is made.
-///
-/// # Errors
-/// When there is none.
+/// The same where a load balancer has pinned its maps, for those who look on: nothing is made. Fails when there is
+/// none.
 pub(super) fn pins_at_work(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     ensure!(

@@ -128,10 +128,8 @@ impl LoadBalancer {
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
-    /// Whether packets and bytes are counted by server, which costs each packet two additions. Off at first.
-    ///
-    /// # Errors
-    /// When the kernel refuses the program.
+    /// Whether packets and bytes are counted by server, which costs each packet two additions. Off at first. Fails when
+    /// the kernel refuses the program.
     pub fn count_traffic(&mut self, wanted: bool) -> anyhow::Result<()> {
         self.change_variant(Variant { traffic: wanted, ..self.variant })
     }

@@ -126,11 +126,9 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFea
 impl LoadBalancer {
     /// Sets which services there are and how their packets find their servers, and returns the place of each. A service
     /// that was there keeps its place, its servers and its table, and what was remembered of its connections; one that
-    /// is new has nothing of it.
-    ///
-    /// # Errors
-    /// When services have no place (too many, twice the same, IPv6), when a mode is not for the service's protocol
-    /// ([`ModeError`]), or the kernel refuses the program for the modes: nothing has changed then.
+    /// is new has nothing of it. Fails when services have no place (too many, twice the same, IPv6), when a mode is not
+    /// for the service's protocol ([`ModeError`]), or the kernel refuses the program for the modes: nothing has changed
+    /// then.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::lb_directory(&unnumbered)?;

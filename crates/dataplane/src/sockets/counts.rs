@@ -36,11 +36,9 @@ const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 <
 /// The kernel fills at most 32 KiB at a time, and less where it has not seen a larger buffer.
 const BUFFER: usize = 32 << 10;
 
-/// How many TCP connections each of these addresses has here, in the order asked: from half-open to the last FIN; neither
-/// listening nor in TIME-WAIT. Takes about 1 us of CPU for every socket of these ports, and a look at each of the others.
-///
-/// # Errors
-/// When the kernel has no sock_diag(7) for TCP, or does not answer.
+/// How many TCP connections each of these addresses has here, in the order asked: from half-open to the last FIN;
+/// neither listening nor in TIME-WAIT. Takes about 1 us of CPU for every socket of these ports, and a look at each of
+/// the others. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
 pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let mut counts = vec![0; services.len()];
     if services.is_empty() {
@@ -58,11 +56,9 @@ pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     Ok(counts)
 }
 
-/// The TCP sockets of IPv4 that listen here: address and inode. Others are not looked at, however many there are: to read
-/// /proc/net/tcp is to walk through the kernel's whole table of connections, of all network namespaces.
-///
-/// # Errors
-/// When the kernel has no sock_diag(7) for TCP, or does not answer.
+/// The TCP sockets of IPv4 that listen here: address and inode. Others are not looked at, however many there are: to
+/// read /proc/net/tcp is to walk through the kernel's whole table of connections, of all network namespaces. Fails when
+/// the kernel has no sock_diag(7) for TCP, or does not answer.
 pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     let mut found = Vec::new();
     for_each(&list(libc::AF_INET as u8, LISTENING, 0), |listed| {

@@ -27,9 +27,6 @@ fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
 
 impl Forwarder {
     /// Takes a configuration that has come: what of it cannot be used stays as it was, and the controller is told.
-    ///
-    /// # Errors
-    /// As [`Forwarder::configure`].
     pub fn take_configuration(
         &mut self,
         number: u64,
@@ -46,9 +43,6 @@ impl Forwarder {
     }
 
     /// The same of a change.
-    ///
-    /// # Errors
-    /// As [`Forwarder::change`].
     pub fn take_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
@@ -106,9 +100,7 @@ impl Forwarder {
     }
 
     /// Puts a configuration in force: keys, services, servers. Tables follow. `number`: what a change of it will name.
-    ///
-    /// # Errors
-    /// When the data plane cannot hold its services: nothing has changed then.
+    /// Fails when the data plane cannot hold its services: nothing has changed then.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.number = None;
         let with_mode = |service: &Service| (service.address, service.mode);
@@ -147,11 +139,9 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Puts the next configuration in force where it is told as what has changed. Of a server that is another now nothing else
-    /// is looked at; services that come, go or work otherwise are a new configuration.
-    ///
-    /// # Errors
-    /// When it changes another configuration than the one in force ([`Forwarder::lacks_configuration`]); else as
+    /// Puts the next configuration in force where it is told as what has changed. Of a server that is another now
+    /// nothing else is looked at; services that come, go or work otherwise are a new configuration. Fails when it
+    /// changes another configuration than the one in force ([`Forwarder::lacks_configuration`]); else as
     /// [`Forwarder::configure`].
     pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.number != Some(change.base) {
@@ -204,9 +194,6 @@ impl Forwarder {
     }
 
     /// Puts a configuration in force that a daemon before this one saved. The next one of a controller is to be whole.
-    ///
-    /// # Errors
-    /// As [`Forwarder::configure`].
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.confirmed, self.number, self.is_unsaved) = (0, None, false);

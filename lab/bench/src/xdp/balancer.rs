@@ -81,18 +81,13 @@ pub struct Run {
 }
 
 impl Balancer {
-    /// With all connections open that the case's packets are of.
-    ///
-    /// # Errors
-    /// Without the right to load BPF programs, or when a connection is not remembered.
+    /// With all connections open that the case's packets are of. Fails without the right to load BPF programs, or when
+    /// a connection is not remembered.
     pub fn new(case: Case) -> anyhow::Result<Self> {
         Self::with(case, Setup::of(case)?)
     }
 
     /// The same, set up in another way.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn with(case: Case, setup: Setup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
@@ -155,9 +150,7 @@ impl Balancer {
     }
 
     /// As many packets as the case has connections, in random order, each with what its server would have stamped.
-    ///
-    /// # Errors
-    /// When a connection has no entry that should.
+    /// Fails when a connection has no entry that should.
     pub fn packets(&self) -> anyhow::Result<Vec<Packet>> {
         let mut rng = seeded_rng(3, 0);
         let places = self.places();
@@ -184,10 +177,7 @@ impl Balancer {
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
     }
 
-    /// Attaches the program to a device, in the driver.
-    ///
-    /// # Errors
-    /// When the device has no native XDP, or another program.
+    /// Attaches the program to a device, in the driver. Fails when the device has no native XDP, or another program.
     pub fn attach(&self, interface: &str) -> anyhow::Result<()> {
         self.lb.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
@@ -206,10 +196,8 @@ impl Balancer {
         }
     }
 
-    /// Runs the program on so many packets: mean time of one (ns). All entries that were taken are free again afterwards.
-    ///
-    /// # Errors
-    /// When the program does not do with each packet what the case expects.
+    /// Runs the program on so many packets: mean time of one (ns). All entries that were taken are free again
+    /// afterwards. Fails when the program does not do with each packet what the case expects.
     pub fn run(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
         if !self.case.takes_entries() {
             return self.run_expecting(runner, feed, packets);
@@ -238,10 +226,8 @@ impl Balancer {
         Ok(run.time)
     }
 
-    /// Runs the program on so many packets, whatever they are counted as.
-    ///
-    /// # Errors
-    /// When the last packet's verdict is not the case's.
+    /// Runs the program on so many packets, whatever they are counted as. Fails when the last packet's verdict is not
+    /// the case's.
     pub fn run_and_count(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<Run> {
         let (case, expected) = (self.case, self.case.verdict());
         let before = self.counters().packets[case.counter()];
@@ -250,10 +236,7 @@ impl Balancer {
         Ok(Run { time, counted: self.counters().packets[case.counter()] - before })
     }
 
-    /// Frees entries of the connection table. Returns how many.
-    ///
-    /// # Errors
-    /// When the kernel offers no grace period.
+    /// Frees entries of the connection table. Returns how many. Fails when the kernel offers no grace period.
     pub fn free_all_but(&self, kept: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
         self.free(|connections| connections.filter(|connection| !kept.contains(&connection.index)).collect())
     }

@@ -29,9 +29,6 @@ pub struct ByConnections {
 }
 
 /// Measures every number of connections.
-///
-/// # Errors
-/// As [`super::run`].
 pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
     let one = |(done, connections): (usize, &usize)| {
         progress(done, CONNECTIONS.len());

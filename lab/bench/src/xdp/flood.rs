@@ -107,10 +107,8 @@ struct Measured {
     entries_in_use: [usize; 2],
 }
 
-/// Measures, in a thread of its own, which is bound to a CPU.
-///
-/// # Errors
-/// Without root, with fewer than two CPUs, or when a packet is not treated as it should be.
+/// Measures, in a thread of its own, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a
+/// packet is not treated as it should be.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
     std::thread::spawn(move || measure_all(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -125,10 +123,7 @@ fn measure_all(args: &Args) -> anyhow::Result<Report> {
     Ok(report(&measured, args, cpus))
 }
 
-/// The first two CPUs that this process may use.
-///
-/// # Errors
-/// When there is only one.
+/// The first two CPUs that this process may use. Fails when there is only one.
 pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
     let mut cpus = (0..nix::sched::CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false));

@@ -57,9 +57,7 @@ impl<'a> Turn<'a> {
 pub type Rounds = Vec<f64>;
 
 /// One after the other in each round, in an order that shifts by one from round to round. What each took in each round.
-///
-/// # Errors
-/// When a program does not do what is expected of it.
+/// Fails when a program does not do what is expected of it.
 pub fn in_turns(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
     let mut times = vec![Rounds::new(); turns.len()];
     // The first round warms branch predictors and does not count.

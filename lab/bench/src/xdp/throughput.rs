@@ -211,10 +211,8 @@ impl Bed {
     }
 }
 
-/// Measures, in a thread with a network namespace of its own.
-///
-/// # Errors
-/// Without root, with fewer than two CPUs, or when a frame is not treated as it should be.
+/// Measures, in a thread with a network namespace of its own. Fails without root, with fewer than two CPUs, or when a
+/// frame is not treated as it should be.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

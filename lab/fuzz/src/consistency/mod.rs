@@ -136,10 +136,7 @@ fn mode(consistency: Consistency) -> ServiceMode {
     ServiceMode { consistency, timestamps: Timestamps::Server, transfer: None }
 }
 
-/// Simulates.
-///
-/// # Errors
-/// When a BPF program and its twin differ, or the kernel refuses something.
+/// Simulates. Fails when a BPF program and its twin differ, or the kernel refuses something.
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
     while let Some(Reverse((time, _, event))) = simulation.events.pop() {

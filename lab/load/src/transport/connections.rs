@@ -53,10 +53,7 @@ pub trait Protocol {
     /// Adds a request to the bytes to be sent.
     fn write(&self, demand: &Demand, id: u32, output: &mut Vec<u8>);
 
-    /// Takes in bytes and gives each complete reply to `each`.
-    ///
-    /// # Errors
-    /// When they are no response.
+    /// Takes in bytes and gives each complete reply to `each`. Fails when they are no response.
     fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed>;
 }
 
@@ -103,10 +100,7 @@ pub struct Connections<P: Protocol> {
 }
 
 impl<P: Protocol> Connections<P> {
-    /// Opens a connection per flow.
-    ///
-    /// # Errors
-    /// When a source cannot be bound, or nobody accepts.
+    /// Opens a connection per flow. Fails when a source cannot be bound, or nobody accepts.
     pub fn open(protocol: P, target: SocketAddrV4, sources: Sources, seed: u64) -> anyhow::Result<Self> {
         let mut all = Self {
             protocol,

@@ -78,10 +78,8 @@ pub trait Transport {
     /// and goes unanswered.
     fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64);
 
-    /// Waits for answers until a moment of [`crate::event_loop::now_ns`] at the latest and puts those that came into `answers`.
-    ///
-    /// # Errors
-    /// When the kernel refuses to wait, or something broke that no later request can repair.
+    /// Waits for answers until a moment of [`crate::event_loop::now_ns`] at the latest and puts those that came into
+    /// `answers`. Fails when the kernel refuses to wait, or something broke that no later request can repair.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
     /// What went wrong so far.

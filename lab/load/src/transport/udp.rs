@@ -58,10 +58,7 @@ pub struct Udp {
 }
 
 impl Udp {
-    /// Opens the sockets, all connected to `target`.
-    ///
-    /// # Errors
-    /// When a source cannot be bound.
+    /// Opens the sockets, all connected to `target`. Fails when a source cannot be bound.
     pub fn open(target: SocketAddrV4, sources: &Sources, datagrams: Datagrams, seed: u64) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
         let mut sockets = Vec::new();

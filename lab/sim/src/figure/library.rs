@@ -19,8 +19,7 @@ pub struct Embedded {
 }
 
 impl Embedded {
-    /// # Errors
-    /// What is wrong with it; the project's tests read every scenario.
+    /// The error names the mistake and its place.
     pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
     }
@@ -44,10 +43,7 @@ pub fn with_live(live: &[LiveFigure]) -> Vec<Embedded> {
     all
 }
 
-/// The scenario of that name among `figures`.
-///
-/// # Errors
-/// When there is none: names the nearest.
+/// The scenario of that name among `figures`. Fails when there is none: names the nearest.
 pub fn named(name: &str, figures: &[Embedded]) -> Result<Embedded, UnknownName> {
     let found = figures.iter().copied().find(|embedded| embedded.name == name);
     found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))

@@ -61,9 +61,6 @@ impl LiveFigure {
     }
 
     /// Measures, and puts what was found in its places.
-    ///
-    /// # Errors
-    /// Those of the measurement.
     pub fn table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
         let measured = Scenario { live: scenario.live.clone(), ..scenario.part(false) };
         let samples = match measured.series[..] {

@@ -13,10 +13,8 @@ use crate::seed_summary::SeedSummary;
 
 /// Runs everything that `scenario` needs. `done` is told how many of how many runs are done.
 ///
-/// The table does not depend on the number of threads: every run stands alone and goes to its own place.
-///
-/// # Errors
-/// When a simulation refuses its parameters, in its words.
+/// The table does not depend on the number of threads: every run stands alone and goes to its own place. Fails when a
+/// simulation refuses its parameters, in its words.
 pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<Table> {
     let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))?;
     let total = plan.jobs.len();

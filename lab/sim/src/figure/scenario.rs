@@ -317,10 +317,7 @@ pub enum Metric {
 }
 
 impl Scenario {
-    /// Reads the scenario `text`; `name` is what errors show.
-    ///
-    /// # Errors
-    /// What is wrong with it and where.
+    /// Reads the scenario `text`; `name` is what errors show. The error names the mistake and its place.
     pub fn parse(name: &str, text: &str) -> Result<Self, Diagnostic> {
         let source = Source::from_text(name, text);
         let scenario: Self = source.parse()?;

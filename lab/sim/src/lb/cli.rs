@@ -110,10 +110,7 @@ impl std::str::FromStr for Seeds {
 }
 
 impl LbArgs {
-    /// Simulates; what came of it, to be printed.
-    ///
-    /// # Errors
-    /// What is wrong with the arguments or the trace.
+    /// Simulates; what came of it, to be printed. The error names the mistake and its place.
     pub fn run(self) -> anyhow::Result<String> {
         let config = Config {
             trace: self.trace,

@@ -137,8 +137,7 @@ fn skipped(skipped: &crate::trace::Skipped) -> String {
 }
 
 impl Config {
-    /// # Errors
-    /// The first value that is out of its range, with the range.
+    /// The error names the value that is out of range, and the range.
     pub fn check(&self) -> Result<(), Error> {
         let cores = u32::from(self.servers) * u32::from(self.cores);
         let rules = [

@@ -14,10 +14,7 @@ use crate::trace::{Batch, Skipped, Trace};
 /// keeps a core with a few packets/s above the resolution of the loads, and one with millions in their range.
 const UNLIMITED_COST_NS: f64 = 1_000.0;
 
-/// Simulates every policy with every seed.
-///
-/// # Errors
-/// When the configuration or the trace is not right: see [`Error`].
+/// Simulates every policy with every seed. Fails when the configuration or the trace is not right: see [`Error`].
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let known = coreward_model::policy::names();

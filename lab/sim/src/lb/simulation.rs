@@ -69,8 +69,7 @@ pub struct Simulation {
 }
 
 impl Simulation {
-    /// # Errors
-    /// When there is no such policy.
+    /// Fails when there is no such policy.
     pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, PURPOSE_FLEET);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
@@ -108,10 +107,7 @@ impl Simulation {
         })
     }
 
-    /// Takes the next packets.
-    ///
-    /// # Errors
-    /// When the oracle does not know a flow's rate.
+    /// Takes the next packets. Fails when the oracle does not know a flow's rate.
     pub fn take(&mut self, batch: &Batch) -> Result<(), Error> {
         let mut openings = batch.openings.iter();
         for packet in &batch.packets {

@@ -144,8 +144,7 @@ impl Config {
         (self.seconds / 10.0).max(2.0 * life)
     }
 
-    /// # Errors
-    /// The first value that is out of its range, with the range.
+    /// The error names the value that is out of range, and the range.
     pub fn check(&self) -> Result<(), Error> {
         let most_servers = ServerId::COUNT as f64;
         let ranges = [
@@ -189,10 +188,7 @@ impl Config {
     }
 }
 
-/// Simulates every combination with every seed.
-///
-/// # Errors
-/// What is wrong with the configuration.
+/// Simulates every combination with every seed. The error names the mistake and its place.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let combinations: Vec<(&String, &Policy)> =

@@ -179,10 +179,7 @@ const SERVERS_MAX: usize = 7_000;
 const CONNECTIONS_MAX: u32 = 10_000_000;
 const UPDATES_MAX: u32 = 6_000;
 
-/// Runs every method with every seed, on all CPUs.
-///
-/// # Errors
-/// When a number is outside its range.
+/// Runs every method with every seed, on all CPUs. Fails when a number is outside its range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     check(config)?;
     let mix = Mix::web_server();

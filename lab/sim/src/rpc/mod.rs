@@ -45,10 +45,7 @@ pub struct Outcome {
     pub windows: Vec<Window>,
 }
 
-/// Simulates.
-///
-/// # Errors
-/// Names the value that is out of range, and the range.
+/// Simulates. The error names the value that is out of range, and the range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check_stable(BUCKETS)?;
     let times = config.service.class_times();

@@ -71,10 +71,8 @@ pub struct Peak {
     pub high: f64,
 }
 
-/// Searches for the peak load by bisection: for each seed the same requests, closer together or further apart.
-///
-/// # Errors
-/// Names the value that is out of range, and the range.
+/// Searches for the peak load by bisection: for each seed the same requests, closer together or further apart. The
+/// error names the value that is out of range, and the range.
 pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
         return Err(Error::Slo(search.slo));

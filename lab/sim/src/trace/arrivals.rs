@@ -17,10 +17,7 @@ pub struct ArrivalTrace {
 }
 
 impl ArrivalTrace {
-    /// `path` is named in errors.
-    ///
-    /// # Errors
-    /// When requests take unlike times.
+    /// `path` is named in errors. Fails when requests take unlike times.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first) {

@@ -111,10 +111,8 @@ pub struct Service {
 
 /// Traffic to be read once, from its start to its end.
 pub trait Trace: Send {
-    /// Replaces the contents of `batch` by the next packets; an empty batch means the end.
-    ///
-    /// # Errors
-    /// What is wrong with the trace, and where.
+    /// Replaces the contents of `batch` by the next packets; an empty batch means the end. The error names the mistake
+    /// and its place.
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError>;
 
     /// What was left out so far.

@@ -59,10 +59,7 @@ pub fn settings<'a>(
 }
 
 impl Setting<'_> {
-    /// The value as a whole number.
-    ///
-    /// # Errors
-    /// When it is none, or out of the range.
+    /// The value as a whole number. Fails when it is none, or out of the range.
     pub fn within(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::Value {
             generator: self.generator,

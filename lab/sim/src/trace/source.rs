@@ -61,10 +61,8 @@ impl Source {
         matches!(self, Source::Campus(Campus { seed: None, .. }) | Source::Burst(Burst { seed: None, .. }))
     }
 
-    /// The traffic of `seed` (which only [`Source::varies_with_seed`] looks at), from its start.
-    ///
-    /// # Errors
-    /// When the file cannot be read or is nothing that is known.
+    /// The traffic of `seed` (which only [`Source::varies_with_seed`] looks at), from its start. Fails when the file
+    /// cannot be read or is nothing that is known.
     pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             Source::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
@@ -75,9 +73,6 @@ impl Source {
 
     /// Several copies of the traffic at once: see [`super::overlay`]. A file is read once to find its end, and then once for
     /// each copy (twice for those that start in its midst).
-    ///
-    /// # Errors
-    /// As [`Source::open`].
     pub fn overlaid(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
             return self.open(seed, options);

@@ -66,10 +66,8 @@ pub struct Liar {
 }
 
 impl Liar {
-    /// Lies from the server's machine until `done`; call it in a thread of its own.
-    ///
-    /// # Errors
-    /// When the machine cannot be entered, or its kernel refuses what every program gets.
+    /// Lies from the server's machine until `done`; call it in a thread of its own. Fails when the machine cannot be
+    /// entered, or its kernel refuses what every program gets.
     pub fn run(self, machine: &Namespace, lies: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
         let tls = Tls::load(self.stolen.clone())?;
         machine.within(|| {

@@ -34,9 +34,7 @@ pub struct ByzantineShare {
 
 impl ByzantineShare {
     /// Opens connections while the liar reports; call it in the client's namespace. `servers`: how many there are.
-    ///
-    /// # Errors
-    /// When a connection breaks, or a signal came.
+    /// Fails when a connection breaks, or a signal came.
     pub fn measure(liar: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut seconds = vec![[0, 0]; LASTS];

@@ -24,10 +24,8 @@ impl<'a> Operator<'a> {
         Self { testbed, controllers, newest: AtomicUsize::new(0), limit_s }
     }
 
-    /// What `coreward ARGUMENTS` prints.
-    ///
-    /// # Errors
-    /// When no controller answers, or none does what it is asked for; as the last one says.
+    /// What `coreward ARGUMENTS` prints. Fails when no controller answers, or none does what it is asked for; as the
+    /// last one says.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let (first, count) = (self.newest.load(Ordering::Relaxed), usize::from(self.controllers));
         let mut outcome = None;

@@ -85,11 +85,9 @@ impl<'a> Writer<'a> {
         self.writes.lock().expect("no writer panics").clone()
     }
 
-    /// Makes `changes` changes, one every `interval` where the controller lets it, until `done`; then all servers are active
-    /// again. The document that `documents` has now must be in force.
-    ///
-    /// # Errors
-    /// When the controller cannot be asked at the beginning or after the end.
+    /// Makes `changes` changes, one every `interval` where the controller lets it, until `done`; then all servers are
+    /// active again. The document that `documents` has now must be in force. Fails when the controller cannot be asked
+    /// at the beginning or after the end.
     pub fn run(
         &self,
         mut documents: Documents,
@@ -137,19 +135,13 @@ impl<'a> Writer<'a> {
         Ok(model)
     }
 
-    /// Compares once more what is in force with what was acknowledged.
-    ///
-    /// # Errors
-    /// When the controller does not answer.
+    /// Compares once more what is in force with what was acknowledged. Fails when the controller does not answer.
     pub fn look_again(&self, model: &mut Model) -> anyhow::Result<()> {
         ensure!(self.check_state(model), "the controller does not say what is in force");
         Ok(())
     }
 
-    /// Undrains servers until only `left` are drained by command.
-    ///
-    /// # Errors
-    /// When the controller does not acknowledge it.
+    /// Undrains servers until only `left` are drained by command. Fails when the controller does not acknowledge it.
     pub fn undrain(&self, model: &mut Model, left: usize) -> anyhow::Result<()> {
         let end = Instant::now() + LAST_LIMIT;
         for server in model.drains.perhaps().into_iter().skip(left) {

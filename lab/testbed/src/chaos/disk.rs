@@ -18,9 +18,6 @@ pub struct Disk {
 
 impl Disk {
     /// Mounts it on `path`, which is made.
-    ///
-    /// # Errors
-    /// When the kernel refuses.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
         mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(SIZE))
@@ -33,10 +30,7 @@ impl Disk {
         &self.path
     }
 
-    /// Fills it to the last byte.
-    ///
-    /// # Errors
-    /// When something else than room is missing.
+    /// Fills it to the last byte. Fails when something else than room is missing.
     pub fn fill(&self) -> anyhow::Result<()> {
         let mut file = File::create(self.filler())?;
         let mut piece = vec![0xff; 64 << 10];
@@ -52,10 +46,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Makes room again.
-    ///
-    /// # Errors
-    /// When it was not full.
+    /// Makes room again. Fails when it was not full.
     pub fn empty(&self) -> anyhow::Result<()> {
         fs::remove_file(self.filler()).with_context(|| format!("nothing fills {}", self.path.display()))
     }

@@ -31,10 +31,8 @@ pub struct Etcd<'a> {
 }
 
 impl<'a> Etcd<'a> {
-    /// Starts all members and waits for a leader.
-    ///
-    /// # Errors
-    /// When etcd (Debian package etcd-server) cannot be started, or there is no leader in time.
+    /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
+    /// there is no leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let members = Member::several(MEMBERS, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
         let directory = testbed.directory();
@@ -56,10 +54,7 @@ impl<'a> Etcd<'a> {
         self.members.iter().map(Member::endpoint).collect()
     }
 
-    /// The number of the member that leads.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// The number of the member that leads. Fails when there is none.
     pub fn leader(&self) -> anyhow::Result<u16> {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3").args(["endpoint", "status", "--write-out", "json", "--command-timeout", "2s"]);
@@ -76,27 +71,18 @@ impl<'a> Etcd<'a> {
         Ok(position.context("etcd's leader is none of its members")? as u16 + 1)
     }
 
-    /// Sends a member a signal.
-    ///
-    /// # Errors
-    /// When there is no such member, or it has ended.
+    /// Sends a member a signal. Fails when there is no such member, or it has ended.
     pub fn signal(&self, number: u16, signal: Signal) -> anyhow::Result<()> {
         self.processes.get(usize::from(number) - 1).context("no such member")?.signal(signal)
     }
 
-    /// Kills a member.
-    ///
-    /// # Errors
-    /// When there is no such member.
+    /// Kills a member. Fails when there is no such member.
     pub fn kill(&mut self, number: u16) -> anyhow::Result<()> {
         self.signal(number, Signal::SIGKILL)?;
         self.processes[usize::from(number) - 1].wait(END_LIMIT).map(drop)
     }
 
-    /// Starts a killed member again, with its data.
-    ///
-    /// # Errors
-    /// When it cannot be started.
+    /// Starts a killed member again, with its data. Fails when it cannot be started.
     pub fn restart(&mut self, number: u16) -> anyhow::Result<()> {
         self.processes[usize::from(number) - 1] = self.spawn(number)?;
         Ok(())

@@ -120,10 +120,7 @@ impl<'a> Watch<'a> {
         self.testbed.load_balancer_numbers().into_iter().find_map(lacks)
     }
 
-    /// What `coreward status` says.
-    ///
-    /// # Errors
-    /// When no controller answers in time.
+    /// What `coreward status` says. Fails when no controller answers in time.
     pub fn status(&self) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
     }
@@ -294,10 +291,7 @@ pub struct ResourceUsage {
     pub files: u64,
 }
 
-/// What a process takes now.
-///
-/// # Errors
-/// When it has ended.
+/// What a process takes now. Fails when it has ended.
 pub fn taken(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));

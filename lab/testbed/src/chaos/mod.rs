@@ -105,10 +105,7 @@ const MEMORY_GROWTH_KB: u64 = 32 << 10;
 /// The same of open files.
 const FILES_GROWTH: u64 = 16;
 
-/// Runs it and prints what was seen.
-///
-/// # Errors
-/// When something cannot be set up, or something did not hold.
+/// Runs it and prints what was seen. Fails when something cannot be set up, or something did not hold.
 pub fn main(options: &Options) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run("chaos", options)?;
@@ -117,10 +114,8 @@ pub fn main(options: &Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs it in a testbed of its own; `instance` is its name.
-///
-/// # Errors
-/// When something cannot be set up, or a signal came; what did not hold is in the outcome.
+/// Runs it in a testbed of its own; `instance` is its name. Fails when something cannot be set up, or a signal came;
+/// what did not hold is in the outcome.
 pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),

@@ -11,8 +11,7 @@ pub struct Network<'a> {
 }
 
 impl<'a> Network<'a> {
-    /// # Errors
-    /// When nft (Debian package nftables) or the kernel refuse.
+    /// Fails when nft (Debian package nftables) or the kernel refuse.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network = Self { testbed };
         network.nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
@@ -20,9 +19,6 @@ impl<'a> Network<'a> {
     }
 
     /// What `from` sends to `to` is lost from now on, `both`: and the other way.
-    ///
-    /// # Errors
-    /// As [`Network::new`].
     pub fn cut(&self, from: &str, to: &str, both: bool) -> anyhow::Result<()> {
         let rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
@@ -31,17 +27,11 @@ impl<'a> Network<'a> {
     }
 
     /// Nothing is lost any more.
-    ///
-    /// # Errors
-    /// As [`Network::new`].
     pub fn heal(&self) -> anyhow::Result<()> {
         self.nft("flush chain bridge chaos lost")
     }
 
-    /// Takes a port down, or up again.
-    ///
-    /// # Errors
-    /// When there is no such port.
+    /// Takes a port down, or up again. Fails when there is no such port.
     pub fn set_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
         let mut command = Command::new("ip");
         command.args(["link", "set", "dev", port, if up { "up" } else { "down" }]);

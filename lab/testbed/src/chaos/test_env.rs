@@ -58,10 +58,7 @@ struct Lying {
 }
 
 impl<'a> TestEnv<'a> {
-    /// Nothing is wrong yet.
-    ///
-    /// # Errors
-    /// When the switch refuses.
+    /// Nothing is wrong yet. Fails when the switch refuses.
     pub fn new(
         testbed: &'a Testbed,
         fleet: Fleet,
@@ -92,10 +89,7 @@ impl<'a> TestEnv<'a> {
         &self.lies
     }
 
-    /// From now on it is wrong.
-    ///
-    /// # Errors
-    /// When it cannot be made.
+    /// From now on it is wrong. Fails when it cannot be made.
     pub fn begin(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => self.kill(daemon),
@@ -112,10 +106,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| fault.to_string())
     }
 
-    /// It is right again.
-    ///
-    /// # Errors
-    /// When it cannot be put right.
+    /// It is right again. Fails when it cannot be put right.
     pub fn end(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => {
@@ -135,10 +126,8 @@ impl<'a> TestEnv<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Starts daemons again that have ended by themselves. None should.
-    ///
-    /// # Errors
-    /// When the kernel does not know one of them.
+    /// Starts daemons again that have ended by themselves. None should. Fails when the kernel does not know one of
+    /// them.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemons() {
             if self.down.contains(&daemon) {
@@ -152,10 +141,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Kills all controllers at once and starts them again.
-    ///
-    /// # Errors
-    /// When one cannot be killed.
+    /// Kills all controllers at once and starts them again. Fails when one cannot be killed.
     pub fn restart_controllers(&mut self) -> anyhow::Result<()> {
         let controllers = self.controllers();
         controllers.iter().try_for_each(|controller| self.kill(controller))?;
@@ -163,10 +149,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// What each daemon takes now, by name.
-    ///
-    /// # Errors
-    /// When one has ended.
+    /// What each daemon takes now, by name. Fails when one has ended.
     pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemons().into_iter();
         daemons.map(|name| Ok((name.clone(), taken(self.fleet.daemon(&name)?.pid())?))).collect()
@@ -218,10 +201,7 @@ impl<'a> TestEnv<'a> {
         if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
     }
 
-    /// The server's agent is killed, and an impostor reports in its name.
-    ///
-    /// # Errors
-    /// When the agent cannot be killed.
+    /// The server's agent is killed, and an impostor reports in its name. Fails when the agent cannot be killed.
     pub fn begin_lies(&mut self, server: u16, lie: Lie) -> anyhow::Result<()> {
         self.kill(&agent_name(server))?;
         let mut controllers = Vec::new();
@@ -241,10 +221,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// The server's agent starts again, and the impostor ends.
-    ///
-    /// # Errors
-    /// When the liar failed.
+    /// The server's agent starts again, and the impostor ends. Fails when the liar failed.
     pub fn end_lies(&mut self, server: u16) -> anyhow::Result<()> {
         if let Some(Lying { done, thread }) = self.liars.remove(&server) {
             done.store(true, Ordering::Relaxed);

@@ -97,10 +97,7 @@ pub struct Traffic<'a> {
 type CountOf = fn(&mut TrafficCounts) -> &mut Count;
 
 impl<'a> Traffic<'a> {
-    /// The streams begin. `seconds`: how long new ones do.
-    ///
-    /// # Errors
-    /// When something cannot be started.
+    /// The streams begin. `seconds`: how long new ones do. Fails when something cannot be started.
     pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
         let delay_script = testbed.directory().join("delay.lua");
         fs::write(&delay_script, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
@@ -142,10 +139,7 @@ impl<'a> Traffic<'a> {
         scope.spawn(move || self.keep(going));
     }
 
-    /// Waits for the streams.
-    ///
-    /// # Errors
-    /// When their client fails.
+    /// Waits for the streams. Fails when their client fails.
     pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
         let mut seen = self.seen();
         if let Some(streams) = self.streams.take() {

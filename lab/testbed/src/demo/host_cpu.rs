@@ -16,21 +16,18 @@ struct Ticks {
 }
 
 impl HostCpu {
-    /// # Errors
-    /// When /proc/stat is not as expected.
+    /// Fails when /proc/stat is not as expected.
     pub fn new() -> anyhow::Result<Self> {
         read().map(|started| Self { started, total: Ticks::default() })
     }
 
-    /// # Errors
-    /// When /proc/stat is not as expected.
+    /// Fails when /proc/stat is not as expected.
     pub fn start(&mut self) -> anyhow::Result<()> {
         self.started = read()?;
         Ok(())
     }
 
-    /// # Errors
-    /// When /proc/stat is not as expected.
+    /// Fails when /proc/stat is not as expected.
     pub fn stop(&mut self) -> anyhow::Result<()> {
         let now = read()?;
         self.total.busy += now.busy - self.started.busy;

@@ -47,10 +47,8 @@ const LEAD: Duration = Duration::from_millis(700);
 /// Between two seeds, so that the loads of the one are forgotten before the other.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Runs the demo and prints its results.
-///
-/// # Errors
-/// Without root (one sentence), when a testbed or a daemon does not start, or when interrupted; nothing is left behind.
+/// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
+/// interrupted; nothing is left behind.
 pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     if !options.simulated
         && let Some(missing) = missing_privilege()

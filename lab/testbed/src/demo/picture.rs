@@ -30,10 +30,7 @@ const LEFT_OUT: RGBColor = RGBColor(235, 235, 235);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the picture to `path`.
-///
-/// # Errors
-/// When it cannot be written.
+/// Draws the picture to `path`. Fails when it cannot be written.
 pub fn draw(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
     let root = SVGBackend::new(path, SIZE).into_drawing_area();
     let drawn = (|| -> Result<(), DrawingAreaErrorKind<_>> {

@@ -35,10 +35,8 @@ pub struct Lane {
 }
 
 impl Lane {
-    /// Starts everything: one server more than the pool has, which waits to join.
-    ///
-    /// # Errors
-    /// When a testbed or a daemon does not start.
+    /// Starts everything: one server more than the pool has, which waits to join. Fails when a testbed or a daemon does
+    /// not start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name(&instance_of(policy))?,
@@ -72,10 +70,7 @@ impl Lane {
         self.policy
     }
 
-    /// Generation of the table that the controller made last.
-    ///
-    /// # Errors
-    /// When the controller does not answer.
+    /// Generation of the table that the controller made last. Fails when the controller does not answer.
     pub fn table_generation(&self) -> anyhow::Result<u64> {
         let status = self.fleet.status(&self.testbed)?;
         status["services"][0]["table_generation"].as_u64().context("a status without a table's generation")
@@ -85,10 +80,7 @@ impl Lane {
         self.testbed.directory().join("load.json")
     }
 
-    /// Starts the load generator, for the log at position `position` of the demo's.
-    ///
-    /// # Errors
-    /// When it cannot be started.
+    /// Starts the load generator, for the log at position `position` of the demo's. Fails when it cannot be started.
     pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses * position as u16);
         let mut command = Command::new(lab_command()?);
@@ -100,10 +92,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Notes the busy times of the servers that take new connections.
-    ///
-    /// # Errors
-    /// When a core load file cannot be read.
+    /// Notes the busy times of the servers that take new connections. Fails when a core load file cannot be read.
     pub fn sample(&mut self) -> anyhow::Result<()> {
         let in_pool = |(number, server): (&u16, &PacedServer)| {
             let active = self.fleet.pool().get(number) == Some(&AdminState::Active);
@@ -113,10 +102,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Lets the waiting server join, or the one that has been in the pool for longest drain.
-    ///
-    /// # Errors
-    /// When the controller has ended.
+    /// Lets the waiting server join, or the one that has been in the pool for longest drain. Fails when the controller
+    /// has ended.
     pub fn change_pool(&mut self, event: Event) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         match event {
@@ -131,10 +118,8 @@ impl Lane {
         self.waiting % self.servers.len() as u16 + 1
     }
 
-    /// Waits for the load generator, takes the drained server out of the pool, and returns what was measured.
-    ///
-    /// # Errors
-    /// When the load generator failed or does not end in time.
+    /// Waits for the load generator, takes the drained server out of the pool, and returns what was measured. Fails
+    /// when the load generator failed or does not end in time.
     pub fn finish(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
         let mut load = self.load.take().context("no load generator was started")?;
         let status = load.wait(*TIMEOUT)?;

@@ -179,10 +179,7 @@ struct JsonConnections {
 }
 
 impl DemoResults {
-    /// Medians over the seeds, sums of connections and tables.
-    ///
-    /// # Errors
-    /// When a value is no number.
+    /// Medians over the seeds, sums of connections and tables. Fails when a value is no number.
     pub fn json(&self) -> anyhow::Result<String> {
         let compared = |live: SeedSummary, simulated: SeedSummary| JsonCompared {
             simulated,

@@ -25,11 +25,9 @@ pub struct Dispatcher<'a> {
     daemon: Process,
 }
 
-/// The file for the key-value server's requests of class K, whose type is WORKK: what the simulator's policy is told, in the
-/// words of docs/dispatch.md. `unit_us`: how long the unit of service time is.
-///
-/// # Errors
-/// When `coreward dispatch` has no such policy.
+/// The file for the key-value server's requests of class K, whose type is WORKK: what the simulator's policy is told,
+/// in the words of docs/dispatch.md. `unit_us`: how long the unit of service time is. Fails when `coreward dispatch`
+/// has no such policy.
 pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> anyhow::Result<String> {
     let name = match policy {
         Policy::ClassBoundedQueue(_) => "jbsrq".to_owned(),
@@ -54,10 +52,8 @@ pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> an
 
 impl<'a> Dispatcher<'a> {
     /// Starts it on a server, for the one service that `service` describes (without the heading), and waits until all
-    /// `workers` are known to it.
-    ///
-    /// # Errors
-    /// When it does not start, or not all workers are found in time; the error holds its log.
+    /// `workers` are known to it. Fails when it does not start, or not all workers are found in time; the error holds
+    /// its log.
     pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
         let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
         let path = testbed.directory().join(format!("dispatch-s{server}.toml"));
@@ -95,26 +91,17 @@ impl<'a> Dispatcher<'a> {
         status["services"].get(0).cloned().context("a status without a service")
     }
 
-    /// What `coreward dispatch --status` says of each worker.
-    ///
-    /// # Errors
-    /// When it says nothing.
+    /// What `coreward dispatch --status` says of each worker. Fails when it says nothing.
     pub fn workers(&self) -> anyhow::Result<Vec<Value>> {
         self.status()?["workers"].as_array().cloned().context("a status without workers")
     }
 
-    /// How many requests it has dispatched so far.
-    ///
-    /// # Errors
-    /// When its status cannot be had.
+    /// How many requests it has dispatched so far. Fails when its status cannot be had.
     pub fn dispatched(&self) -> anyhow::Result<u64> {
         self.workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
-    /// Ends the daemon, and the dispatch: the kernel picks by itself again.
-    ///
-    /// # Errors
-    /// When one of them does not end.
+    /// Ends the daemon, and the dispatch: the kernel picks by itself again. Fails when one of them does not end.
     pub fn stop(mut self) -> anyhow::Result<()> {
         let status = self.daemon.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch ended with {status}");

@@ -20,12 +20,10 @@ use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
 /// What may wait in a worker's socket (bytes).
 const RECEIVE_BUFFER: &str = "16000000";
 
-/// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of
-/// one request: the load balancer decides by datagram.
-///
-/// # Errors
-/// Without root (one sentence), when the scenario asks for what is not measured, when something does not start, when requests
-/// are lost or pass the dispatchers by, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of one
+/// request: the load balancer decides by datagram. Fails without root, when the scenario asks for what is not measured,
+/// when something does not start, when requests are lost or pass the dispatchers by, when the machine is too busy, or
+/// when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);

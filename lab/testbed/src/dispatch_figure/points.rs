@@ -9,18 +9,13 @@ use coreward_sim::figure::live::Sample;
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
-/// The runs that the measured series need, as the simulator would make them.
-///
-/// # Errors
-/// When parameters of the scenario make none.
+/// The runs that the measured series need, as the simulator would make them. Fails when parameters of the scenario make
+/// none.
 pub fn plan(scenario: &Scenario) -> anyhow::Result<Plan> {
     scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))
 }
 
 /// The samples of a plan. `value` gives the height of a place.
-///
-/// # Errors
-/// Those of `value`.
 pub fn samples(
     scenario: &Scenario,
     plan: &Plan,
@@ -42,10 +37,7 @@ pub fn key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
 
-/// Finds what was measured at a point.
-///
-/// # Errors
-/// When it was not.
+/// Finds what was measured at a point. Fails when it was not.
 pub fn found<'a, T>(measured: &'a HashMap<String, T>, config: &impl std::fmt::Debug) -> anyhow::Result<&'a T> {
     measured.get(&key(config)).with_context(|| format!("not measured: {config:?}"))
 }
@@ -56,12 +48,9 @@ pub fn of_one_curve(a: &rpc::Config, b: &rpc::Config) -> bool {
     without(a) == without(b)
 }
 
-/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it: the load at
-/// which it first passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first
-/// point misses it, the last point when none does.
-///
-/// # Errors
-/// When there are no points.
+/// The highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it: the load
+/// at which it first passes the bound, by interpolation of the p99's logarithm between two points; 0 when the first
+/// point misses it, the last point when none does. Fails when there are no points.
 pub fn peak(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
     curve.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { bail!("a peak without a curve") };

@@ -94,10 +94,7 @@ pub struct Measurement {
     unit_us: f64,
 }
 
-/// As many sockets as may be: every source port is one.
-///
-/// # Errors
-/// When there may not be enough.
+/// As many sockets as may be: every source port is one. Fails when there may not be enough.
 pub fn allow_sockets() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let needed = u64::from(FLOWS) + 100;
@@ -106,10 +103,8 @@ pub fn allow_sockets() -> anyhow::Result<()> {
 }
 
 impl Requests {
-    /// Sends them all and waits for the answers; once more when the machine was busy with something else.
-    ///
-    /// # Errors
-    /// When the generator fails, the machine is busy all the time, or nothing was answered.
+    /// Sends them all and waits for the answers; once more when the machine was busy with something else. Fails when
+    /// the generator fails, the machine is busy all the time, or nothing was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
         let report = undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
@@ -117,11 +112,9 @@ impl Requests {
     }
 }
 
-/// `coreward-lab load TARGET` from the testbed's client at so many requests a second for so many seconds, with
-/// further options; once more when the machine was busy with something else.
-///
-/// # Errors
-/// When the generator fails, or the machine is busy all the time.
+/// `coreward-lab load TARGET` from the testbed's client at so many requests a second for so many seconds, with further
+/// options; once more when the machine was busy with something else. Fails when the generator fails, or the machine is
+/// busy all the time.
 pub fn undisturbed(
     testbed: &Testbed,
     target: SocketAddrV4,
@@ -179,10 +172,8 @@ fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Durati
 }
 
 impl Measurement {
-    /// The value of a measure, times in units of service time.
-    ///
-    /// # Errors
-    /// When it is none that the generator takes, or nothing was answered.
+    /// The value of a measure, times in units of service time. Fails when it is none that the generator takes, or
+    /// nothing was answered.
     pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
         let (first, last) = (self.report.classes.first(), self.report.classes.last());
         let latency = match measure {

@@ -20,11 +20,9 @@ use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_ad
 /// What may wait in a worker's socket (bytes): all that comes in the longest run.
 const RECEIVE_BUFFER: &str = "16000000";
 
-/// Measures every series of `scenario`, which says what the simulator would simulate.
-///
-/// # Errors
-/// Without root (one sentence), when the scenario asks for what is not measured, when something does not start, when requests
-/// are lost or pass the dispatcher by, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`, which says what the simulator would simulate. Fails without root, when the
+/// scenario asks for what is not measured, when something does not start, when requests are lost or pass the dispatcher
+/// by, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);

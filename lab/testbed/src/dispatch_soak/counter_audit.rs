@@ -23,10 +23,7 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Now.
-    ///
-    /// # Errors
-    /// When something cannot be read.
+    /// Now. Fails when something cannot be read.
     pub fn take(site: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             books: site.ledger()?,

@@ -78,10 +78,7 @@ pub struct FaultInjector<'a> {
 }
 
 impl<'a> FaultInjector<'a> {
-    /// `anew`: the dispatch may be detached, and the whole server restarted.
-    ///
-    /// # Errors
-    /// When sockets cannot be had.
+    /// `anew`: the dispatch may be detached, and the whole server restarted. Fails when sockets cannot be had.
     pub fn new(site: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, anew: bool) -> anyhow::Result<Self> {
         let nuisance = UnansweredClient::open(site.testbed().client())?;
         let spoofer = Spoofer::open(site.testbed().server(1)?)?;
@@ -93,10 +90,7 @@ impl<'a> FaultInjector<'a> {
         self.site
     }
 
-    /// Until `end`.
-    ///
-    /// # Errors
-    /// When something cannot be done, or a signal came.
+    /// Until `end`. Fails when something cannot be done, or a signal came.
     pub fn make(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
             let pause = self.within(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
@@ -114,9 +108,6 @@ impl<'a> FaultInjector<'a> {
     }
 
     /// Everybody goes on; what was made.
-    ///
-    /// # Errors
-    /// None so far.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
         Ok(self.made)

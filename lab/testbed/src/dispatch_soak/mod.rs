@@ -63,10 +63,7 @@ pub struct Outcome {
     pub violations: Vec<String>,
 }
 
-/// Runs it and prints what was seen.
-///
-/// # Errors
-/// When something cannot be set up, or something did not hold.
+/// Runs it and prints what was seen. Fails when something cannot be set up, or something did not hold.
 pub fn main(options: Options) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
@@ -75,10 +72,8 @@ pub fn main(options: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs it in a testbed of its own; `instance` is its name.
-///
-/// # Errors
-/// When something cannot be set up, or a signal came; what did not hold is in the outcome.
+/// Runs it in a testbed of its own; `instance` is its name. Fails when something cannot be set up, or a signal came;
+/// what did not hold is in the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut site = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, PURPOSE_TROUBLE);

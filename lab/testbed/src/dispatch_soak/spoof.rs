@@ -19,10 +19,7 @@ pub struct UnansweredClient {
 }
 
 impl UnansweredClient {
-    /// At a host of the client.
-    ///
-    /// # Errors
-    /// When no socket can be had.
+    /// At a host of the client. Fails when no socket can be had.
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
         let socket = client.within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
@@ -43,10 +40,7 @@ impl UnansweredClient {
         (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
     }
 
-    /// Where its requests come from.
-    ///
-    /// # Errors
-    /// When the kernel does not say.
+    /// Where its requests come from. Fails when the kernel does not say.
     pub fn address(&self) -> anyhow::Result<SocketAddrV4> {
         match self.socket.local_addr()? {
             std::net::SocketAddr::V4(address) => Ok(address),
@@ -62,10 +56,7 @@ pub struct Spoofer {
 }
 
 impl Spoofer {
-    /// At the server.
-    ///
-    /// # Errors
-    /// Without root.
+    /// At the server. Fails without root.
     pub fn open(server: &Namespace) -> anyhow::Result<Self> {
         let open = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
@@ -75,10 +66,7 @@ impl Spoofer {
         Ok(Self { socket: server.within(open)? })
     }
 
-    /// One response with that id to that client.
-    ///
-    /// # Errors
-    /// When the kernel does not send it.
+    /// One response with that id to that client. Fails when the kernel does not send it.
     pub fn respond(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
         const IP_BYTES: usize = 20;
         const UDP_BYTES: usize = 8;

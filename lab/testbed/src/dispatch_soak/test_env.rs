@@ -51,10 +51,7 @@ pub struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts everything.
-    ///
-    /// # Errors
-    /// When something cannot be started.
+    /// Starts everything. Fails when something cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let options =
             TestbedOptions { instance: instance.to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
@@ -96,10 +93,8 @@ impl TestEnv {
         Ok(command)
     }
 
-    /// Starts `coreward dispatch` and waits until it has looked, and so many workers get requests.
-    ///
-    /// # Errors
-    /// When it cannot be started, or finds not all in time.
+    /// Starts `coreward dispatch` and waits until it has looked, and so many workers get requests. Fails when it cannot
+    /// be started, or finds not all in time.
     pub fn attach(&mut self, workers: u64) -> anyhow::Result<()> {
         let mut command = self.dispatch()?;
         command.env("RUST_LOG", "error");
@@ -118,20 +113,14 @@ impl TestEnv {
         }
     }
 
-    /// Kills `coreward dispatch`; requests go on being dispatched.
-    ///
-    /// # Errors
-    /// When there is none.
+    /// Kills `coreward dispatch`; requests go on being dispatched. Fails when there is none.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.daemon.take().context("no daemon")?;
         daemon.signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
-    /// Ends the dispatch: the kernel picks.
-    ///
-    /// # Errors
-    /// When the command fails.
+    /// Ends the dispatch: the kernel picks. Fails when the command fails.
     pub fn detach(&mut self) -> anyhow::Result<()> {
         let status = self.daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch: {status}");
@@ -140,10 +129,7 @@ impl TestEnv {
         self.testbed.run(self.testbed.server(1)?, command).map(drop)
     }
 
-    /// What `coreward dispatch --status` says of the service.
-    ///
-    /// # Errors
-    /// When nothing is dispatched.
+    /// What `coreward dispatch --status` says of the service. Fails when nothing is dispatched.
     pub fn ledger(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch()?;
         command.args(["--status", "--format", "json"]);
@@ -152,19 +138,13 @@ impl TestEnv {
         Ok(status["services"][0].take())
     }
 
-    /// Datagrams that waited at sockets that are gone.
-    ///
-    /// # Errors
-    /// When the program's counter cannot be read.
+    /// Datagrams that waited at sockets that are gone. Fails when the program's counter cannot be read.
     pub fn purged(&self) -> anyhow::Result<u64> {
         let value = self.purged.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
         Ok(u64::from_ne_bytes(value[..8].try_into()?))
     }
 
-    /// Starts to send, for so long.
-    ///
-    /// # Errors
-    /// When it cannot be started.
+    /// Starts to send, for so long. Fails when it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
         command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE]);
@@ -174,10 +154,7 @@ impl TestEnv {
         self.testbed.spawn(self.testbed.client(), command)
     }
 
-    /// Waits for the end of the load; what it saw.
-    ///
-    /// # Errors
-    /// When it fails.
+    /// Waits for the end of the load; what it saw. Fails when it fails.
     pub fn load_report(&self, mut load: Process) -> anyhow::Result<Value> {
         let status = load.wait(*TIMEOUT)?;
         ensure!(status.success(), "coreward-lab load: {status}");

@@ -15,18 +15,13 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Returns the path of the command `coreward`, which is built into the same directory as this program.
-///
-/// # Errors
-/// When there is none.
+/// Returns the path of the command `coreward`, which is built into the same directory as this program. Fails when there
+/// is none.
 pub fn coreward_command() -> anyhow::Result<PathBuf> {
     command_named("coreward")
 }
 
-/// Returns the path of the command `coreward-lab`.
-///
-/// # Errors
-/// When there is none.
+/// Returns the path of the command `coreward-lab`. Fails when there is none.
 pub fn lab_command() -> anyhow::Result<PathBuf> {
     command_named("coreward-lab")
 }
@@ -38,18 +33,13 @@ fn command_named(name: &str) -> anyhow::Result<PathBuf> {
     found.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own.display()))
 }
 
-/// `coreward ARGUMENTS` with the operator's token, to be run beside the only controller.
-///
-/// # Errors
-/// When there is no `coreward`.
+/// `coreward ARGUMENTS` with the operator's token, to be run beside the only controller. Fails when there is no
+/// `coreward`.
 pub fn asking(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
     asking_of(testbed, [1], arguments)
 }
 
-/// The same, of whichever of these controllers leads.
-///
-/// # Errors
-/// When there is no `coreward`.
+/// The same, of whichever of these controllers leads. Fails when there is no `coreward`.
 pub fn asking_of(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -75,10 +65,8 @@ pub(crate) fn logs(testbed: &Testbed) -> String {
     all
 }
 
-/// The capabilities that the daemon's systemd unit leaves it, as in `CAP_BPF CAP_NET_ADMIN`.
-///
-/// # Errors
-/// When there is no such daemon.
+/// The capabilities that the daemon's systemd unit leaves it, as in `CAP_BPF CAP_NET_ADMIN`. Fails when there is no
+/// such daemon.
 pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     let unit = match daemon {
         "controller" => include_str!("../../../../packaging/systemd/coreward-controller.service"),

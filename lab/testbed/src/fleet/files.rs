@@ -132,10 +132,8 @@ pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
     certificates(testbed).join(format!("{role}-{name}"))
 }
 
-/// Writes ca.crt, own.crt and own.key of somebody, signed by the testbed's authority. Gives the directory.
-///
-/// # Errors
-/// When there is no authority, or files cannot be written.
+/// Writes ca.crt, own.crt and own.key of somebody, signed by the testbed's authority. Gives the directory. Fails when
+/// there is no authority, or files cannot be written.
 pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&certificates(testbed))?;
     let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };

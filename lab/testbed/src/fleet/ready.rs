@@ -13,8 +13,6 @@ use super::options::AdminState;
 use crate::topology::{Testbed, load_balancer_name};
 
 impl Fleet {
-    /// # Errors
-    /// What is missing.
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.status(testbed)?;
         let reporting = array(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();

@@ -33,10 +33,7 @@ impl KeyValueServer {
         children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Process id of a worker.
-    ///
-    /// # Errors
-    /// When it does not live.
+    /// Process id of a worker. Fails when it does not live.
     pub fn worker_pid(&self, worker: u8) -> anyhow::Result<u32> {
         let name = format!("core{worker}");
         let is_it =
@@ -44,10 +41,7 @@ impl KeyValueServer {
         self.worker_pids().into_iter().find(is_it).with_context(|| format!("there is no worker {worker}"))
     }
 
-    /// What each worker has done.
-    ///
-    /// # Errors
-    /// When the counter file cannot be read.
+    /// What each worker has done. Fails when the counter file cannot be read.
     pub fn counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
         let numbers = read_busy_file(&self.counter_file)?;
         let (each, _) = numbers.as_chunks::<{ Counters::COUNT }>();
@@ -56,11 +50,9 @@ impl KeyValueServer {
 }
 
 impl Testbed {
-    /// Starts a key-value server on a server, listening on UDP at [`SERVICE`], with further `options` as
-    /// `coreward-lab testbed key-value-server` takes them, and waits until all its sockets are bound.
-    ///
-    /// # Errors
-    /// When there is no such server, or it is not ready in time.
+    /// Starts a key-value server on a server, listening on UDP at [`SERVICE`], with further `options` as `coreward-lab
+    /// testbed key-value-server` takes them, and waits until all its sockets are bound. Fails when there is no such
+    /// server, or it is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
         let counter_file = self.directory().join(format!("key-value-s{number}"));
         // One that was killed before may have left its file.

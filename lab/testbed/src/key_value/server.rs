@@ -90,10 +90,8 @@ impl From<&[u64; Counters::COUNT]> for WorkerCounters {
     }
 }
 
-/// Serves until SIGINT or SIGTERM, then prints what each worker has done as one line of JSON.
-///
-/// # Errors
-/// When it cannot listen, when an option makes no sense, or when all workers have ended.
+/// Serves until SIGINT or SIGTERM, then prints what each worker has done as one line of JSON. Fails when it cannot
+/// listen, when an option makes no sense, or when all workers have ended.
 pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let mut server = Server::new(args)?;

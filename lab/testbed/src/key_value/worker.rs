@@ -164,10 +164,7 @@ fn sleep_until(moment_ns: u64) {
     while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
 }
 
-/// Gives the receive queue `bytes`, beyond net.core.rmem_max if we may.
-///
-/// # Errors
-/// When it gets less.
+/// Gives the receive queue `bytes`, beyond net.core.rmem_max if we may. Fails when it gets less.
 pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
     use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
     use nix::sys::socket::{getsockopt, setsockopt};

@@ -94,19 +94,14 @@ pub struct Comparison {
 }
 
 /// Measures and prints.
-///
-/// # Errors
-/// As [`compare`].
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     print!("{}", compare(args)?.printed(args.format));
     Ok(())
 }
 
-/// Runs knotd on a server of a testbed of its own, and measures every policy in turns.
-///
-/// # Errors
-/// Without root (one sentence) or knotd, when something does not start, an answer is an error, or the machine is too busy.
+/// Runs knotd on a server of a testbed of its own, and measures every policy in turns. Fails without root or knotd,
+/// when something does not start, an answer is an error, or the machine is too busy.
 pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);

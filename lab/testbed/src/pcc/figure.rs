@@ -15,10 +15,8 @@ pub fn interrupt() {
     interrupt::request();
 }
 
-/// Measures every series of `scenario`, whose labels are names of methods, with every seed.
-///
-/// # Errors
-/// When a series is no method's name, a panel's measure is none of ours, or a run fails.
+/// Measures every series of `scenario`, whose labels are names of methods, with every seed. Fails when a series is no
+/// method's name, a panel's measure is none of ours, or a run fails.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     let methods: Vec<Method> = scenario
         .series

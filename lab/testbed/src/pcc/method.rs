@@ -25,10 +25,7 @@ pub const METHODS: [Method; 6] = [
 ];
 
 impl Method {
-    /// The method of that name.
-    ///
-    /// # Errors
-    /// When there is none; names those that are.
+    /// The method of that name. Fails when there is none; names those that are.
     pub fn parse(name: &str) -> Result<Self, String> {
         let names = || METHODS.map(|method| method.name).join(", ");
         let found = METHODS.into_iter().find(|method| method.name == name);

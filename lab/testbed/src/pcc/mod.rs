@@ -29,10 +29,8 @@ pub struct PccArgs {
     streams: Streams,
 }
 
-/// Makes one run and prints what was seen, second by second, as JSON.
-///
-/// # Errors
-/// Without root (one sentence), when something does not start, or when interrupted; nothing is left behind.
+/// Makes one run and prints what was seen, second by second, as JSON. Fails without root, when something does not
+/// start, or when interrupted; nothing is left behind.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let run = Run::make(args.method, &args.streams, &|| ())?;

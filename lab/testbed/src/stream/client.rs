@@ -160,10 +160,8 @@ impl StreamSecond {
     }
 }
 
-/// Makes the connections and prints the report as one line of JSON. SIGTERM and SIGINT end it early.
-///
-/// # Errors
-/// When an address is not the client's, or the run needs more ports than its addresses have.
+/// Makes the connections and prints the report as one line of JSON. SIGTERM and SIGINT end it early. Fails when an
+/// address is not the client's, or the run needs more ports than its addresses have.
 pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
     interrupt::catch()?;
@@ -395,18 +393,14 @@ pub struct StreamClient {
 }
 
 impl Testbed {
-    /// Starts a client, which uses all of the client host's addresses. `start_ns`: when its warm-up begins.
-    ///
-    /// # Errors
-    /// When it cannot be started.
+    /// Starts a client, which uses all of the client host's addresses. `start_ns`: when its warm-up begins. Fails when
+    /// it cannot be started.
     pub fn start_stream_client(&self, streams: &Streams, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
         self.start_stream_client_at(SERVICE, 0..self.options().client_addresses, streams, start_ns)
     }
 
-    /// The same to another service, from some of the client host's addresses: others may bind the rest.
-    ///
-    /// # Errors
-    /// When it cannot be started.
+    /// The same to another service, from some of the client host's addresses: others may bind the rest. Fails when it
+    /// cannot be started.
     pub fn start_stream_client_at(
         &self,
         service: SocketAddrV4,
@@ -433,10 +427,8 @@ impl Testbed {
 }
 
 impl StreamClient {
-    /// Asks it to end within a second (SIGTERM), and waits.
-    ///
-    /// # Errors
-    /// When it has ended before, failed or still runs after `limit`.
+    /// Asks it to end within a second (SIGTERM), and waits. Fails when it has ended before, failed or still runs after
+    /// `limit`.
     pub fn end(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
         let ended = self.process.try_wait()?;
         ensure!(ended.is_none(), "the stream client has ended before: {ended:?}");
@@ -444,10 +436,7 @@ impl StreamClient {
         self.finish(limit)
     }
 
-    /// Waits for its end.
-    ///
-    /// # Errors
-    /// When it failed or still runs after `limit`.
+    /// Waits for its end. Fails when it failed or still runs after `limit`.
     pub fn finish(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
         let status = self.process.wait(limit)?;
         ensure!(status.success(), "the stream client failed: {status}");

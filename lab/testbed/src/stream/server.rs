@@ -47,10 +47,7 @@ fn parse_server(text: &str) -> Result<(String, PathBuf), String> {
     Ok((namespace.to_owned(), file.into()))
 }
 
-/// Serves until killed.
-///
-/// # Errors
-/// When it cannot listen in a namespace, or a core load file cannot be made.
+/// Serves until killed. Fails when it cannot listen in a namespace, or a core load file cannot be made.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
     let servers: Vec<Server> = args
@@ -205,18 +202,12 @@ pub struct StreamServers {
 }
 
 impl Testbed {
-    /// Serves on all servers that are there, from one process.
-    ///
-    /// # Errors
-    /// When it does not listen within ten seconds.
+    /// Serves on all servers that are there, from one process. Fails when it does not listen within ten seconds.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServers> {
         self.start_stream_servers_at(SERVICE, |number| fleet::busy_file(self, number))
     }
 
     /// The same at another address; `busy`: by a server's number, the file for its busy time.
-    ///
-    /// # Errors
-    /// As [`Testbed::start_stream_servers`].
     pub fn start_stream_servers_at(
         &self,
         listen: SocketAddrV4,

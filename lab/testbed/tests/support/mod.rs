@@ -114,10 +114,7 @@ impl TestEnv {
     }
 }
 
-/// Returns the page that a part in this namespace serves to Prometheus at `address`.
-///
-/// # Errors
-/// When it does not answer.
+/// Returns the page that a part in this namespace serves to Prometheus at `address`. Fails when it does not answer.
 pub fn metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
     let mut curl = Command::new("curl");
     curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{address}/metrics")]);

@@ -48,8 +48,7 @@ pub struct Flooder {
 }
 
 impl Flooder {
-    /// # Errors
-    /// Without the right to load BPF programs or to make a network namespace; when there is no such CPU.
+    /// Fails without the right to load BPF programs or to make a network namespace; when there is no such CPU.
     pub fn start(cpu: usize) -> anyhow::Result<Self> {
         let (orders, received) = channel();
         let (outcome, outcomes) = channel();
@@ -77,9 +76,6 @@ impl Flooder {
     }
 
     /// Does `work` while the other CPU does what is ordered, and says what that did.
-    ///
-    /// # Errors
-    /// Those of `work`, and when a SYN was not forwarded.
     pub fn beside<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);

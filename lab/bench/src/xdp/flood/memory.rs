@@ -20,8 +20,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// # Errors
-    /// When the kernel does not tell.
+    /// Fails when the kernel does not tell.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut programs = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));

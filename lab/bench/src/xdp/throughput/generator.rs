@@ -61,11 +61,8 @@ pub struct Traffic<'a> {
 }
 
 impl Generator {
-    /// Sends `traffic` into the wire, and receives what comes back. `floor`: what is attached at the
-    /// tested end.
-    ///
-    /// # Errors
-    /// Without the right to load BPF programs.
+    /// Sends `traffic` into the wire, and receives what comes back. `floor`: what is attached at the tested end. Fails
+    /// without the right to load BPF programs.
     pub fn new(wire: &Wire, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
         let mut storage = MaybeUninit::uninit();
@@ -98,10 +95,7 @@ impl Generator {
         })
     }
 
-    /// Sends so many frames as fast as this CPU can.
-    ///
-    /// # Errors
-    /// When the kernel does not offer live frames (before 5.18).
+    /// Sends so many frames as fast as this CPU can. Fails when the kernel does not offer live frames (before 5.18).
     pub fn send(&self, frames: u32) -> anyhow::Result<()> {
         test_run::run_live(self.generate.as_fd(), &[0; FRAME_BYTES], frames).context("sending live frames")
     }

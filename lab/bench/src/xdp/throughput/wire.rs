@@ -36,11 +36,8 @@ impl Work {
 }
 
 impl Wire {
-    /// The `number`th pair in the calling thread's network namespace. The tested end has the MAC address that frames are
-    /// sent to.
-    ///
-    /// # Errors
-    /// Without root.
+    /// The `number`th pair in the calling thread's network namespace. The tested end has the MAC address that frames
+    /// are sent to. Fails without root.
     pub fn new(number: usize) -> anyhow::Result<Self> {
         // NAPI threads of all namespaces are found by the device's name.
         let name = |end| format!("b{}{end}{number}", std::process::id());
@@ -73,10 +70,8 @@ pub struct NapiThread {
 }
 
 impl NapiThread {
-    /// Gives the device a NAPI thread, on that CPU only. veth polls by NAPI once it has an XDP program.
-    ///
-    /// # Errors
-    /// When the kernel has no threaded NAPI for the device, or the CPU does not exist.
+    /// Gives the device a NAPI thread, on that CPU only. veth polls by NAPI once it has an XDP program. Fails when the
+    /// kernel has no threaded NAPI for the device, or the CPU does not exist.
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
         namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
@@ -86,10 +81,8 @@ impl NapiThread {
         Ok(Self { device: device.to_owned(), process })
     }
 
-    /// Waits until the thread sleeps, so that it has received all frames. Then what it has done.
-    ///
-    /// # Errors
-    /// When the thread or the device is gone.
+    /// Waits until the thread sleeps, so that it has received all frames. Then what it has done. Fails when the thread
+    /// or the device is gone.
     pub fn work_when_idle(&self) -> anyhow::Result<Work> {
         while self.state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));

@@ -18,10 +18,7 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Creates it if needed.
-    ///
-    /// # Errors
-    /// When it cannot be created; names it.
+    /// Creates it if needed. Fails when it cannot be created; names it.
     pub fn open(path: &Path, of_papers: Vec<Embedded>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
         Ok(Self { path: path.to_owned(), of_papers })
@@ -34,10 +31,7 @@ impl Directory {
         result.provenance.makes_the_same(provenance).then_some(result)
     }
 
-    /// Writes the files of one figure, then the page.
-    ///
-    /// # Errors
-    /// When a file cannot be written; names it.
+    /// Writes the files of one figure, then the page. Fails when a file cannot be written; names it.
     pub fn write(
         &self,
         result: &FigureResult,

@@ -55,10 +55,8 @@ impl Overrides {
         .concat()
     }
 
-    /// Changes the scenario. Claims on what is left out go with it.
-    ///
-    /// # Errors
-    /// When it is not a live one, or has no such series or point.
+    /// Changes the scenario. Claims on what is left out go with it. Fails when it is not a live one, or has no such
+    /// series or point.
     pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.is_nothing() {
             return Ok(());

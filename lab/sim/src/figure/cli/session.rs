@@ -35,9 +35,7 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 
 impl Session {
     /// From here on SIGINT, SIGTERM and SIGHUP end the process between two figures' files, a measurement in order.
-    ///
-    /// # Errors
-    /// When signals cannot be handled.
+    /// Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
         let state = Arc::new(Mutex::new(State::default()));
         let shared = Arc::clone(&state);
@@ -92,9 +90,6 @@ impl Session {
     }
 
     /// Writes a figure's files; a signal waits until all of them are there.
-    ///
-    /// # Errors
-    /// Those of `write`.
     pub fn writing(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock(&self.state);
         write()

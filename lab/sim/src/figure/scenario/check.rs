@@ -13,8 +13,7 @@ const MOST_SEEDS: u64 = 1_000;
 /// What is wrong, and where in the file.
 type Wrong = (Range<usize>, String);
 
-/// # Errors
-/// The first thing that is wrong.
+/// The error names the mistake and its place.
 pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
     let checks = [seeds, kinds, names, axes, published, claims, runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))

@@ -60,10 +60,8 @@ pub struct Input {
     pub begins: FileFormat,
 }
 
-/// Opens a file and looks into it as often as it is compressed.
-///
-/// # Errors
-/// When it cannot be read, or is neither a capture nor an arrival log.
+/// Opens a file and looks into it as often as it is compressed. Fails when it cannot be read, or is neither a capture
+/// nor an arrival log.
 pub fn open(path: &Path) -> Result<Input, TraceError> {
     let shown = || path.display().to_string();
     let failed = |error| TraceError::File { path: shown(), error };

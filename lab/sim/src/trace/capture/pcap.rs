@@ -31,10 +31,7 @@ impl Encoding {
     }
 }
 
-/// Reads a whole file.
-///
-/// # Errors
-/// What is wrong with it, or that nobody listens any more.
+/// Reads a whole file. The error names the mistake and its place.
 pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
     let mut header = [0; FILE_HEADER_BYTES];
     read_all(&mut reader, &mut header, out)?;

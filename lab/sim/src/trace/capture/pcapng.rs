@@ -57,10 +57,7 @@ impl Interface {
     }
 }
 
-/// Reads a whole file.
-///
-/// # Errors
-/// What is wrong with it, or that nobody listens any more.
+/// Reads a whole file. The error names the mistake and its place.
 pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
     let mut file = match PcapNGReader::new(BUFFER_BYTES, WholeReads(reader)) {
         Ok(file) => file,

@@ -10,12 +10,9 @@ use crate::trace::{Batch, Event, Trace};
 /// Ethernet, IPv4 and TCP without options.
 const HEADERS_BYTES: usize = 54;
 
-/// Writes a classic capture (microseconds would blur the order: nanoseconds) of all packets, as TCP over IPv4 over Ethernet: SYN on a
-/// flow's first packet, FIN on its last. Each packet is cut off at `snap_length` bytes (at least 54). A history
-/// has no packets and is left out.
-///
-/// # Errors
-/// When the trace cannot be read or the capture not written.
+/// Writes a classic capture (microseconds would blur the order: nanoseconds) of all packets, as TCP over IPv4 over
+/// Ethernet: SYN on a flow's first packet, FIN on its last. Each packet is cut off at `snap_length` bytes (at least
+/// 54). A history has no packets and is left out. Fails when the trace cannot be read or the capture not written.
 ///
 /// # Panics
 /// When a flow is IPv6.
