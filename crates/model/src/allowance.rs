@@ -2,9 +2,9 @@
 //! server's fair part of the connections that were opened, and shrinks by those that it got. A server whose bucket is
 //! empty gets none.
 
-/// How many times its fair part of new connections a server may take for long.
+/// Multiple of its fair part of new connections that a server may take in the long run.
 pub const TIMES_FAIR: f64 = 2.0;
-/// The allowance of a server that has taken none, in seconds of that: a server that joins fills up within it.
+/// Allowance of a server that has taken none, in seconds: a server that joins fills up within them.
 const WINDOW_SECONDS: f64 = 10.0;
 /// The smallest full allowance: few connections show nothing.
 const MIN_CONNECTIONS: f64 = 64.0;
@@ -21,7 +21,7 @@ pub struct Allowance {
 }
 
 impl Allowance {
-    /// That of a server that has taken none. `expected`: its fair part per second.
+    /// Returns the allowance of a server that has taken none. `expected`: its fair part per second.
     pub fn full(expected: f64) -> Self {
         Self { left: Self::most(expected), expected, is_limited: false }
     }
@@ -30,7 +30,7 @@ impl Allowance {
         (TIMES_FAIR * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
     }
 
-    /// `seconds` (at most 10) have passed, in which `expected` connections were the server's fair part, and `opened`
+    /// Accounts for `seconds` (at most 10), in which `expected` connections were the server's fair part and `opened`
     /// were opened.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
         self.expected += EXPECTED_ALPHA * (expected - self.expected * seconds);
@@ -44,7 +44,7 @@ impl Allowance {
         self.left < 0.0
     }
 
-    /// Whether the server took too many: it stays so until half of the allowance is there again.
+    /// Whether the server took too many. It stays so until half of the allowance is there again.
     pub fn is_limited(&self) -> bool {
         self.is_limited
     }

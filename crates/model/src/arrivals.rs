@@ -1,7 +1,7 @@
-//! Arrival logs: which connections a client opens when, and what each asks for.
+//! Arrival logs: start, requests and service times of a client's connections.
 //!
-//! A log is drawn once from a seed and then replayed, open loop, under every policy: by the demo on real packets, by the
-//! simulator in virtual time. It names source address and port of every connection, so that RSS and the load
+//! A log is drawn once from a seed and then replayed, open loop, under every policy: by the demo on real packets, by
+//! the simulator in virtual time. It names source address and port of every connection, so that RSS and the load
 //! balancer's hash see the same 4-tuples each time.
 //!
 //! The file is text, one line per connection in the order of their starts:
@@ -25,7 +25,7 @@ use crate::rss::{seeded_rng, uniform_below};
 /// [`seeded_rng`]'s stream for arrival logs.
 const PURPOSE_ARRIVALS: u64 = 2;
 
-/// Source ports of a log: above the well-known ones, below those that the kernel draws by itself last.
+/// Source ports of a log: above the well-known ones, below the kernel's last ephemeral ones.
 const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
 /// The first of the client's addresses in the demo's network.
@@ -36,9 +36,9 @@ const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// One connection: request `i` is due at `start_us + i * interval_us`, whether or not earlier ones were answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
-    /// When the connection is opened and its first request is due (us after the log's start).
+    /// Start of the connection and of its first request (us after the log's start).
     pub start_us: u64,
-    /// Which of the client's addresses (0 .. [`ArrivalLog::source_addresses`]).
+    /// Index of the client's address (0 .. [`ArrivalLog::source_addresses`]).
     pub source_address: u16,
     /// Source port (1..=65535); with the address unique in the log.
     pub source_port: u16,
@@ -46,28 +46,28 @@ pub struct Arrival {
     pub requests: u32,
     /// Time from one request to the next (us).
     pub interval_us: u32,
-    /// How long a core serves each request (us), at least 1.
+    /// Service time of each request (us), at least 1.
     pub service_us: u32,
 }
 
 impl Arrival {
-    /// When request `index` is due (us after the log's start).
+    /// Returns the time of request `index` (us after the log's start).
     pub fn due_us(&self, index: u32) -> u64 {
         self.start_us + u64::from(index) * u64::from(self.interval_us)
     }
 
-    /// When the last request is due (us after the log's start).
+    /// Returns the time of the last request (us after the log's start).
     pub fn last_due_us(&self) -> u64 {
         self.due_us(self.requests - 1)
     }
 
-    /// Client and VIP as the demo's network has them, where a log needs addresses and no network is there.
+    /// Returns the 4-tuple in the demo's network, where a log needs addresses without a network.
     pub fn four_tuple(&self) -> FourTuple {
         let client = Ipv4Addr::from_bits(FIRST_CLIENT.to_bits() + u32::from(self.source_address));
         FourTuple::ipv4((client, self.source_port), (DEMO_VIP, 80))
     }
 
-    /// Work that the connection brings in all (us of one core).
+    /// Returns the connection's work (us of one core).
     pub fn work_us(&self) -> u64 {
         u64::from(self.requests) * u64::from(self.service_us)
     }
@@ -76,17 +76,17 @@ impl Arrival {
 /// The connections of one run, in the order of their starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArrivalLog {
-    /// What it was drawn from.
+    /// Seed of the draw.
     pub seed: u64,
     /// Requests are due within this time (us).
     pub duration_us: u64,
-    /// How many addresses the client needs.
+    /// Number of the client's addresses.
     pub source_addresses: u16,
     /// The connections.
     pub arrivals: Vec<Arrival>,
 }
 
-/// What a log is drawn for: many mice, and elephants that carry most of the work, as in a data centre.
+/// Parameters of a log: many mice, and elephants that carry most of the work, as in a data centre.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
     /// Requests are due within this time (us).
@@ -95,29 +95,28 @@ pub struct Workload {
     pub cores: u32,
     /// Load of a core averaged over the pool, in thousandths of its capacity.
     pub mean_load_permille: u32,
-    /// How long a core serves each request (us).
+    /// Service time of each request (us), at least 1.
     pub service_us: u32,
     /// Part of the work that elephants bring, in thousandths.
     pub elephant_work_permille: u32,
     /// Rate of an elephant in thousandths of a core's mean load.
     pub elephant_rate_permille: u32,
-    /// How long elephants live, drawn uniformly (us).
+    /// Life of an elephant, drawn uniformly (us).
     pub elephant_life_us: (u64, u64),
     /// Requests of a mouse, drawn uniformly.
     pub mouse_requests: (u32, u32),
     /// Time between two requests of a mouse (us).
     pub mouse_interval_us: u32,
-    /// The elephants of a pool that has been running for long do not come all at once, but spread over this time (us):
-    /// from then on the load is stationary.
+    /// Time over which the elephants of a long-running pool start (us): from then on the load is stationary.
     pub ramp_us: u64,
-    /// How many addresses the client has.
+    /// Number of the client's addresses.
     pub source_addresses: u16,
 }
 
 impl Default for Workload {
-    /// The demo's: 16 cores at 60 %, so that a core with a few connections too many is overloaded. 80 requests per second
-    /// and core are what two CPUs carry for five pools at once, hence 7.5 ms each; a core then holds about eight
-    /// elephants, each 10 % of its mean load.
+    /// Returns the demo's workload: 16 cores at 60 %, so that a core with a few connections too many is overloaded. Two
+    /// CPUs carry 80 requests per second and core for five pools at once, hence 7.5 ms each. A core then holds about
+    /// eight elephants, each 10 % of its mean load.
     fn default() -> Self {
         Self {
             duration_us: 38_000_000,
@@ -144,13 +143,12 @@ impl Workload {
 
     /// Draws the log of `seed`.
     ///
-    /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count, which needs no
-    /// logarithm and so comes out the same on every machine. The elephants that a pool which has been running for long would
-    /// already have come within the ramp, each with what is then left of its life, so that the load is stationary
-    /// from the end of the ramp on. (All at once at time 0 they would be a stampede, not a load.)
+    /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count. That needs no
+    /// logarithm, so the log is the same on every machine. The elephants that a long-running pool would already have
+    /// start within the ramp, each with the rest of its life: from the end of the ramp on the load is stationary.
     ///
     /// # Panics
-    /// When more connections are asked for than source addresses and ports can name.
+    /// When the log needs more connections than source addresses and ports can name.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
         let mut draw = Draw { rng: seeded_rng(seed, PURPOSE_ARRIVALS), used: HashSet::new(), workload: *self };
         let work_us_per_s = u64::from(self.cores) * u64::from(self.mean_load_permille) * 1_000;
@@ -164,7 +162,8 @@ impl Workload {
         let alive = elephant_request_rate_per_s * u64::from(interval_us) / 1_000_000;
         let mut arrivals = Vec::new();
         for _ in 0..alive {
-            // The life of an elephant met at a random moment is longer than average: drawn in proportion to its length.
+            // An elephant that is alive at a random time has a longer life than average: drawn in proportion to its
+            // length.
             let life_us = loop {
                 let life_us = draw.between(life_min, life_max);
                 if draw.below(life_max) < life_us {
@@ -199,12 +198,12 @@ struct Draw {
 }
 
 impl Draw {
-    /// Uniform below `bound` (0 for a bound of 0). The bias of a 64-bit remainder is below 2^-30 here.
+    /// Returns a uniform number below `bound` (0 for a bound of 0). The bias of a 64-bit remainder is below 2^-30 here.
     fn below(&mut self, bound: u64) -> u64 {
         self.rng.next_u64() % bound.max(1)
     }
 
-    /// Uniform, both ends included.
+    /// Returns a uniform number, both ends included.
     fn between(&mut self, low: u64, high: u64) -> u64 {
         low + self.below(high - low + 1)
     }
@@ -214,7 +213,7 @@ impl Draw {
         self.connection(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
-    /// A connection cut off at the end of the run; `None` when it would start after it.
+    /// Returns a connection cut off at the end of the run; `None` when it would start after it.
     fn connection(&mut self, start_us: u64, requests: u32, interval_us: u32) -> Option<Arrival> {
         let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
         let requests = u64::from(requests).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
@@ -227,7 +226,7 @@ impl Draw {
         let (first, last) = (*SOURCE_PORTS.start(), *SOURCE_PORTS.end());
         let ports = u32::from(last - first) + 1;
         let all = ports as usize * usize::from(self.workload.source_addresses);
-        // Beyond half of them the search for a free one becomes slow; nobody needs that many.
+        // Beyond half of them the search for a free one becomes slow; no log needs that many.
         assert!(self.used.len() < all / 2, "{} source addresses are too few for this log", all / ports as usize);
         loop {
             let address = uniform_below(&mut self.rng, u32::from(self.workload.source_addresses)) as u16;
@@ -254,24 +253,23 @@ impl fmt::Display for ArrivalLog {
     }
 }
 
-/// What is wrong with an arrival log, and where.
+/// A mistake in an arrival log.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("arrival log, line {line}: {found:?}: expected {expected}")]
 pub struct ArrivalLogError {
-    /// Counted from 1.
+    /// Line, from 1.
     pub line: usize,
-    /// What stands there.
+    /// Text of the line.
     pub found: String,
-    /// What should.
+    /// Expected text.
     pub expected: &'static str,
 }
 
 impl FromStr for ArrivalLog {
     type Err = ArrivalLogError;
 
-    /// # Errors
-    /// When the header or a line is not as the module's documentation shows, connections are not in the order of their
-    /// starts, two have the same source, or one starts after the log's end.
+    /// Fails unless the text has the form in the module's documentation, connections are in the order of their starts,
+    /// sources are unique, and none starts after the log's end.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut lines = text.lines().enumerate();
         let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());

@@ -1,8 +1,8 @@
-//! Whose a service's buckets are, and whose they were before: what `placement_table.consistent_before` says.
+//! Current and previous server of each bucket of a service: source of `placement_table.consistent_before`.
 //!
-//! Connections without a cookie go by the bucket. When a bucket changes hands its older connections are still at the server
-//! before, and the new one hands on what it does not know (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy chaining").
-//! One step back is remembered, as there: who had the bucket twice ago is asked no more.
+//! Connections without a cookie go by the bucket. When a bucket moves, its older connections remain at the previous
+//! server, and the new one forwards unknown packets to it (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy
+//! chaining"). As there, the history is one step deep.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,23 +17,23 @@ pub struct BucketHistory {
 }
 
 impl BucketHistory {
-    /// As it was remembered elsewhere; `None` when the two lists do not fit each other.
+    /// Returns a stored history; `None` when the two lists do not fit each other.
     pub fn restored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
         (now.len() == before.len()).then_some(Self { now, before })
     }
 
-    /// By bucket, whose it is; empty before the first table.
+    /// By bucket, its server; empty before the first table.
     pub fn now(&self) -> &[ServerId] {
         &self.now
     }
 
-    /// By bucket, whose it was before it last changed hands.
+    /// By bucket, its server before it last moved.
     pub fn before(&self) -> &[Option<ServerId>] {
         &self.before
     }
 
-    /// Takes in the choice of a new table; true when a bucket changed hands. Nobody's buckets (no server is eligible) stay
-    /// on record as whose they were. With another number of buckets all begins anew: none is the same as one of before.
+    /// Records the choice of a new table; true when a bucket moved. A bucket without eligible server keeps its last
+    /// one. Another number of buckets starts a new history, because no bucket is the same.
     pub fn update(&mut self, consistent: &[ServerId]) -> bool {
         if consistent.is_empty() || consistent == self.now {
             return false;
@@ -50,12 +50,12 @@ impl BucketHistory {
         true
     }
 
-    /// What a placement table says: nothing at all where no bucket has changed hands.
+    /// Returns the field of a placement table: empty where no bucket has moved.
     pub fn consistent_before(&self) -> Vec<Option<ServerId>> {
         if self.before.iter().all(Option::is_none) { Vec::new() } else { self.before.clone() }
     }
 
-    /// For each server that has buckets: from whom.
+    /// Returns the previous servers of the buckets of each server.
     pub fn predecessors(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut predecessors: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
         for (now, before) in self.now.iter().zip(&self.before) {

@@ -1,11 +1,11 @@
 //! The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack).
 //!
-//! An entry's place is in the cookie of the connection's packets, so that finding, taking and freeing one take constant
-//! time and no hash table. The layouts are in `bpf/include/intf.h`; `bpf/lb/connection_table.h` says how packets use
-//! them and why that is right. Here:
+//! The cookie of a connection's packets has the place of its entry, so that finding, taking and freeing one take
+//! constant time and no hash table. `bpf/include/intf.h` has the layouts; `bpf/lb/connection_table.h` describes the
+//! operations of packets and their correctness. Here:
 //!
-//! * this file: which partition a connection belongs to, what an entry's identity says, when an entry may be freed
-//! * [`table`]: what packets and user space do with the entries, over any memory of 64-bit words
+//! * this file: partitions of connections, identities of entries, and the timers after which an entry may be freed
+//! * [`table`]: operations of packets and user space on the entries, over any memory of 64-bit words
 
 pub mod table;
 
@@ -18,7 +18,7 @@ use coreward_intf as intf;
 use crate::ServerId;
 use crate::cookie::CookieKey;
 
-/// How many entries a connection table has: a power of two from 1,024 to 4,194,304.
+/// Number of entries of a connection table: a power of two from 1,024 to 4,194,304.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableSize(u32);
 
@@ -32,7 +32,7 @@ pub struct TableSize(u32);
 pub struct BadTableSize(pub u64);
 
 impl TableSize {
-    /// Entries in all.
+    /// Returns the number of entries.
     pub fn entries(self) -> u32 {
         self.0
     }
@@ -42,15 +42,15 @@ impl TableSize {
         self.0 / intf::CONNECTIONS_PER_PARTITION
     }
 
-    /// All entries, in the order in which they stand in memory.
+    /// Returns all entries in the order of memory.
     pub fn indexes(self) -> impl Iterator<Item = ConnectionIndex> {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
-    /// The entry at a position in memory: the first place of all partitions, then the second one of all ...
+    /// Returns the entry at a position in memory: the first place of all partitions, then the second one of all ...
     ///
-    /// Partitions hand out their low places first, so what is in use stands close together however large the table is, and
-    /// takes few pages: with a partition's places side by side, 16,384 connections in a table of 2 million would be on
+    /// Partitions hand out their low places first, so entries in use are close together however large the table is, and
+    /// take few pages. With a partition's places side by side, 16,384 connections in a table of 2 million would be on
     /// 2,048 pages, more than the CPU's second TLB holds; so it is 256.
     pub fn index_at(self, position: u32) -> ConnectionIndex {
         ConnectionIndex::new(position % self.partitions(), position / self.partitions())
@@ -83,7 +83,7 @@ impl ConnectionIndex {
         Self(partition << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK)
     }
 
-    /// Its position in the memory of a table of that size.
+    /// Returns its position in the memory of a table of that size.
     pub fn position(self, size: TableSize) -> u32 {
         self.place() * size.partitions() + self.partition()
     }
@@ -93,7 +93,7 @@ impl ConnectionIndex {
         self.0 >> intf::CONNECTION_PLACE_BITS
     }
 
-    /// Its place in the partition: what the cookie holds.
+    /// Returns its place in the partition, which the cookie holds.
     pub fn place(self) -> u32 {
         self.0 & intf::CONNECTION_PLACE_MASK
     }
@@ -103,13 +103,13 @@ impl ConnectionIndex {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OwnerNumber(u8);
 
-/// A number that no cookie can hold.
+/// A number outside the range of owner numbers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("owner number {0} is out of range: expected 0 to {max}", max = intf::MAX_OWNERS - 1)]
 pub struct OwnerNumberOutOfRange(pub u64);
 
 impl OwnerNumber {
-    /// All of them.
+    /// Returns all numbers.
     pub fn all() -> impl Iterator<Item = OwnerNumber> {
         (0..intf::MAX_OWNERS as u8).map(OwnerNumber)
     }
@@ -134,29 +134,29 @@ impl fmt::Display for OwnerNumber {
     }
 }
 
-/// What a cookie of kind 1 holds: owner above, place below.
+/// Returns the content of a cookie of kind 1: owner above, place below.
 pub fn cookie_number(owner: OwnerNumber, place: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK) as u16
 }
 
-/// Owner and place in what a cookie of kind 1 holds.
+/// Returns owner and place in a cookie of kind 1.
 pub fn owner_and_place(number: u16) -> (OwnerNumber, u32) {
     let number = u32::from(number) & intf::COOKIE_ID_MASK;
     (OwnerNumber((number >> intf::CONNECTION_PLACE_BITS) as u8), number & intf::CONNECTION_PLACE_MASK)
 }
 
-/// What a stateful service's first packet carries in its TSecr to the server.
+/// Returns the TSecr that a stateful service's first packet carries to the server.
 pub fn syn_echo(owner: OwnerNumber, place: u32) -> u32 {
     intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, place))
 }
 
-/// The connection's own keyed hash, by a key that never changes while the table lives (the fleet's keys do).
+/// Keyed hash of a connection, by a key that never changes while the table lives (the fleet's keys do).
 /// `bpf/lb/connection_table.h` gives the reason for its form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionHash(u64);
 
 impl ConnectionHash {
-    /// Of a connection to the service at that place.
+    /// Returns the hash of a connection to the service in that slot.
     pub fn new(key: &CookieKey, service: u16, client: SocketAddrV4) -> Self {
         let address = u32::from_le_bytes(client.ip().octets());
         let port = client.port().swap_bytes();
@@ -171,7 +171,7 @@ impl ConnectionHash {
         self.0 as u32 & (size.partitions() - 1)
     }
 
-    /// Tells it from others in the same partition: the upper half.
+    /// Distinguishes connections of the same partition: the upper half.
     pub fn tag(self) -> u32 {
         (self.0 >> intf::CONNECTION_TAG_SHIFT) as u32
     }
@@ -181,39 +181,39 @@ impl ConnectionHash {
         self.0 as u32
     }
 
-    /// Where the entry of its first packet is remembered.
+    /// Returns the slot that records the entry of its first packet.
     pub fn recent_slot(self) -> usize {
         (self.0 as u32 % intf::RECENT_CONNECTIONS) as usize
     }
 }
 
-/// The counter of entries that a client's prefix (/24) holds.
+/// Returns the counter of entries of a client's prefix (/24).
 pub fn source_shard(key: &CookieKey, client: Ipv4Addr) -> usize {
     let prefix = Ipv4Addr::from(u32::from(client) & 0xffff_ff00);
     (ConnectionHash::new(key, 0, SocketAddrV4::new(prefix, 0)).low() % intf::SOURCE_SHARDS) as usize
 }
 
-/// For one entry that a source prefix may hold so many are free.
+/// Free entries for one entry that a source prefix may have.
 const FREE_PER_SOURCE: u32 = 4;
 
-/// Returns how many entries a source prefix may hold, of a table with `in_use` entries: a quarter of those that are
-/// free. So one prefix holds a quarter of the table at most, `n` of them leave 4 / (n + 4) of it to others, and each may
-/// hold its part of an equal division among the counters.
+/// Returns the limit of a source prefix in a table with `in_use` entries: a quarter of the free ones. So one prefix
+/// holds at most a quarter of the table, and `n` of them leave 4 / (n + 4) of it to others. Each may always hold its
+/// part of an equal division among the counters.
 pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
     let free = size.entries().saturating_sub(in_use);
     (free / FREE_PER_SOURCE).max(size.entries() / intf::SOURCE_SHARDS).max(1)
 }
 
-/// What an entry in use says in one word: all that a decision depends on.
+/// Identity of an entry in use, in one word: everything that a decision depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
     /// [`ConnectionHash::tag`].
     pub tag: u32,
-    /// Of this use of the entry: 7 bits.
+    /// Generation of the entry's use: 7 bits.
     pub generation: u16,
-    /// The service's place in the load balancer's tables: 10 bits.
+    /// The service's slot in the load balancer's tables: 10 bits.
     pub service: u16,
-    /// Where the connection goes.
+    /// Server of the connection.
     pub server: ServerId,
 }
 
@@ -245,24 +245,24 @@ impl Identity {
 pub struct Clock(pub u32);
 
 impl Clock {
-    /// The reading when the machine's monotonic clock shows `monotonic`.
+    /// Returns the reading at `monotonic` on the machine's monotonic clock.
     pub fn at(monotonic: Duration) -> Self {
         Self((monotonic.as_millis() / 100) as u32)
     }
 
-    /// How long ago `earlier` was; 0 when it is later than `self` (a packet came after the clock was read).
+    /// Returns the time since `earlier`; 0 when that is later than `self` (a packet came after the clock was read).
     pub fn since(self, earlier: Clock) -> Duration {
         let tenths = self.0.wrapping_sub(earlier.0);
         if tenths > u32::MAX / 2 { Duration::ZERO } else { Duration::from_millis(u64::from(tenths) * 100) }
     }
 }
 
-/// An entry in use, as it was at one moment.
+/// A snapshot of an entry in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connection {
-    /// Where it stands.
+    /// Its index.
     pub index: ConnectionIndex,
-    /// Whose it is, and where it goes.
+    /// Its connection and server.
     pub identity: Identity,
     /// The client.
     pub client: SocketAddrV4,
@@ -270,9 +270,9 @@ pub struct Connection {
     pub packets: u64,
     /// Their frames' bytes.
     pub bytes: u64,
-    /// When the first packet came.
+    /// Time of the first packet.
     pub opened: Clock,
-    /// When the last one came.
+    /// Time of the last packet.
     pub last_seen: Clock,
     /// FIN or RST was seen, and no SYN since.
     pub closing: bool,
@@ -297,8 +297,8 @@ impl Connection {
     }
 }
 
-/// The `count` connections that weigh most, the heaviest first; of equals those that came first. Keeps twice as many in
-/// memory, however many there are.
+/// Returns the `count` connections of most weight, the heaviest first; of equals the earliest. Keeps at most twice as
+/// many in memory.
 pub fn heaviest(
     connections: impl Iterator<Item = Connection>,
     count: usize,
@@ -319,11 +319,11 @@ pub fn heaviest(
     kept
 }
 
-/// How long an entry is left alone.
+/// Times after which an entry may be freed.
 ///
 /// FIN and RST only choose a shorter time: both may be forged, a FIN is only half a close, and the server's TIME-WAIT
-/// follows. So an entry whose time is over may be freed only when the server's agent says that it has no such socket, or
-/// the server is gone. Entries that never got past their SYN are the exception ([`Due::HalfOpen`]).
+/// follows. So an expired entry is freed only when the server's agent has no such socket, or the server is gone.
+/// Entries without a second packet are the exception ([`Due::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timers {
     /// From the SYN to the second packet.
@@ -342,29 +342,30 @@ impl Default for Timers {
     }
 }
 
-/// Why an entry may be freed.
+/// Reason for which an entry may be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Due {
     /// Its server left the fleet.
     ServerGone,
-    /// Nothing but the SYN came: most likely a flood's. Freed without asking: if the client comes after all, its packet
-    /// goes to all servers and the connection heals.
+    /// Only the SYN came: most likely a flood's. Freed without a query: if the client sends after all, its packet is
+    /// broadcast and the connection heals.
     HalfOpen,
-    /// Closed, as it seems: if its server has no such socket.
+    /// Probably closed: freed if its server has no such socket.
     Closing,
-    /// Silent: if its server has no such socket.
+    /// Silent: freed if its server has no such socket.
     Idle,
 }
 
 impl Due {
-    /// Whether the server must be asked first.
+    /// Whether the server must be queried first.
     pub fn must_ask(self) -> bool {
         matches!(self, Due::Closing | Due::Idle)
     }
 }
 
 impl Timers {
-    /// Whether the connection may be freed at `now`, and why. `server_known`: whether its server still is in the fleet.
+    /// Returns the reason to free the connection at `now`, if any. `server_known`: whether its server still is in the
+    /// fleet.
     pub fn due(&self, connection: &Connection, server_known: bool, now: Clock) -> Option<Due> {
         if !server_known {
             return Some(Due::ServerGone);
@@ -456,7 +457,6 @@ mod tests {
     fn a_connection_is_due_by_what_was_seen_of_it() {
         let timers = Timers::default();
         let due = |connection, now| timers.due(&connection, true, Clock(now));
-        // Half-open: 10 s; closing: 60 s; idle: 300 s. The clock wraps.
         let start = u32::MAX - 50;
         for (connection, tenths, why) in [
             (connection(1, false, start), 100, Due::HalfOpen),

@@ -1,4 +1,4 @@
-//! How a service's packets find the server that its connection's first packet found.
+//! Consistency modes: the way from a service's packet to the server of its connection.
 
 use coreward_intf as intf;
 
@@ -13,16 +13,16 @@ pub enum Consistency {
     Stateless,
     /// By an index in the cookie into the connection table (Sect. 3.3).
     Stateful,
-    /// Not at all: each packet goes where the placement rule says.
+    /// None: each packet goes to the placement rule's server.
     None,
-    /// By a hash table of connections, as most load balancers do.
+    /// By a hash table of connections, as in most load balancers.
     HashTable,
-    /// By the bucket; a server hands what it does not know to the one that had the bucket before (Beamer, NSDI'18).
+    /// By the bucket; a server forwards unknown packets to the bucket's previous server (Beamer, NSDI'18).
     Beamer,
 }
 
 impl Consistency {
-    /// All in the order of `enum consistency`.
+    /// All modes in the order of `enum consistency`.
     pub const ALL: [Consistency; intf::CONSISTENCY_COUNT as usize] =
         [Consistency::Stateless, Consistency::Stateful, Consistency::None, Consistency::HashTable, Consistency::Beamer];
 
@@ -37,7 +37,7 @@ impl Consistency {
     }
 }
 
-/// A way of being consistent that there is not.
+/// An unknown consistency mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("consistency {0:?} is not known: expected \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\"")]
 pub struct UnknownConsistency(pub String);
@@ -51,7 +51,7 @@ impl std::str::FromStr for Consistency {
     }
 }
 
-/// Who puts cookies into a service's TCP timestamps.
+/// Origin of the cookies in a service's TCP timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Timestamps {
     /// The servers, by `bpf/server/server.bpf.c`.
@@ -59,7 +59,7 @@ pub enum Timestamps {
     Server,
     /// The load balancer, for servers without an agent whose answers pass through it.
     LoadBalancer,
-    /// Nobody: for clients behind something that does not like them.
+    /// None: for clients behind devices that reject them.
     Off,
 }
 
@@ -74,7 +74,7 @@ impl Timestamps {
     }
 }
 
-/// Nobody who could do it.
+/// An unknown origin of timestamps.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("timestamps by {0:?}: expected \"server\", \"lb\" or \"off\"")]
 pub struct UnknownTimestamps(pub String);
@@ -88,18 +88,18 @@ impl std::str::FromStr for Timestamps {
     }
 }
 
-/// Another load balancer has some of a service's connections. It stands among the service's servers, by this id, and takes no
-/// first packets.
+/// Migration: another load balancer has some of a service's connections. It is one of the service's servers, by this
+/// id, and takes no new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Transfer {
-    /// It had the service before us: what nobody here knows is one of its connections.
+    /// The other one had the service before: unknown packets here belong to its connections.
     AdoptedFrom(ServerId),
-    /// It gets the first packets from now on; what was opened here goes on here.
+    /// The other one gets new connections; those opened here remain here.
     HandedOverTo(ServerId),
 }
 
 impl Transfer {
-    /// The other load balancer's place among the servers.
+    /// Returns the other load balancer's id among the servers.
     pub fn other_balancer(self) -> ServerId {
         match self {
             Transfer::AdoptedFrom(id) | Transfer::HandedOverTo(id) => id,
@@ -107,19 +107,19 @@ impl Transfer {
     }
 }
 
-/// What the data plane must know of a service beside its address.
+/// A service's settings in the data plane, beside its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
-    /// How packets find their server.
+    /// Consistency mode.
     pub consistency: Consistency,
-    /// Who stamps.
+    /// Origin of the cookies.
     pub timestamps: Timestamps,
-    /// Whether the service is adopted or given back just now.
+    /// Migration in progress.
     pub transfer: Option<Transfer>,
 }
 
 impl ServiceMode {
-    /// Whether the service's packets find their server by a cookie, where they carry one.
+    /// Whether the service's packets find their server by a cookie, if they carry one.
     pub fn has_cookies(self) -> bool {
         matches!(self.consistency, Consistency::Stateless | Consistency::Stateful)
     }
@@ -129,7 +129,7 @@ impl ServiceMode {
         self.has_cookies() && self.timestamps == Timestamps::Server
     }
 
-    /// Whether servers put cookies into the timestamps of connections that begin now.
+    /// Whether servers put cookies into the timestamps of new connections.
     pub fn stamps_new_connections(self) -> bool {
         self.is_stamped() && !self.is_handed_over()
     }
@@ -139,8 +139,8 @@ impl ServiceMode {
         matches!(self.transfer, Some(Transfer::HandedOverTo(_)))
     }
 
-    /// Whether the service can be adopted or handed over at all: packets that begin a connection must show it, and what is
-    /// sent to the wrong server must be handed on there.
+    /// Whether the service can be migrated: packets that begin a connection must be recognisable, and a packet at the
+    /// wrong server must be forwarded from there.
     pub fn can_transfer(self) -> bool {
         match self.consistency {
             Consistency::Stateless | Consistency::Stateful => self.timestamps != Timestamps::LoadBalancer,
@@ -149,16 +149,15 @@ impl ServiceMode {
         }
     }
 
-    /// Whether packets that go by their bucket name the server that had it before. Servers that the load balancer itself
-    /// stamps for have no program that could read it. While the service is adopted or given back all packets name the other
-    /// load balancer.
+    /// Whether packets that go by their bucket name its previous server. With LB-side stamping, servers have no program
+    /// that could read it. During a migration all packets name the other load balancer.
     pub fn names_server_before(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == Timestamps::Off
             || self.transfer.is_some()
     }
 
-    /// Everything as it is when the operator says nothing. UDP has no cookie: by flow.
+    /// Returns the default mode. UDP has no cookie: by flow.
     pub fn default_for(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),

@@ -1,8 +1,8 @@
 //! The cookie in the TCP timestamp (Cheetah, NSDI'20, Sect. 3.2 and 4.1), in a layout that survives PAWS.
 //!
-//! The bit diagram is at the head of `bpf/include/intf.h`. The paper puts the cookie into the upper half of TSval; with
-//! today's clients that fails PAWS (RFC 7323, Sect. 5): time must stand in the upper half. docs/design.md, "The
-//! cookie", says what was measured.
+//! `bpf/include/intf.h` has the bit diagram. The paper puts the cookie into the upper half of TSval, which fails PAWS
+//! with today's clients (RFC 7323, Sect. 5): the upper half must be time. docs/design.md, "The cookie", has the
+//! measurements.
 
 mod permutation;
 
@@ -27,19 +27,19 @@ pub struct CookieKey {
 }
 
 impl CookieKey {
-    /// A new key. What draws it must be of cryptographic quality where clients are not to guess cookies.
+    /// Returns a new key. `rng` must be of cryptographic quality where clients must not guess cookies.
     pub fn random(rng: &mut impl Rng) -> Self {
         Self { k0: rng.next_u64(), k1: rng.next_u64() }
     }
 
-    /// `cookie_key.vip_factor` of `bpf/include/intf.h`: drawn by the key itself.
+    /// Returns `cookie_key.vip_factor` of `bpf/include/intf.h`, drawn by the key itself.
     pub fn vip_factor(&self) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.k0, self.k1);
         hasher.write(b"vip_factor");
         hasher.finish() | 1
     }
 
-    /// The key as the BPF programs have it.
+    /// Returns the key in the layout of the BPF programs.
     pub fn layout(&self) -> intf::cookie_key {
         intf::cookie_key { k0: self.k0, k1: self.k1, vip_factor: self.vip_factor() }
     }
@@ -52,16 +52,16 @@ impl std::fmt::Debug for CookieKey {
     }
 }
 
-/// The two keys of a fleet, and which of them stamps.
+/// The two keys of a fleet, and the index of the one that stamps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FleetKeys {
     /// Both are accepted at any time.
     pub keys: [CookieKey; 2],
-    /// Index of the one that new stamps use.
+    /// Index of the key of new stamps.
     pub current: KeyIndex,
 }
 
-/// Which of the two keys.
+/// Index of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyIndex {
     /// Key bit 0.
@@ -76,7 +76,7 @@ impl KeyIndex {
         self as usize
     }
 
-    /// The other one.
+    /// Returns the other index.
     pub fn other(self) -> Self {
         match self {
             KeyIndex::First => KeyIndex::Second,
@@ -85,7 +85,7 @@ impl KeyIndex {
     }
 }
 
-/// What a cookie says: its kind bit and its 14 bits.
+/// Content of a cookie: its kind bit and its 14 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cookie {
     /// Stateless: the server's id.
@@ -95,20 +95,20 @@ pub enum Cookie {
 }
 
 impl FleetKeys {
-    /// The keys as a server uses them for its TSval `milliseconds`, when `current` counts from TSval `switch_ms` on: before
-    /// that the other one stamps. By the packet's own time and not by the moment at which it passes, so that a TSval never
-    /// lies before an earlier one (PAWS). The two lie less than 2^31 ms apart.
+    /// Returns the keys for a server's TSval `milliseconds`, when `current` counts from TSval `switch_ms` on: before
+    /// that the other one stamps. The packet's own time decides and not the time of its passage, so that TSval never
+    /// decreases (PAWS). The two times lie less than 2^31 ms apart.
     pub fn at(&self, milliseconds: u32, switch_ms: u32) -> FleetKeys {
         let switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
         FleetKeys { current: if switched { self.current } else { self.current.other() }, ..*self }
     }
 }
 
-/// SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's are folded:
-/// `bpf/include/cookie.h` gives the reasons.
+/// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's
+/// are folded: `bpf/include/cookie.h` gives the reasons.
 ///
 /// # Panics
-/// For IPv6, whose cookies nobody stamps.
+/// For IPv6, whose cookies are never stamped.
 pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let word = word(tuple.client()) ^ word(tuple.vip()).wrapping_mul(key.vip_factor()) >> 8;
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
@@ -116,22 +116,22 @@ pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     hasher.finish()
 }
 
-/// Address and port as they stand in a packet, in one word.
+/// Packs address and port in packet byte order into one word.
 fn word(of: SocketAddr) -> u64 {
     let SocketAddr::V4(of) = of else { panic!("{of}: cookies are of IPv4") };
     u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
 }
 
-/// What is added to the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's keys, so
-/// that a connection's time goes on when those change.
+/// Returns the addend of the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's
+/// keys, so that a connection's time continues when those change.
 pub fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     hash(time_key, tuple) as u16
 }
 
-/// TSval as it goes to the client, stamped with the current key. `milliseconds` is the server's own TSval (its clock in
-/// ms, low 16 bits count).
+/// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval (its clock in ms,
+/// low 16 bits count).
 ///
-/// Never 0, which a client reads as "no echo" (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
+/// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
     let plain = match cookie {
         Cookie::Server(id) => id.get(),
@@ -145,7 +145,7 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
     if stamped == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped }
 }
 
-/// The cookie in the client's echo (TSecr).
+/// Returns the cookie in the client's TSecr.
 pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> Cookie {
     let key = &keys.keys[usize::from(echo & intf::COOKIE_KEY_BIT != 0)];
     let plain = Permutation::COOKIE.reveal(hash(key, tuple), echo & intf::COOKIE_HIDDEN_MASK) as u16;
@@ -157,17 +157,17 @@ pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> Cookie {
     }
 }
 
-/// The time part that was stamped, from the client's echo (TSecr): low 16 bits of the server's own TSval.
+/// Returns the stamped time part from the client's TSecr: low 16 bits of the server's own TSval.
 pub fn echoed_time(time_key: &CookieKey, tuple: &FourTuple, echo: u32) -> u16 {
     ((echo >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_mask(time_key, tuple))
 }
 
-/// How far a server's own TSval may run ahead of the clock that restores it, in ms: the kernel's and BPF's clock are
-/// read at different moments and rounded differently.
+/// Time by which a server's own TSval may be ahead of the clock that restores it, in ms: the kernel's and BPF's clock
+/// are read at different times and rounded differently.
 pub const RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
-/// The server's own TSval from the time part of an echo: the latest value not after `now_ms` + slack with these 16 low
-/// bits. Right for echoes up to 65.5 s old.
+/// Returns the server's own TSval from the time part of a TSecr: the latest value not after `now_ms` + slack with these
+/// 16 low bits. Right for values up to 65.5 s old.
 pub fn restore(time: u16, now_ms: u32) -> u32 {
     let reference = now_ms.wrapping_add(RESTORE_SLACK_MS);
     reference.wrapping_sub(u32::from((reference as u16).wrapping_sub(time)))
@@ -202,7 +202,7 @@ mod tests {
             let server = ServerId::try_from(id).unwrap();
             let stamped = stamp(&keys, &time_key, &tuple, Cookie::Server(server), sent);
             prop_assert_ne!(stamped, 0);
-            // The key that stamps may have changed meanwhile; the echo's key bit says which it was.
+            // The key that stamps may have changed meanwhile; the key bit of TSecr names the right one.
             let rotated = FleetKeys { current: KeyIndex::First, ..keys };
             prop_assert_eq!(recognise(&rotated, &tuple, stamped), Cookie::Server(server));
             let restored = restore(echoed_time(&time_key, &tuple, stamped), sent.wrapping_add(age));

@@ -1,5 +1,5 @@
-//! `timestamps = "lb"`: the cookie that the load balancer itself puts into servers' answers, and the servers' clocks as it
-//! learns them from those. `bpf/lb/correction.h` says why it is done like this.
+//! LB-side stamping (`timestamps = "lb"`): the cookie that the load balancer puts into servers' answers, and the
+//! servers' clocks that it learns from them. `bpf/lb/correction.h` gives the reasons.
 //!
 //! ```text
 //! 31                                12 11  10            0
@@ -14,7 +14,7 @@ use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
-/// How many server ids this cookie has room for: 0 to this, exclusive.
+/// Number of server ids that this cookie can name: 0 to this, exclusive.
 pub const SERVER_IDS: u64 = intf::CORRECTION_ID_MASK as u64 + 1;
 
 /// SYN-ACKs of so many connections in a row must agree before a server's new connections are stamped.
@@ -28,8 +28,8 @@ pub fn can_name(id: ServerId) -> bool {
     u64::from(id.get()) < SERVER_IDS
 }
 
-/// The key that masks the time part of a service's cookies, from the service's seed: all load balancers have the same, and
-/// it stays as long as the service does, whatever becomes of the fleet's keys.
+/// Returns the key that masks the time part of a service's cookies, from the service's seed. All load balancers have
+/// the same. It lives as long as the service, independently of the fleet's keys.
 pub fn time_key(seed: u64) -> CookieKey {
     CookieKey::random(&mut seeded_rng(seed, PURPOSE_TIME_KEY))
 }
@@ -38,7 +38,7 @@ fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
     cookie::hash(time_key, tuple) as u32 & intf::CORRECTION_TIME_MASK
 }
 
-/// TSval as it goes to the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0 (RFC
+/// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval. Never 0 (RFC
 /// 7323, Sect. 3.2): the time is then taken as one millisecond later.
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
     let key_bit = if keys.current == KeyIndex::Second { intf::CORRECTION_KEY_BIT } else { 0 };
@@ -49,25 +49,25 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: Serv
     if value == 0 { 1 << intf::CORRECTION_TIME_SHIFT } else { value }
 }
 
-/// The server that the client's echo (TSecr) names, if it was stamped.
+/// Returns the server that the client's TSecr names, if it was stamped.
 pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> ServerId {
     let key = &keys.keys[usize::from(echo & intf::CORRECTION_KEY_BIT != 0)];
     let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), echo & intf::CORRECTION_ID_MASK);
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
-/// What the server sent for that echo: the latest TSval of its clock, which shows `clock_ms` now, with these 20 bits. Right
-/// for echoes up to 16 minutes old.
+/// Returns the server's own TSval for a TSecr: the latest one of its clock, which shows `clock_ms` now, with these 20
+/// bits. Right for values up to 16 minutes old.
 pub fn restore(time_key: &CookieKey, tuple: &FourTuple, echo: u32, clock_ms: u32) -> u32 {
     let time = (echo >> intf::CORRECTION_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
     let latest = clock_ms.wrapping_add(intf::CORRECTION_SLACK_MS);
     latest.wrapping_sub(latest.wrapping_sub(time) & intf::CORRECTION_TIME_MASK)
 }
 
-/// `struct corrected_server` of `bpf/include/intf.h`, without the id: what is known of a server's clock.
+/// Clock of a server: `struct corrected_server` of `bpf/include/intf.h`, without the id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Clock {
-    /// TSval minus the load balancer's clock in ms, modulo 2^32: what stamped connections go by. `None`: not known.
+    /// TSval minus the load balancer's clock in ms, modulo 2^32, for stamped connections. `None`: unknown.
     pub offset_ms: Option<u32>,
     newest_ms: u32,
     newest_client: u32,
@@ -75,9 +75,9 @@ pub struct Clock {
     pub agreeing: u16,
     /// SYN-ACKs, with timestamps or without.
     pub syn_acks: u64,
-    /// Those with timestamps.
+    /// SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// Those that did not agree with the one before.
+    /// SYN-ACKs that did not agree with the one before.
     pub disagreed: u64,
 }
 
@@ -87,7 +87,7 @@ impl Clock {
         self.agreeing >= AGREEING
     }
 
-    /// A SYN-ACK to the client of `tuple` passes at `now_ms`; its TSval, if it has one.
+    /// Records a SYN-ACK to the client of `tuple` at `now_ms`, with its TSval, if it has one.
     pub fn syn_ack(&mut self, tuple: &FourTuple, milliseconds: Option<u32>, now_ms: u32) {
         self.syn_acks += 1;
         let Some(milliseconds) = milliseconds else { return };
@@ -107,12 +107,12 @@ impl Clock {
         }
     }
 
-    /// A later answer of a stamped connection: it tells the clock if nothing else has.
+    /// Records a later answer of a stamped connection, which shows the clock if nothing else has.
     pub fn answer(&mut self, milliseconds: u32, now_ms: u32) {
         self.offset_ms.get_or_insert(milliseconds.wrapping_sub(now_ms));
     }
 
-    /// What the server's clock shows.
+    /// Returns the time on the server's clock.
     pub fn at(&self, now_ms: u32) -> u32 {
         now_ms.wrapping_add(self.offset_ms.unwrap_or(0))
     }
@@ -123,7 +123,7 @@ fn agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Tells one connection's SYN-ACKs from another's: address XOR ports, as they stand in the packet.
+/// Distinguishes connections by their SYN-ACKs: address XOR ports in the packet's byte order.
 fn client_word(tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
     let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
@@ -162,14 +162,13 @@ mod tests {
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
 
-        /// A later TSval is stamped to a later one, over any change of keys, as long as they lie less than 524 s apart.
+        /// A later TSval is stamped to a later one over any change of keys, if they lie less than 524 s apart.
         #[test]
         fn tsval_is_monotonic_across_key_switch(seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_IDS) {
             let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
             let (time_key, tuple, id) = (time_key(seed), tuple(client, 7), ServerId::try_from(id).unwrap());
             let with = |current, ms| stamp(&FleetKeys { keys, current }, &time_key, &tuple, id, ms);
             let (first, second) = (with(KeyIndex::Second, sent), with(KeyIndex::First, sent.wrapping_add(later)));
-            // Zero is sent as a millisecond later.
             prop_assert!(second.wrapping_sub(first) as i32 >= 0);
         }
     }
@@ -177,7 +176,6 @@ mod tests {
     #[test]
     fn a_clock_is_known_when_several_connections_show_it() {
         let mut clock = Clock::default();
-        // One connection's SYN-ACK, sent again and again, proves nothing.
         for second in 0..10u32 {
             clock.syn_ack(&tuple(1, 1), Some(5_000_000 + second * 1000), 7 + second * 1000);
         }
@@ -187,7 +185,7 @@ mod tests {
         }
         assert!(clock.is_verified() && clock.disagreed == 0);
         assert_eq!(clock.at(10_000), 5_010_100);
-        // A little late or early it stays as it is; a clock of its own ends it, but not for the connections of before.
+        // Small deviations keep it. A new clock ends it for new connections only.
         clock.syn_ack(&tuple(1, 9), Some(5_010_000), 10_200);
         assert_eq!((clock.at(10_000), clock.is_verified()), (5_010_100, true));
         clock.syn_ack(&tuple(1, 10), Some(77), 10_200);

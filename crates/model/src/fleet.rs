@@ -1,10 +1,10 @@
-//! The fleet in virtual time: agents report, the controller computes, the load balancer places, RSS picks the core.
-//! Everything that decides is the code that decides live; what serves the packets or requests is left to the caller
-//! ([`crate::replay`] for arrival logs, the simulator for traces).
+//! A fleet in virtual time: agents report, the controller computes, the load balancer places, RSS picks the core. All
+//! decisions use the live code; the caller serves packets or requests ([`crate::replay`] for arrival logs, the
+//! simulator for traces).
 //!
-//! What it leaves out: the network takes no time; a report is seen, and its table in force, at the moment it is made.
-//! Reports may be older than the table, as they are where agents do not report all at once
-//! ([`SimulatedCluster::report_measured_at`]), and a table may come into force later than it is made
+//! Simplifications: the network takes no time; a report arrives, and its table is in force, at the time of its
+//! creation. Reports may be older than the table, as with agents that do not report all at once
+//! ([`SimulatedCluster::report_measured_at`]). A table may come into force after its creation
 //! ([`SimulatedCluster::prepare`]).
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::policy::{Loads, Policy, Pool, PoolServer, RackSummary};
 use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
-/// How the servers' indirection tables are drawn, each from its server's id.
+/// Draw of the servers' indirection tables, each from its server's id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TableDraw {
     /// Every core has the same number of entries (+-1): [`IndirectionTable::balanced`].
@@ -25,7 +25,7 @@ pub enum TableDraw {
     Independent,
 }
 
-/// What a fleet consists of. All servers have the same key and the same number of cores.
+/// Composition of a fleet. All servers have the same key and the same number of cores.
 #[derive(Debug, Clone)]
 pub struct FleetPlan {
     /// The servers, in ascending order.
@@ -38,11 +38,11 @@ pub struct FleetPlan {
     pub alpha: Alpha,
     /// The RSS key of all NICs.
     pub key: RssKey,
-    /// How indirection tables are drawn.
+    /// Draw of indirection tables.
     pub tables: TableDraw,
 }
 
-/// Servers, their loads as the controller sees them, and the table in force.
+/// Servers, their loads in the controller, and the table in force.
 pub struct SimulatedCluster {
     plan: FleetPlan,
     rss: Vec<Rss>,
@@ -52,7 +52,7 @@ pub struct SimulatedCluster {
     sequence: u64,
     /// Connections placed since the previous report.
     opened_connections: u64,
-    /// Every key met so far with its unrolled tables; the first is the fleet's.
+    /// Every key so far with its unrolled tables; the first is the fleet's.
     hashers: Vec<(RssKey, ToeplitzTables)>,
     /// Position in `hashers` of each group of the table in force.
     hasher_of_group: Vec<usize>,
@@ -64,16 +64,16 @@ pub struct SimulatedCluster {
 
 /// Rack controllers between servers and controller.
 pub struct Racks {
-    /// Each one's instance of the policy: it remembers loads. As many racks, of as many servers each (+-1).
+    /// Instance of the policy in each rack, which smooths loads. Racks have equally many servers (+-1).
     pub policies: Vec<Box<dyn Policy>>,
-    /// How many candidates they pass up for each bucket at most.
+    /// Candidates that they pass up for each bucket, at most.
     pub candidates: usize,
 }
 
-/// What a fleet is like before ids and keys are drawn.
+/// Shape of a fleet before ids and keys are drawn.
 #[derive(Debug, Clone, Copy)]
 pub struct FleetShape {
-    /// How many servers.
+    /// Number of servers.
     pub servers: u16,
     /// See [`FleetPlan::cores`].
     pub cores: u16,
@@ -86,7 +86,7 @@ pub struct FleetShape {
 }
 
 impl FleetShape {
-    /// Draws ids and RSS key as the controller does. Ids are sparse, so that each draw has indirection tables of its own.
+    /// Draws ids and RSS key like the controller. Ids are sparse, so that each draw has indirection tables of its own.
     pub fn drawn(self, rng: &mut impl rand::Rng) -> FleetPlan {
         let Self { servers, cores, buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
@@ -104,8 +104,7 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
 }
 
 impl SimulatedCluster {
-    /// # Errors
-    /// When there are more buckets than an indirection table can have entries.
+    /// Fails when there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
         let entries = plan.buckets.get() as usize;
         let draw = match plan.tables {
@@ -132,13 +131,13 @@ impl SimulatedCluster {
         })
     }
 
-    /// Number of cores of the whole fleet. A core's number is its server's position times the cores of a server, plus
-    /// its receive queue.
+    /// Returns the number of cores of the whole fleet. A core's number is its server's position times the cores of a
+    /// server, plus its receive queue.
     pub fn core_count(&self) -> usize {
         self.rss.len() * usize::from(self.plan.cores)
     }
 
-    /// From the next report on the server at this position takes new connections, or keeps only what it has.
+    /// Sets whether the server at this position takes new connections from the next report on.
     pub fn set_eligible(&mut self, position: usize, eligible: bool) {
         self.eligible[position] = eligible;
     }
@@ -153,13 +152,13 @@ impl SimulatedCluster {
         self.racks = Some(racks);
     }
 
-    /// Policies that take turns go on at this one.
+    /// Sets the turn at which policies that take turns continue.
     pub fn set_turn(&mut self, turn: u64) {
         self.state.round_robin = turn;
     }
 
-    /// Every agent reports, `policy` computes a table, and it is switched in. `busy_ns` is the absolute busy time of each
-    /// core, `open_connections` the number of each server.
+    /// Makes every agent report, computes a table by `policy`, and installs it. `busy_ns` is the absolute busy time of
+    /// each core, `open_connections` the number of each server.
     ///
     /// # Panics
     /// When `measured_ns` is not after the previous report's.
@@ -169,9 +168,7 @@ impl SimulatedCluster {
     }
 
     /// [`SimulatedCluster::report`] without the switch: the table comes into force with [`SimulatedCluster::switch`].
-    ///
-    /// # Panics
-    /// As [`SimulatedCluster::report`].
+    /// Panics like it.
     pub fn prepare(
         &mut self,
         measured_ns: u64,
@@ -182,8 +179,8 @@ impl SimulatedCluster {
         self.table_measured_at(&vec![Some(measured_ns); self.rss.len()], busy_ns, open_connections, policy)
     }
 
-    /// [`SimulatedCluster::report`] where each server's cores were read at a moment of their own; `None`: the server
-    /// has not reported yet.
+    /// [`SimulatedCluster::report`] with a time of measurement for each server; `None`: the server has not reported
+    /// yet.
     ///
     /// # Panics
     /// When one of `measured_ns` is not after the server's previous report's.
@@ -229,7 +226,7 @@ impl SimulatedCluster {
         policy.place(&pool, self.plan.buckets, self.sequence)
     }
 
-    /// Puts a table in force, as the data plane does: counts start anew, turns go on.
+    /// Puts a table in force as the data plane does: counts restart, turns continue.
     pub fn switch(&mut self, table: PlacementTable) {
         self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
         self.hasher_of_group.clear();
@@ -244,7 +241,7 @@ impl SimulatedCluster {
         self.table = table;
     }
 
-    /// The core that a new connection reaches: the load balancer picks the server, its RSS the core.
+    /// Returns the core that a new connection reaches: the load balancer picks the server, its RSS the core.
     ///
     /// # Panics
     /// Before the first report: no table is in force.
@@ -258,18 +255,18 @@ impl SimulatedCluster {
         self.core_at(position, self.hashers[0].1.hash(&bytes))
     }
 
-    /// The core that the connection would reach on each server, by position.
+    /// Returns the core that the connection would reach on each server, by position.
     pub fn reachable_cores(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
         let hash = self.hashers[0].1.hash(&connection.bytes());
         (0..self.rss.len()).map(move |position| self.core_at(position, hash))
     }
 
-    /// The hash that every NIC of the fleet computes for the connection.
+    /// Returns the RSS hash of the connection at every NIC of the fleet.
     pub fn rss_hash(&self, connection: &FourTuple) -> u32 {
         self.hashers[0].1.hash(&connection.bytes())
     }
 
-    /// The indirection table of the server at this position.
+    /// Returns the indirection table of the server at this position.
     pub fn indirection_table(&self, position: usize) -> &IndirectionTable {
         &self.rss[position].indirection_table
     }
@@ -280,7 +277,7 @@ impl SimulatedCluster {
 }
 
 impl Racks {
-    /// The pool as the controller knows it.
+    /// Returns the controller's pool.
     fn pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
         let count = self.policies.len();
         let start = |rack: usize| rack * servers.len() / count;

@@ -1,51 +1,51 @@
-//! Whether a server is fit for new connections, as checks tell.
+//! Health of a server, by checks.
 //!
-//! * [`Check`]: what is asked of a server, and how often
-//! * [`Judge`]: when failures make it down and successes up again, as one observer sees it
-//! * [`together`]: what several observers (load balancers) say together
+//! * [`Check`]: the request to a server, and its interval
+//! * [`Judge`]: the verdict of one observer, which thresholds of failures and successes change
+//! * [`together`]: the verdict of several observers (load balancers)
 //!
-//! A server of which nobody has said anything counts as up: a load balancer that has just started must not take a pool out of
-//! service that works.
+//! A server without any verdict counts as up: a load balancer that has just started must not take a working pool out of
+//! service.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// What is asked of the servers of a service, and how often.
+/// A health check of a service's servers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Check {
-    /// What is asked.
+    /// Kind of the check.
     pub probe: Probe,
-    /// Where.
+    /// Address that is checked.
     pub probe_address: ProbeAddress,
-    /// At which port; `None`: the service's.
+    /// Port that is checked; `None`: the service's.
     pub port: Option<u16>,
-    /// From one check to the next, at most.
+    /// Longest time between two checks.
     pub interval: Duration,
-    /// An answer that takes longer is none.
+    /// Time after which a missing answer counts as a failure.
     pub timeout: Duration,
-    /// When it counts.
+    /// Results that change the verdict.
     pub thresholds: Thresholds,
-    /// How much earlier than the interval says a check may come.
+    /// Part of the interval by which a check may come earlier.
     pub jitter: Jitter,
 }
 
-/// What is asked of a server.
+/// Kind of a check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Probe {
     /// By load balancers: whether a TCP connection opens.
     Tcp,
     /// By load balancers: whether a request over HTTP/1.1 is answered.
     Http(HttpProbe),
-    /// The same over TLS.
+    /// By load balancers: as `Http`, over TLS.
     Https(HttpProbe, Verification),
     /// By the controller: whether the server's agent reports.
     Agent,
 }
 
 impl Probe {
-    /// As the fleet's document has it.
+    /// The name in the fleet's document.
     pub fn name(&self) -> &'static str {
         match self {
             Probe::Tcp => "tcp",
@@ -56,14 +56,14 @@ impl Probe {
     }
 }
 
-/// A request, and the answers that are good.
+/// An HTTP request, and the answers that pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpProbe {
     /// Path and query, from the slash on.
     pub path: String,
-    /// What the request's Host says, and the certificate must be for; `None`: the address.
+    /// Host header and name in the certificate; `None`: the address.
     pub host: Option<String>,
-    /// Status codes of a server that is well.
+    /// Status codes that pass.
     pub expect: StatusRange,
 }
 
@@ -72,10 +72,10 @@ pub struct HttpProbe {
 pub struct StatusRange(RangeInclusive<u16>);
 
 impl StatusRange {
-    /// All that three digits can say (RFC 9110, Sect. 15).
+    /// All numbers of three digits (RFC 9110, Sect. 15).
     const ALL: RangeInclusive<u16> = 100..=599;
 
-    /// Success, or a redirection to it.
+    /// Returns success and redirection.
     pub const fn good() -> Self {
         Self(200..=399)
     }
@@ -105,31 +105,31 @@ impl fmt::Display for StatusRange {
     }
 }
 
-/// How a server's certificate is looked at.
+/// Verification of a server's certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verification {
-    /// It must be signed by one whom the load balancer's system trusts.
+    /// By the certificate authorities of the load balancer's system.
     System,
-    /// It must be signed by one of these (PEM).
+    /// By these certificate authorities (PEM).
     Authorities(String),
-    /// Not at all.
+    /// None.
     Off,
 }
 
-/// Where a server is asked.
+/// Address of a server that is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbeAddress {
-    /// At the VIP, which the server holds: what clients ask.
+    /// The VIP, which the server holds and clients use.
     Vip,
     /// At the server's own address.
     Server,
 }
 
 impl ProbeAddress {
-    /// All there are.
+    /// All values.
     pub const ALL: [Self; 2] = [Self::Vip, Self::Server];
 
-    /// As the fleet's document has it.
+    /// The name in the fleet's document.
     pub fn name(self) -> &'static str {
         match self {
             Self::Vip => "vip",
@@ -138,10 +138,11 @@ impl ProbeAddress {
     }
 }
 
-/// What becomes of first packets when no server is up that could take them.
+/// Treatment of new connections when no server is up that could take them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WhenAllDown {
-    /// They go to all servers that would take them if they were up: checks err more often than all servers fail at once.
+    /// They go to all servers that would take them if they were up: checks err more often than all servers fail at
+    /// once.
     #[default]
     FailOpen,
     /// They are dropped.
@@ -149,10 +150,10 @@ pub enum WhenAllDown {
 }
 
 impl WhenAllDown {
-    /// All there are.
+    /// All values.
     pub const ALL: [Self; 2] = [Self::FailOpen, Self::Drop];
 
-    /// As the fleet's document has it.
+    /// The name in the fleet's document.
     pub fn name(self) -> &'static str {
         match self {
             Self::FailOpen => "fail-open",
@@ -161,7 +162,7 @@ impl WhenAllDown {
     }
 }
 
-/// How many results in a row change the verdict.
+/// Results in a row that change the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
     rise: u32,
@@ -200,14 +201,14 @@ impl Jitter {
         self.0
     }
 
-    /// From one check to the next; `draw`: a random number from 0 to 1. Never longer than `interval`, and at least a tenth of
-    /// it.
+    /// Returns the time to the next check: at most `interval`, at least a tenth of it. `draw` is a random number from 0
+    /// to 1.
     pub fn pause(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
 }
 
-/// What checks have said of a server.
+/// Verdict of checks about a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// It takes new connections.
@@ -216,24 +217,24 @@ pub enum Verdict {
     Down,
 }
 
-/// One observer's look at one server.
+/// State of one observer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Judge {
     verdict: Option<Verdict>,
-    /// Results in a row that say the contrary.
+    /// Results in a row against the verdict.
     contrary: u32,
-    /// Times in a row that nothing could be seen.
+    /// Checks in a row without a result.
     blind: u32,
 }
 
 impl Judge {
-    /// `None`: not enough is known.
+    /// Returns the verdict; `None`: too few results.
     pub fn verdict(&self) -> Option<Verdict> {
         self.verdict
     }
 
-    /// Takes a result. True when it changes the verdict. Of a server that was never judged one success is enough, and no
-    /// fewer failures than of any other.
+    /// Records a result and returns whether it changes the verdict. A server without verdict is up after one success,
+    /// and down after as many failures as any other.
     pub fn observe(&mut self, passed: bool, thresholds: Thresholds) -> bool {
         self.blind = 0;
         let (contrary, needed, then) = match self.verdict {
@@ -250,8 +251,8 @@ impl Judge {
         true
     }
 
-    /// The observer could not look, for a reason of its own: nothing is said of the server, and after as many times in a row as
-    /// failures make it down the verdict is withdrawn. True when it is.
+    /// Records that the observer could not check, for a reason of its own. After as many times in a row as failures
+    /// make a server down, the verdict is withdrawn; then returns true.
     pub fn could_not_look(&mut self, thresholds: Thresholds) -> bool {
         self.blind += 1;
         if self.verdict.is_none() || self.blind < thresholds.fall {
@@ -262,11 +263,11 @@ impl Judge {
     }
 }
 
-/// What is true of each target, by what observers say of it: what more of them say than the contrary; when as many say the
-/// one as the other, or nobody says anything, it stays as it was `before`.
+/// Returns the verdict about each target by the majority of observers. A tie, or no observer, keeps the verdict of
+/// `before`.
 ///
-/// An observer that finds everything down, while another one finds something up, has a problem of its own (it is cut off
-/// from the servers): it is not believed.
+/// An observer that finds everything down while another one finds something up is cut off from the servers: it does not
+/// count.
 pub fn together<T: Ord + Clone>(
     observers: &[&BTreeMap<T, Verdict>],
     before: impl Fn(&T) -> Verdict,

@@ -1,16 +1,16 @@
-//! From which of its TSvals on a server stamps with which of the fleet's keys.
+//! Activation times of the fleet's keys on a server's TSval clock.
 
 use crate::cookie::{CookieKey, FleetKeys};
 
-/// A new current key counts for packets that are made from so long after now on, in ms. None of those has been sent yet:
-/// the kernel dates a packet ahead only by the pace at which it leaves (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
+/// Delay of a new current key, in ms. No packet with a later TSval has been sent yet: the kernel dates a packet ahead
+/// only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const SWITCH_AFTER_MS: u32 = 1000;
-/// What counts at once counts from so long ago on.
+/// Activation time of a key that counts at once, in ms before now.
 const LONG_AGO_MS: u32 = 1 << 29;
-/// 32-bit times are compared by the sign of their difference: before a switch is so long past it moves on.
+/// 32-bit times are compared by the sign of their difference: the activation time moves on before it is that old.
 const OLDEST_MS: u32 = 1 << 30;
 
-/// When `new` counts from, if so far `known` did from TSval `switch_ms` on and now is `now_ms`.
+/// Returns the activation time of `new`, if so far `known` counted from TSval `switch_ms` on and now is `now_ms`.
 pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms: u32) -> u32 {
     let stamping = |keys: &FleetKeys| keys.keys[keys.current.get()];
     if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
@@ -22,10 +22,10 @@ pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms:
     }
 }
 
-/// The same switch, never too long ago to be told from one to come.
+/// Returns the same activation time, never so old that it seems to be in the future.
 pub fn renewed(switch_ms: u32, now_ms: u32) -> u32 {
     let past = now_ms.wrapping_sub(switch_ms);
-    // Above that it lies ahead.
+    // Above that it seems to be in the future.
     if (OLDEST_MS..1 << 31).contains(&past) { now_ms.wrapping_sub(LONG_AGO_MS) } else { switch_ms }
 }
 

@@ -1,27 +1,27 @@
-//! The pure logic of coreward: what RSS does, what a cookie is, where a connection goes.
+//! The pure logic of coreward: RSS, cookies and placement of connections.
 //!
-//! No I/O, no clock, no global randomness: time and random numbers come in as arguments, so that the live controller,
-//! the tests of the BPF programs and the simulator all decide by the same code, and the same input gives the same
-//! answer on every machine.
+//! No I/O, no clock, no global randomness: time and random numbers are arguments. So the live controller, the tests of
+//! the BPF programs and the simulator decide by the same code, and the same input gives the same result on every
+//! machine.
 //!
 //! * [`tuple`]: addresses, services, the 4-tuple of a connection
 //! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables
 //! * [`cookie`]: the cookie in the TCP timestamp
-//! * [`correction`]: the cookie that the load balancer itself stamps, and servers' clocks
-//! * [`key_activation`]: from when on which key stamps
-//! * [`health`]: whether a server is fit for new connections, as checks tell
-//! * [`tsval_clamp`]: how the time in it goes on after a long silence
-//! * [`consistency`]: how packets find the server of their connection
-//! * [`connection_table`]: its entries, when they may be freed, and what packets and user space do with them
-//! * [`load`]: absolute reports become smoothed loads per core
-//! * [`recent`]: how much counters have grown in the last seconds, and what follows
-//! * [`placement`]: the table that the data plane consults for a first packet, and how it does
-//! * [`lb`]: the load balancer, packet by packet, as `bpf/lb/lb.bpf.c` is
-//! * [`bucket_history`]: whose a bucket was before
-//! * [`allowance`]: how many new connections a server may still take
-//! * [`policy`]: what fills that table; one file per policy
-//! * [`dispatch`]: which core of a server gets a request; one file per policy
-//! * [`statistics`]: variance % and friends
+//! * [`correction`]: LB-side stamping, and servers' clocks
+//! * [`key_activation`]: activation time of the fleet's keys
+//! * [`health`]: health of servers by checks
+//! * [`tsval_clamp`]: TSval after a long silence
+//! * [`consistency`]: consistency modes of services
+//! * [`connection_table`]: entries of stateful services, their timers, and the operations on them
+//! * [`load`]: smoothed loads per core from absolute reports
+//! * [`recent`]: growth of counters in the last seconds, and its interpretation
+//! * [`placement`]: the data plane's table for first packets
+//! * [`lb`]: reference model of `bpf/lb/lb.bpf.c`, packet by packet
+//! * [`bucket_history`]: previous servers of buckets
+//! * [`allowance`]: limit of a server's share of new connections
+//! * [`policy`]: policies that fill placement tables, one file each
+//! * [`dispatch`]: policies that assign requests to a server's cores, one file each
+//! * [`statistics`]: variance % and similar measures
 //! * [`arrivals`]: logs of connections, kept by the demo and replayed by the simulator
 //! * [`fleet`]: servers, controller and load balancer in virtual time
 //! * [`replay`]: an arrival log in virtual time

@@ -1,9 +1,9 @@
-//! Absolute reports become smoothed loads per core.
+//! Smoothed loads per core from absolute reports.
 
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// The weight of the newest value: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
+/// Weight of the newest value: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Alpha(f64);
 
@@ -13,11 +13,10 @@ pub struct Alpha(f64);
 pub struct AlphaOutOfRange(pub f64);
 
 impl Alpha {
-    /// As published (CrossRSS as published, and the default).
+    /// As published (CrossRSS), and the default.
     pub const PUBLISHED: Alpha = Alpha(0.5);
 
-    /// # Errors
-    /// When `value` is not in (0, 1].
+    /// Fails when `value` is not in (0, 1].
     pub fn new(value: f64) -> Result<Self, AlphaOutOfRange> {
         if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(AlphaOutOfRange(value)) }
     }
@@ -28,34 +27,34 @@ impl Alpha {
     }
 }
 
-/// What one report says of the cores: absolute values.
+/// Readings of the cores in one report: absolute values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CoreReadings {
     /// Grows with every report of one agent process.
     pub sequence: u64,
-    /// The server's monotonic clock when the cores were read, ns.
+    /// The server's monotonic clock at the measurement, ns.
     pub measured_ns: u64,
-    /// Busy time of each core since some fixed moment, ns.
+    /// Busy time of each core since some fixed time, ns.
     pub busy_ns: Vec<u64>,
 }
 
-/// Why readings were not taken.
+/// Reason for which readings are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ReadingsRejection {
     /// Late, or sent twice.
     #[error("report {sequence} after report {newest}: out of order")]
     OutOfOrder {
-        /// Of the refused report.
+        /// In the rejected report.
         sequence: u64,
-        /// The newest that was taken.
+        /// In the newest accepted report.
         newest: u64,
     },
-    /// The clock stood still or went back, though the sequence went on.
+    /// The clock stood still or went back, although the sequence advanced.
     #[error("measured at {measured_ns} ns, not after the previous report's {newest_ns} ns")]
     ClockStoodStill {
-        /// Of the refused report.
+        /// In the rejected report.
         measured_ns: u64,
-        /// Of the newest that was taken.
+        /// In the newest accepted report.
         newest_ns: u64,
     },
     /// No cores.
@@ -64,20 +63,20 @@ pub enum ReadingsRejection {
     /// More work than a core can do in that time.
     #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MOST_LOAD}")]
     Impossible {
-        /// Which core.
+        /// The core.
         core: usize,
         /// In fractions of its capacity.
         load: f64,
     },
 }
 
-/// In one interval between two reports, in fractions of a core's capacity. A core is never busier than 1, but the kernel may
-/// book time late (a CPU without ticks, once a second). What is above is refused: the next report counts from the one
-/// before, and what was only late is within the bound then. A server that lies cannot make the average more.
+/// Limit of a core's load in one report interval, in fractions of its capacity. A core is never busier than 1, but the
+/// kernel may book time late (a CPU without ticks, once a second). A higher load is rejected: the next report counts
+/// from the one before, and late bookings are within the limit then. A false report cannot raise the average further.
 pub const MOST_LOAD: f64 = 16.0;
 
-/// The loads of one server's cores, by receive queue, in fractions of their capacity. Made once per report and shared from then
-/// on: copies are the same loads, and it costs nothing to see that they are.
+/// Loads of one server's cores, by receive queue, in fractions of their capacity. Created once per report and then
+/// shared: copies are the same loads, and compare at no cost.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
     each: Arc<[f64]>,
@@ -85,7 +84,7 @@ pub struct CoreLoads {
 }
 
 impl CoreLoads {
-    /// Of all cores, added up in their order: the same whether it is done here or at a rack.
+    /// Returns the sum over all cores in their order: the same number here and at a rack.
     pub fn sum(&self) -> f64 {
         self.sum
     }
@@ -117,23 +116,21 @@ impl PartialEq for CoreLoads {
     }
 }
 
-/// Follows the cores of one server.
+/// Load tracker of one server's cores.
 #[derive(Debug, Clone, Default)]
 pub struct LoadTracker {
     newest: Option<CoreReadings>,
     loads: Option<CoreLoads>,
-    /// Somebody else may have spoken for the server before.
+    /// The previous readings may be from another stream.
     new_stream: bool,
 }
 
 impl LoadTracker {
-    /// Takes a report. Loads exist from the second one on: a rate needs two readings.
+    /// Processes a report. Loads exist from the second one on: a rate needs two readings. Fails when the report is
+    /// older than the newest one, its clock did not advance, or it has no cores. Readings of an earlier stream never
+    /// reject a report, because they may have been wrong.
     ///
-    /// A core count that changed, or a counter that went back (the server was booted again), starts anew.
-    ///
-    /// # Errors
-    /// When the report is older than the newest one, its clock did not move, or it has no cores. What an earlier stream
-    /// said is no reason: it may have been wrong, or a lie that would be in the way for ever.
+    /// A core count that changed, or a counter that went back (the server was rebooted), restarts the tracking.
     pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
         if readings.busy_ns.is_empty() {
             return Err(ReadingsRejection::NoCores);
@@ -151,7 +148,8 @@ impl LoadTracker {
         Ok(())
     }
 
-    /// The agent was restarted and counts its reports anew; the loads go on where its readings do.
+    /// Starts another stream: the agent was restarted and numbers its reports from the start; the loads continue with
+    /// its readings.
     pub fn new_stream(&mut self) {
         self.new_stream = true;
     }
@@ -172,13 +170,13 @@ impl LoadTracker {
     }
 }
 
-/// Whether the readings cannot be of the same run as `newest`: other cores, or a counter that went back.
+/// Whether the readings are of another run than `newest`: other cores, or a counter that went back.
 fn restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
 
-/// The load of each core between two readings; `None`: the server was booted again.
+/// Returns the load of each core between two readings; `None`: the server was rebooted.
 fn rates_since(
     newest: &CoreReadings,
     readings: &CoreReadings,
@@ -207,7 +205,7 @@ fn rates(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
     newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed).collect()
 }
 
-/// A load in the data plane's fixed point (1.0 is `LOAD_ONE`); below 0 is 0, above 4095 is 4095.
+/// Returns a load in the data plane's fixed point (1.0 is `LOAD_ONE`); below 0 is 0, above 4095 is 4095.
 pub fn fixed_point(load: f64) -> u32 {
     (load * f64::from(coreward_intf::LOAD_ONE)) as u32
 }
@@ -270,7 +268,6 @@ mod tests {
         assert_eq!(tracker.loads(), None);
         tracker.report(readings(2, 300, &[70]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
-        // An agent that comes back goes on.
         tracker.new_stream();
         tracker.report(readings(1, 400, &[120]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));

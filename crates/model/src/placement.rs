@@ -1,8 +1,8 @@
-//! The table that the data plane consults for the first packet of a connection, and how it does.
+//! Placement tables: the data plane's input for a connection's first packet, and its choice.
 //!
-//! [`PlacementTable`] is what a policy computes, the controller sends and `lb.bpf.c` reads (`struct placement_table` of
-//! `bpf/include/intf.h`); [`PlacementTable::choose`] is, decision by decision, what `lb.bpf.c` does with it. The tests
-//! of the BPF program compare the two.
+//! A policy computes a [`PlacementTable`], the controller sends it, and `lb.bpf.c` reads it (`struct placement_table`
+//! of `bpf/include/intf.h`). [`PlacementTable::choose`] is the choice of `lb.bpf.c`, decision by decision; the tests of
+//! the BPF program compare the two.
 
 mod random;
 
@@ -14,15 +14,14 @@ use coreward_intf as intf;
 use crate::rss::RssKey;
 use crate::{FourTuple, ServerId};
 
-/// Default lifetime of a placement table: a controller that is restarted, or elected in the place of another, makes new
-/// tables sooner.
+/// Default lifetime of a placement table: a restarted or newly elected controller makes new tables sooner.
 pub const DEFAULT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
 
 /// Number of buckets: a power of two from 1 to 2048.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketCount(u32);
 
-/// A number of buckets that the low bits of a hash cannot address.
+/// A number of buckets that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} buckets: expected a power of two from 1 to {max}", max = intf::MAX_BUCKETS)]
 pub struct BucketCountError(pub u64);
@@ -31,8 +30,7 @@ impl BucketCount {
     /// 128, as published (CrossRSS, CoNEXT'20) and as most NICs' indirection tables have.
     pub const PUBLISHED: BucketCount = BucketCount(128);
 
-    /// # Errors
-    /// When `count` is no power of two from 1 to 2048.
+    /// Fails when `count` is no power of two from 1 to 2048.
     pub fn new(count: u64) -> Result<Self, BucketCountError> {
         if count.is_power_of_two() && count <= u64::from(intf::MAX_BUCKETS) {
             Ok(Self(count as u32))
@@ -46,13 +44,13 @@ impl BucketCount {
         self.0
     }
 
-    /// The bucket of a hash: its low bits.
+    /// Returns the bucket of a hash: its low bits.
     pub fn bucket(self, hash: u32) -> u32 {
         hash & (self.0 - 1)
     }
 }
 
-/// How a first packet finds its server.
+/// Rule by which a first packet finds its server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Rule {
     /// Bucket to server, one look-up.
@@ -86,10 +84,10 @@ impl Rule {
     }
 }
 
-/// One core of one server that a bucket may go to.
+/// A core of a server that is a candidate of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
-    /// Where the connection would go.
+    /// The server.
     pub server: ServerId,
     /// The core's load in fixed point ([`crate::load::fixed_point`]).
     pub load: u32,
@@ -115,57 +113,58 @@ pub struct Core {
     pub core: u16,
 }
 
-/// Everything that one service's first packets need.
+/// Data for the first packets of one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementTable {
     /// Grows with every table of the service.
     pub generation: u64,
-    /// How first packets are placed.
+    /// Rule of placement.
     pub rule: Rule,
     /// Number of buckets.
     pub bucket_count: BucketCount,
     /// The Toeplitz key of each group of candidates.
     pub groups: Vec<RssKey>,
-    /// How many candidates stand for each bucket of each group; the same everywhere, missing ones repeat the last.
+    /// Candidates of each bucket of each group; the same number everywhere, the last one repeated if too few exist.
     pub candidates_per_bucket: u32,
     /// `groups` x `bucket_count` x `candidates_per_bucket`, the best first.
     pub candidates: Vec<Candidate>,
-    /// What one connection assigned since the switch adds to a core's load, in fixed point.
+    /// Load that one connection assigned since the switch adds to a core, in fixed point.
     pub assignment_cost: u32,
     /// The core of each slot.
     pub core_slots: Vec<Core>,
-    /// The servers that take new connections: by id; under [`Rule::RoundRobin`] in the order of their turns, and as often
-    /// as they have one.
+    /// The servers that take new connections: by id; under [`Rule::RoundRobin`] in the order of their turns, and as
+    /// often as they have one.
     pub members: Vec<Member>,
     /// By bucket, a choice that changes only with the pool: for connections that cannot carry a cookie.
     pub consistent: Vec<ServerId>,
-    /// By bucket, whose it was before it last changed hands; empty: all have been theirs since ever. That server may still
-    /// have connections of the bucket (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
+    /// By bucket, its previous server; empty: no bucket has moved. That server may still have connections of the bucket
+    /// (Beamer, NSDI'18, Sect. 4.2: daisy chaining).
     pub consistent_before: Vec<Option<ServerId>>,
-    /// The servers that are down, by id: what may leave a server without harm leaves these.
+    /// The servers that are down, by id: connections leave them where that is harmless.
     pub down: Vec<ServerId>,
-    /// How many tables ago the load of each of [`PlacementTable::core_slots`] was new: as long as it is not newer, what was
-    /// assigned since is not in it. Empty: all are new.
+    /// Age in tables of the load of each of [`PlacementTable::core_slots`]: until it is newer, assigned connections are
+    /// not in it. Empty: all are new.
     pub core_slot_ages: Vec<u32>,
 }
 
-/// What a data plane remembers of a table whose counts may go on in the next.
+/// Slots of a table whose counts may continue in the next.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CountedTable {
     /// [`PlacementTable::generation`].
     pub generation: u64,
-    /// Where each core's count stands.
+    /// Slot of each core's count.
     slots: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 
 impl CountedTable {
-    /// Of that table.
+    /// Returns the slots of `table`.
     pub fn of(table: &PlacementTable) -> Self {
         let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));
         Self { generation: table.generation, slots: slots.collect() }
     }
 
-    /// What counts begin with in `next`: a core's own count of this table, if `next` has no newer load of it, else 0.
+    /// Returns the initial counts of `next`: a core's own count of this table, if `next` has no newer load of it, else
+    /// 0.
     pub fn carried(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let of_slot = |(slot, core): (usize, &Core)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
@@ -177,7 +176,7 @@ impl CountedTable {
     }
 }
 
-/// What changes with each first packet.
+/// State that changes with each first packet.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementState {
     /// Connections assigned since the table was switched in, per core slot.
@@ -187,14 +186,14 @@ pub struct PlacementState {
 }
 
 impl PlacementState {
-    /// The state with which a new table is switched in.
+    /// Returns the initial state of a new table.
     pub fn for_table(table: &PlacementTable) -> Self {
         Self { assigned: vec![0; table.core_slots.len()], round_robin: 0 }
     }
 }
 
 /// Mixes a Toeplitz hash into two independent draws (the finaliser of MurmurHash3, 64 bits: every input bit reaches
-/// every output bit). The hash's own low bits are the bucket, that is: the core; a draw from them would not be free.
+/// every output bit). The hash's own low bits are the bucket, hence the core: a draw from them would not be free.
 pub fn mix(hash: u32) -> u64 {
     let mut x = u64::from(hash) | 0x9e37_79b9 << 32;
     x ^= x >> 33;
@@ -204,14 +203,14 @@ pub fn mix(hash: u32) -> u64 {
     x ^ x >> 33
 }
 
-/// The first and second draw below `count` from a mixed hash: multiply and shift (Lemire 2019).
+/// Returns the first and second draw below `count` from a mixed hash: multiply and shift (Lemire 2019).
 pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
     let below = |half: u64| ((half * u64::from(count)) >> 32) as u32;
     (below(mixed & 0xffff_ffff), below(mixed >> 32))
 }
 
 impl PlacementTable {
-    /// A table that places nothing: no server is eligible.
+    /// Returns a table without eligible servers.
     pub fn empty(bucket_count: BucketCount) -> Self {
         Self {
             generation: 0,
@@ -230,20 +229,20 @@ impl PlacementTable {
         }
     }
 
-    /// The server for a connection's first packet; `None` when no server is eligible.
+    /// Returns the server for a connection's first packet; `None` when no server is eligible.
     pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
         self.choose_by_hash(state, |group| self.groups[group].toeplitz(&bytes))
     }
 
-    /// [`PlacementTable::choose`] for a caller that has a quicker way to the connection's Toeplitz hash under the key of
+    /// [`PlacementTable::choose`] for a caller with a faster way to the connection's Toeplitz hash under the key of
     /// each of [`PlacementTable::groups`].
     pub fn choose_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
         self.choose_counted(state, hash, |_| true)
     }
 
-    /// [`PlacementTable::choose_by_hash`] where the connection counts as assigned to the chosen server only if that
-    /// `takes` it: the data plane sends it elsewhere otherwise.
+    /// [`PlacementTable::choose_by_hash`], where the connection counts as assigned only if the server `takes` it: the
+    /// data plane sends it elsewhere otherwise.
     pub fn choose_counted(
         &self,
         state: &mut PlacementState,
@@ -268,13 +267,13 @@ impl PlacementTable {
         }
     }
 
-    /// The choice for a connection without timestamps: the same whatever the loads.
+    /// Returns the choice for a connection without timestamps: the same whatever the loads.
     pub fn choose_consistent(&self, tuple: &FourTuple) -> Option<ServerId> {
         let key = self.groups.first()?;
         self.consistent.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
     }
 
-    /// The candidates of a group's bucket, the best first.
+    /// Returns the candidates of a group's bucket, the best first.
     pub fn candidates_of(&self, group: usize, bucket: u32) -> &[Candidate] {
         let per_bucket = self.candidates_per_bucket as usize;
         let start = (group * self.bucket_count.get() as usize + bucket as usize) * per_bucket;
@@ -298,14 +297,14 @@ impl PlacementTable {
         Some(chosen.server)
     }
 
-    /// The first candidate of least cost over all groups. Rule `Table` looks at one candidate per group.
+    /// Returns the first candidate of least cost over all groups. Rule `Table` has one candidate per group.
     fn least_candidate(&self, hash: impl Fn(usize) -> u32, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
         let looked_at = if self.rule == Rule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
             let bucket = self.bucket_count.bucket(hash(group));
             &self.candidates_of(group, bucket)[..looked_at]
         });
-        // min_by_key takes the first of equals, as the BPF program does.
+        // min_by_key takes the first of equals, like the BPF program.
         candidates.min_by_key(|candidate| cost(candidate)).copied()
     }
 
@@ -315,15 +314,15 @@ impl PlacementTable {
     }
 }
 
-/// Highest random weight (Thaler and Ravishankar, 1998): for each bucket the member whose hash with it is highest.
-/// When a member leaves, only its own buckets move.
+/// Highest random weight (Thaler and Ravishankar, 1998): returns for each bucket the member whose hash with it is
+/// highest. When a member leaves, only its own buckets move.
 pub fn rendezvous(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
     let members: Vec<_> = members.iter().map(|server| (*server, 1)).collect();
     weighted_rendezvous(&members, buckets)
 }
 
-/// The same with weights of 1 or more: a member has as many hashes with each bucket as its weight is, and so that part of
-/// the buckets.
+/// [`rendezvous`] with weights of 1 or more: a member has as many hashes with each bucket as its weight, and so that
+/// part of the buckets.
 pub fn weighted_rendezvous(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
     let hash = |bucket: u32, server: ServerId, draw: u32| {
         let draw = if draw == 0 { 0 } else { mix(draw) as u32 };
@@ -392,7 +391,6 @@ mod tests {
         let table = table(Rule::LeastAssigned, &[0, 25, 1000]);
         let mut state = PlacementState::for_table(&table);
         let chosen: Vec<u16> = (0..5).map(|port| table.choose(&mut state, &tuple(port)).unwrap().get()).collect();
-        // Costs of server 1: 0, 10, 20, then 30 against 25, then 30 against 35.
         assert_eq!(chosen, [1, 1, 1, 2, 1]);
         assert_eq!(state.assigned, [4, 1, 0]);
     }
@@ -407,7 +405,6 @@ mod tests {
         let pow2 = table(Rule::PowerOfTwo, &[10, 0, 20, 30]);
         let mut counts = [0; 5];
         (0..4000).for_each(|port| counts[usize::from(pow2.choose(&mut state, &tuple(port)).unwrap().get())] += 1);
-        // Of two draws with replacement the least loaded of four is taken with probability 7/16, the most loaded 1/16.
         assert!((1600..1900).contains(&counts[2]) && (180..330).contains(&counts[4]), "{counts:?}");
     }
 
@@ -433,7 +430,7 @@ mod tests {
         let table = weighted_rendezvous(&[(id(1), 1), (id(2), 3)], buckets);
         let heavy = table.iter().filter(|server| **server == id(2)).count();
         assert!((1480..1592).contains(&heavy), "{heavy}");
-        // Who becomes heavier takes buckets, and the others exchange none.
+        // The member with more weight takes buckets, and the others exchange none.
         let heavier = weighted_rendezvous(&[(id(1), 1), (id(2), 4)], buckets);
         assert!(table.iter().zip(&heavier).all(|(old, new)| old == new || *new == id(2)));
     }

@@ -1,11 +1,11 @@
-//! Growth of counters over the last seconds, and conclusions of it.
+//! Growth of counters over the last seconds, and its interpretation.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 /// Time over which growth is measured.
 pub const WINDOW: Duration = Duration::from_secs(10);
-/// SYNs in [`WINDOW`] below which nothing is concluded.
+/// SYNs in [`WINDOW`] below which no conclusion is drawn.
 const MIN_SYNS: u64 = 20;
 
 /// Counters of the last [`WINDOW`].
@@ -28,7 +28,7 @@ impl<const N: usize> Recent<N> {
         if self.samples.back().is_some_and(is_less) {
             self.samples.clear();
         }
-        // The newest one that is older than the window is what the growth counts from.
+        // The newest one older than the window: growth counts from there.
         while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= WINDOW) {
             self.samples.pop_front();
         }

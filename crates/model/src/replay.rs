@@ -1,5 +1,5 @@
-//! An arrival log replayed in virtual time, on a [`SimulatedCluster`] whose cores serve one request at a time. The demo uses it for
-//! the noise floor, the policies' tests to compare one with another before any packet is sent.
+//! Replay of an arrival log in virtual time, on a [`SimulatedCluster`] whose cores serve one request at a time. The
+//! demo uses it for the noise floor; the policies' tests compare policies with it.
 
 use crate::ServerId;
 use crate::arrivals::{Arrival, ArrivalLog};
@@ -10,7 +10,7 @@ use crate::policy::Policy;
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 use crate::statistics::{mean, variance_pct};
 
-/// What is replayed against.
+/// Pool of a replay.
 #[derive(Debug, Clone, Copy)]
 pub struct Pools {
     /// Servers, ids 1 to n.
@@ -23,16 +23,16 @@ pub struct Pools {
     pub report_interval_us: u64,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// When agents report, and where turns begin.
+    /// Phase of reports and of turns.
     pub circumstances: ReportPhase,
-    /// Windows that start before this are left out (us).
+    /// Windows that start before this are omitted (us).
     pub warm_up_us: u64,
     /// Draws the fleet's RSS key.
     pub seed: u64,
 }
 
 impl Default for Pools {
-    /// The paper's pool: 4 servers of 4 cores, 128 buckets, reports at 10 Hz (CrossRSS, CoNEXT'20, Sect. 3).
+    /// Returns the paper's pool: 4 servers of 4 cores, 128 buckets, reports at 10 Hz (CrossRSS, CoNEXT'20, Sect. 3).
     fn default() -> Self {
         Self {
             servers: 4,
@@ -47,22 +47,22 @@ impl Default for Pools {
     }
 }
 
-/// When agents report, and where turns begin.
+/// Phase of reports and of turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportPhase {
-    /// All agents measure at the moment of the table; the first turn is the first server's.
+    /// All agents measure at the time of the table; the first turn is the first server's.
     Aligned,
-    /// As they happen to be live. Each agent's clock began at a moment of its own, so that its reports are between nothing
-    /// and a report interval old when a table is made of them; and turns go on from those of connections before.
+    /// As in operation. Each agent's clock starts at a random time, so that its reports are up to a report interval old
+    /// at a table. Turns continue from those of earlier connections.
     Random,
 }
 
 /// Means over the 1 s windows after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variances {
-    /// Of the work that servers served.
+    /// Variance of the servers' work.
     pub server_pct: f64,
-    /// Of the work that cores served.
+    /// Variance of the cores' work.
     pub core_pct: f64,
 }
 
@@ -72,25 +72,24 @@ impl Pools {
     }
 }
 
-/// How a connection finds its core.
+/// Placement of connections.
 pub enum Placer<'a> {
-    /// By a policy, as live.
+    /// By a policy, as in operation.
     Policy(&'a mut dyn Policy),
-    /// The core on which the connection's requests add least to the sum of squares of the work per core and window, by
-    /// every request that it and the connections already placed will send: what no real balancer can know. The variance
-    /// it leaves is the noise floor.
+    /// The core on which the connection's requests add least to the sum of squares of the work per core and window,
+    /// with knowledge of every future request. No real balancer has that: the remaining variance is the noise floor.
     Oracle,
 }
 
 const WINDOW_US: u64 = 1_000_000;
-/// Work is counted in so many pieces of a report interval: 2 ms of the demo's 100 ms, small beside a request's 7.5 ms. With pieces
-/// of 10 ms reports would be 5 ms too young in the mean, which the variances of crossrss-plus show.
+/// Bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small beside a request's 7.5 ms. Bins
+/// of 10 ms would make reports 5 ms too young in the mean, which the variances of crossrss-plus show.
 const BINS_PER_REPORT: u64 = 50;
 
-/// A server begins or ceases to take new connections.
+/// A server starts or stops taking new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolChange {
-    /// When (us after the log's start).
+    /// Time (us after the log's start).
     pub at_us: u64,
     /// The server, counted from 0.
     pub server: u16,
@@ -112,8 +111,8 @@ pub fn replay(log: &ArrivalLog, pools: Pools, placer: Placer<'_>) -> Variances {
     replayed(log, pools, plan, &[], placer).variances(pools)
 }
 
-/// Replays `log` on a fleet whose ids are drawn, too, while the pool changes: the busy time of every core (ns, absolute) at
-/// the beginning of each second and at the end of the last. `changes` are in the order of their times.
+/// Replays `log` on a fleet with drawn ids while the pool changes. Returns the busy time of every core (ns, absolute)
+/// at the beginning of each second and at the end of the last. `changes` are in the order of their times.
 pub fn replay_by_second(
     log: &ArrivalLog,
     pools: Pools,
@@ -165,15 +164,15 @@ fn replayed(
 struct Datacentre {
     pools: Pools,
     fleet: SimulatedCluster,
-    /// Per core (as the fleet numbers them): when it is free, and its busy time in bins.
+    /// Per core (in the fleet's numbering): time at which it is free, and its busy time in bins.
     free_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
     /// Per core: busy time as last reported, and the bins that were in it.
     reported_us: Vec<u64>,
     reported_bins: Vec<usize>,
-    /// By server: how many bins its report is old when a table is made.
+    /// By server: age of its report in bins at a table.
     age: Vec<usize>,
-    /// Per core: when each open connection ends.
+    /// Per core: end of each open connection.
     open: Vec<Vec<u64>>,
     /// Per core: work by the window in which it is due, of all connections placed so far.
     planned_us: Vec<Vec<u64>>,
@@ -204,7 +203,7 @@ impl Datacentre {
         }
     }
 
-    /// Agents report, the controller computes, the table is switched in.
+    /// Makes agents report, computes the table and installs it.
     fn tick(&mut self, now_us: u64, placer: &mut Placer<'_>) {
         let bin_us = self.pools.bin_us();
         let bin = (now_us / bin_us) as usize;
@@ -332,7 +331,7 @@ mod tests {
         };
         assert_eq!(served(4, 0, 3), 0);
         assert!(served(4, 3, 8) > 1_000_000_000, "{}", served(4, 3, 8));
-        // Elephants stay: it goes on serving, less than the others.
+        // Elephants stay: it continues to serve, less than the others.
         assert!((1..served(1, 5, 8)).contains(&served(0, 5, 8)), "{} {}", served(0, 5, 8), served(1, 5, 8));
     }
 
@@ -350,7 +349,6 @@ mod tests {
         let plan = plan.drawn(&mut seeded_rng(1, PURPOSE_FLEET));
         let mut datacentre = Datacentre::new(&log, pools, plan);
         datacentre.age = vec![0, 15, 45, 25];
-        // Each server's first core is busy from 0 to 150 ms.
         (0..4).for_each(|server| datacentre.serve(server * 4, 0, 150_000));
         let mut policy = crate::policy::named("crossrss", 1).unwrap();
         let mut placer = Placer::Policy(policy.as_mut());

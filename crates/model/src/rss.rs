@@ -14,13 +14,14 @@ use siphasher::sip::SipHasher13;
 
 pub use input::{InputTransform, UnknownInputTransform};
 
-/// A random generator of its own for `seed` and what it is used for, so that no two uses share a stream.
+/// Returns a random generator for `seed` and a purpose, so that no two purposes share a stream.
 pub fn seeded_rng(seed: u64, purpose: u64) -> Xoshiro256PlusPlus {
     // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring purposes apart; seed_from_u64 mixes further.
     Xoshiro256PlusPlus::seed_from_u64(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// A uniform number below `bound` without modulo bias (Lemire, "Fast random integer generation in an interval", 2019).
+/// Returns a uniform number below `bound` without modulo bias (Lemire, "Fast random integer generation in an interval",
+/// 2019).
 pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
     assert!(bound > 0, "an empty range has no numbers");
     loop {
@@ -31,8 +32,8 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
     }
 }
 
-/// An RSS key, 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window), and what of a packet the NIC
-/// hashes with it. Two NICs hash alike if both are equal.
+/// An RSS key, 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window), and the input that the
+/// NIC hashes with it. Two NICs hash alike if both are equal.
 #[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey {
     bytes: Arc<[u8]>,
@@ -40,7 +41,7 @@ pub struct RssKey {
 }
 
 impl PartialEq for RssKey {
-    /// Copies are found equal without a look at their bytes: a table compares the keys of thousands of servers.
+    /// Copies compare equal without a comparison of bytes: a table compares the keys of thousands of servers.
     fn eq(&self, other: &Self) -> bool {
         self.input == other.input && (Arc::ptr_eq(&self.bytes, &other.bytes) || self.bytes == other.bytes)
     }
@@ -65,14 +66,13 @@ impl From<Arc<[u8]>> for RssKey {
 pub struct RssKeyLength(pub usize);
 
 impl RssKey {
-    /// # Errors
-    /// When the key is shorter than 40 or longer than 52 bytes.
+    /// Fails when the key is shorter than 40 or longer than 52 bytes.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLength> {
         let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
         if allowed.contains(&bytes.len()) { Ok(Self::from(Arc::from(bytes))) } else { Err(RssKeyLength(bytes.len())) }
     }
 
-    /// A 40-byte key drawn from `rng`.
+    /// Returns a 40-byte key drawn from `rng`.
     pub fn random(rng: &mut impl rand::Rng) -> Self {
         let mut bytes = [0; intf::RSS_KEY_BYTES as usize];
         rng.fill_bytes(&mut bytes);
@@ -93,17 +93,18 @@ impl RssKey {
         &self.bytes
     }
 
-    /// What is done to a packet's addresses and ports before they are hashed.
+    /// Returns the transform of a packet's addresses and ports before hashing.
     pub fn input(&self) -> InputTransform {
         self.input
     }
 
-    /// The same bytes with another transform of the input.
+    /// Returns the bytes with another transform of the input.
     pub fn with_input(&self, input: InputTransform) -> Self {
         Self { bytes: self.bytes.clone(), input }
     }
 
-    /// Tells keys apart in logs and answers, without telling the key: who knows it can aim at a core.
+    /// Returns an identifier for logs and answers that does not reveal the key: with the key, a client can aim at a
+    /// core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.bytes);
@@ -113,26 +114,26 @@ impl RssKey {
         format!("{:08x}", hasher.finish() as u32)
     }
 
-    /// 32 bits of the key from bit `position` on; zeros beyond its end.
+    /// Returns 32 bits of the key from bit `position` on; zeros beyond its end.
     fn window(&self, position: usize) -> u32 {
         let (byte, bit) = (position / 8, position % 8);
         let word = (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.bytes.get(byte + i).copied().unwrap_or(0)));
         (word >> (8 - bit)) as u32
     }
 
-    /// The RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)): Toeplitz, the
-    /// XOR of the key's windows at the set bits of the transformed input.
+    /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)):
+    /// Toeplitz, the XOR of the key's windows at the set bits of the transformed input.
     pub fn toeplitz(&self, tuple: &[u8]) -> u32 {
         let tuple = self.input.apply(tuple);
         tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.toeplitz_of_byte(index, *byte))
     }
 
-    /// What `byte` at position `index` of the transformed input adds (by XOR) to the hash.
+    /// Returns the contribution (by XOR) of `byte` at position `index` of the transformed input to the hash.
     fn toeplitz_of_byte(&self, index: usize, byte: u8) -> u32 {
         (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.window(index * 8 + bit))
     }
 
-    /// One table of 256 entries per byte of the transformed input: the hash is the XOR of its bytes' entries.
+    /// Returns one table of 256 entries per byte of the transformed input: the hash is the XOR of its bytes' entries.
     fn byte_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
         let mut tables = Box::new([[0; 256]; BYTES]);
         for (index, table) in tables.iter_mut().enumerate() {
@@ -143,14 +144,15 @@ impl RssKey {
         tables
     }
 
-    /// The key unrolled for hashing many inputs: see [`ToeplitzTables`].
+    /// Returns the key unrolled for hashing many inputs: see [`ToeplitzTables`].
     pub fn tables(&self) -> ToeplitzTables {
         ToeplitzTables { byte: self.byte_tables(), input: self.input }
     }
 
-    /// One table per byte of IPv4 source address and source port, the bytes that differ between the packets of one service:
-    /// what they add to [`destination_part`](Self::destination_part). With a transformed input the two bytes that a source byte
-    /// is hashed in depend on the service's byte at the same place, which is a constant: still one entry per byte.
+    /// Returns one table per byte of IPv4 source address and source port, the bytes that differ between the packets of
+    /// one service: their contributions to [`destination_part`](Self::destination_part). With a transformed input, the
+    /// two bytes of a source byte depend on the service's byte at the same offset, which is constant: still one entry
+    /// per byte.
     pub fn source_tables(&self, vip: SocketAddrV4) -> Box<intf::toeplitz_source_tables> {
         let destination = halves(vip);
         let mut tables = Box::<intf::toeplitz_source_tables>::default();
@@ -163,7 +165,7 @@ impl RssKey {
         tables
     }
 
-    /// The constant part of an IPv4 service: the hash of a packet to it whose source is all zeros.
+    /// Returns the constant part of an IPv4 service: the hash of a packet to it whose source is all zeros.
     pub fn destination_part(&self, vip: SocketAddrV4) -> u32 {
         let destination = halves(vip);
         SOURCE_BYTES
@@ -172,8 +174,8 @@ impl RssKey {
             .fold(0, |hash, ((first, second), vip_byte)| hash ^ self.of_pair(*first, *second, 0, vip_byte))
     }
 
-    /// What a source byte and the destination byte at the same place add to the hash; they are bytes `first` and `second` of
-    /// the input.
+    /// Returns the contribution of a source byte and the destination byte at the same offset to the hash; they are
+    /// bytes `first` and `second` of the input.
     fn of_pair(&self, first: usize, second: usize, source: u8, destination: u8) -> u32 {
         let (source, destination) = self.input.of_bytes(source, destination);
         self.toeplitz_of_byte(first, source) ^ self.toeplitz_of_byte(second, destination)
@@ -183,7 +185,7 @@ impl RssKey {
 /// Positions in the input of IPv4 of each source byte, and of the destination byte at the same place: addresses, then ports.
 const SOURCE_BYTES: [(usize, usize); 6] = [(0, 4), (1, 5), (2, 6), (3, 7), (8, 10), (9, 11)];
 
-/// The destination bytes in the order of [`SOURCE_BYTES`].
+/// Returns the destination bytes in the order of [`SOURCE_BYTES`].
 fn halves(vip: SocketAddrV4) -> [u8; 6] {
     let [a, b, c, d] = vip.ip().octets();
     let [high, low] = vip.port().to_be_bytes();
@@ -193,8 +195,8 @@ fn halves(vip: SocketAddrV4) -> [u8; 6] {
 /// Bytes of the longest input: IPv6 addresses and ports.
 const INPUT_BYTES: usize = 36;
 
-/// The hash of one key by table look-ups, one per byte of the input: some fifty times as fast as [`RssKey::toeplitz`],
-/// for 36 KiB.
+/// Hash of one key by table look-ups, one per byte of the input: some fifty times as fast as [`RssKey::toeplitz`], for
+/// 36 KiB.
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     byte: Box<[[u32; 256]; INPUT_BYTES]>,
@@ -202,12 +204,12 @@ pub struct ToeplitzTables {
 }
 
 impl ToeplitzTables {
-    /// What [`RssKey::toeplitz`] gives for an input of at most 36 bytes.
+    /// Returns the result of [`RssKey::toeplitz`] for an input of at most 36 bytes.
     pub fn hash(&self, tuple: &[u8]) -> u32 {
         let of = |input: &[u8]| {
             input.iter().zip(self.byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
         };
-        // Nothing is copied for the usual NIC: the simulator spends its time here.
+        // Nothing is copied for the usual NIC, because the simulator spends its time here.
         if self.input == InputTransform::None { of(tuple) } else { of(&self.input.apply(tuple)) }
     }
 }
@@ -218,7 +220,7 @@ impl fmt::Debug for RssKey {
     }
 }
 
-/// As `ethtool -x` prints it: bytes in hexadecimal, separated by colons.
+/// In the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, byte) in self.bytes.iter().enumerate() {
@@ -263,7 +265,7 @@ pub struct IndirectionTable {
 }
 
 impl PartialEq for IndirectionTable {
-    /// As with keys.
+    /// Compares like keys.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
     }
@@ -289,14 +291,13 @@ pub enum IndirectionTableError {
     Queue {
         /// Position in the table.
         entry: usize,
-        /// What stands there.
+        /// The queue in the table.
         queue: u32,
     },
 }
 
 impl IndirectionTable {
-    /// # Errors
-    /// When the length is no power of two from 1 to 2048, or a queue does not fit 16 bits.
+    /// Fails when the length is no power of two from 1 to 2048, or a queue does not fit 16 bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::Length(queues.len()));
@@ -307,13 +308,11 @@ impl IndirectionTable {
         Ok(Self { queues: queues.iter().enumerate().map(narrow).collect::<Result<_, _>>()? })
     }
 
-    /// A table in which every core has the same number of entries (+-1), in an order drawn from the server's id.
+    /// Returns a table in which every core has the same number of entries (+-1), in an order drawn from the server's
+    /// id. Fails when `entries` is no power of two from 1 to 2048.
     ///
-    /// The paper draws each entry on its own, which by chance gives some cores twice the buckets of others; a balanced
-    /// draw removes that part of the imbalance for nothing (docs/design.md, "Indirection tables").
-    ///
-    /// # Errors
-    /// When `entries` is no power of two from 1 to 2048.
+    /// The paper draws each entry on its own, which gives some cores twice the buckets of others. A balanced draw
+    /// removes that part of the imbalance (docs/design.md, "Indirection tables").
     pub fn balanced(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let cores = u32::from(cores.max(1));
         let mut queues: Vec<u32> = (0..entries as u32).map(|entry| entry % cores).collect();
@@ -325,17 +324,15 @@ impl IndirectionTable {
         Self::new(&queues)
     }
 
-    /// Each entry drawn on its own from the server's id, as published (CrossRSS, CoNEXT'20, Sect. 2).
-    ///
-    /// # Errors
-    /// When `entries` is no power of two from 1 to 2048.
+    /// Returns a table with each entry drawn on its own from the server's id, as published (CrossRSS, CoNEXT'20, Sect.
+    /// 2). Fails when `entries` is no power of two from 1 to 2048.
     pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let mut rng = seeded_rng(server_seed, PURPOSE_INDIRECTION);
         let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
         Self::new(&queues)
     }
 
-    /// The queue for a hash: its low bits are the entry.
+    /// Returns the queue for a hash: its low bits are the entry.
     pub fn queue(&self, hash: u32) -> u16 {
         self.queues[hash as usize & (self.queues.len() - 1)]
     }
@@ -354,7 +351,7 @@ impl IndirectionTable {
 /// [`seeded_rng`]'s stream for indirection tables.
 const PURPOSE_INDIRECTION: u64 = 1;
 
-/// One server's RSS as its agent reported it.
+/// One server's RSS in its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rss {
     /// The key of its NIC.
@@ -363,7 +360,7 @@ pub struct Rss {
     pub indirection_table: IndirectionTable,
 }
 
-/// What the testbed's emulated NIC cannot take, or cannot hold.
+/// A configuration that the testbed's emulated NIC cannot take or hold.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EmulatedRssError {
     /// Its key register has one size.
@@ -378,7 +375,7 @@ pub enum EmulatedRssError {
 }
 
 impl Rss {
-    /// The layout in which BPF programs predict a packet's receive queue.
+    /// Returns the layout in which BPF programs predict a packet's receive queue.
     pub fn mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
         let mut mapping = Box::new(intf::rss_mapping {
             entry_count: self.indirection_table.entry_count() as u32,
@@ -391,20 +388,15 @@ impl Rss {
         mapping
     }
 
-    /// The registers of the testbed's emulated NIC.
-    ///
-    /// # Errors
-    /// When the key has not 40 bytes.
+    /// Returns the registers of the testbed's emulated NIC. Fails when the key has not 40 bytes.
     pub fn emulated(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
         let bytes = self.key.bytes();
         let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;
         Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key, ..Default::default() }))
     }
 
-    /// What the registers of the testbed's emulated NIC hold.
-    ///
-    /// # Errors
-    /// When they hold no indirection table.
+    /// Returns the configuration in the registers of the testbed's emulated NIC. Fails when they hold no indirection
+    /// table.
     pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();

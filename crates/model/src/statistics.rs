@@ -1,4 +1,4 @@
-//! The measures that the papers and the demo print.
+//! Statistics of the papers and the demo.
 
 /// Variance % of one window: the population variance of x / mean, times 100 (CrossRSS, CoNEXT'20, Sect. 3, Fig. 2a).
 /// `None` without values or when nothing was served.
@@ -10,12 +10,12 @@ pub fn variance_pct(values: &[f64]) -> Option<f64> {
     Some(values.iter().map(|x| (x / mean - 1.0).powi(2)).sum::<f64>() / values.len() as f64 * 100.0)
 }
 
-/// The arithmetic mean; `None` without values.
+/// Arithmetic mean; `None` without values.
 pub fn mean(values: &[f64]) -> Option<f64> {
     if values.is_empty() { None } else { Some(values.iter().sum::<f64>() / values.len() as f64) }
 }
 
-/// The median (of an even number: the mean of the two in the middle); `None` without values.
+/// Median (of an even number: the mean of the two in the middle); `None` without values.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -34,7 +34,6 @@ mod tests {
     #[test]
     fn variance_by_hand() {
         assert_eq!(variance_pct(&[1.0, 1.0, 1.0]), Some(0.0));
-        // x / mean = 0.5 and 1.5: variance 0.25.
         assert_eq!(variance_pct(&[1.0, 3.0]), Some(25.0));
         assert_eq!(variance_pct(&[]), None);
         assert_eq!(variance_pct(&[0.0, 0.0]), None);

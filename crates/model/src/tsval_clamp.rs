@@ -1,12 +1,12 @@
-//! The hold rule: how a connection that was silent for long goes on, though the time part of TSval has only 16 bits.
+//! PAWS clamp: TSval of a connection after a long silence, although the time part has only 16 bits.
 //!
-//! A client takes a step of 2^15 ms or more for a step back and drops the packet (PAWS, RFC 7323, Sect. 5). When so much
-//! time has passed since the client's last echo, the largest step that it takes is sent, again and again until the client
-//! echoes exactly that; then the rest of the way may be gone, by one more such step if need be.
+//! A client takes a step of 2^15 ms or more for a step back and drops the packet (PAWS, RFC 7323, Sect. 5). When so
+//! much time has passed since the client's last TSecr, the largest accepted step is sent until the client returns
+//! exactly that. Then the rest follows, by one more such step if needed.
 //!
-//! What the client may have seen lies between its last echo and less than one largest step after it, since everything sent
-//! in between was; so the largest step is always newer. That the time parts of echo and clock happen to be close again
-//! after a full turn (65.5 s) says nothing: the client may have seen more than it echoed.
+//! The client has seen a value from its last TSecr up to less than one largest step after it, because everything sent
+//! in between was. So the largest step is always newer. Equal time parts of TSecr and clock after a full turn (65.5 s)
+//! prove nothing: the client may have seen more than it returned.
 //!
 //! `bpf/server/cookie_time.h` does the same with a map; here one connection's entry stands alone.
 
@@ -14,7 +14,7 @@ use coreward_intf as intf;
 
 use crate::cookie::{RESTORE_SLACK_MS, restore};
 
-/// The step that is sent in place of a larger one, ms: 2^15 - 1.
+/// Step that is sent in place of a larger one, ms: 2^15 - 1.
 pub const LARGEST_STEP_MS: u32 = intf::LARGEST_STEP_MS;
 
 /// A time part to be sent.
@@ -22,7 +22,7 @@ pub const LARGEST_STEP_MS: u32 = intf::LARGEST_STEP_MS;
 pub struct TimePart {
     /// The 16 bits, before the time mask.
     pub sent: u16,
-    /// The server's own TSval that they stand for; it says which of the fleet's keys stamps.
+    /// The server's own TSval for it, which selects the fleet's key that stamps.
     pub original: u32,
 }
 
@@ -30,26 +30,27 @@ pub struct TimePart {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTsval {
     time: TimePart,
-    /// What the client had echoed last.
+    /// The client's last TSecr before it.
     before: TimePart,
     confirmed: bool,
 }
 
-/// What is remembered for one connection.
+/// Clamp state of one connection.
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     held: Option<ClampedTsval>,
-    /// The server's own TSval when anything was last held: for a group of connections, so that most look no further.
+    /// The server's own TSval of the last clamped packet, for a group of connections: most packets need no further
+    /// look-up.
     last_hold_ms: u32,
 }
 
 impl PawsClamp {
-    /// What to send when the server's own TSval is `milliseconds` and `last_echo` is the client's last echo as it was
-    /// restored for the kernel; 0: there was none.
+    /// Returns the time part to send. `milliseconds` is the server's own TSval; `last_echo` is the client's last TSecr
+    /// as it was restored for the kernel, 0 without one.
     pub fn time_to_send(&mut self, milliseconds: u32, last_echo: u32) -> TimePart {
         let plain = TimePart { sent: milliseconds as u16, original: milliseconds };
         let elapsed = milliseconds.wrapping_sub(last_echo);
-        // Restored echoes are never further ahead; what is was forged.
+        // A restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
         if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.held_lately(milliseconds) {
             return plain;
@@ -57,14 +58,13 @@ impl PawsClamp {
         let mut recent = last_echo as u16;
         match self.held {
             Some(held) if held.confirmed && held.time.original == last_echo => recent = held.time.sent,
-            // Not echoed so far.
             Some(held) if held.before.original == last_echo => {
                 self.last_hold_ms = milliseconds;
                 return held.time;
             }
             _ => {}
         }
-        // From what the client has to now; more than a turn is counted as such.
+        // From the client's value to now; more than a turn is counted as such.
         let distance = u32::from((last_echo as u16).wrapping_sub(recent)).wrapping_add(elapsed);
         if distance < LARGEST_STEP_MS {
             return plain;
@@ -76,14 +76,14 @@ impl PawsClamp {
         time
     }
 
-    /// Whether anything was held so lately that it may matter though the last echo is of less than a largest step ago (and
-    /// that one may have been restored to a little after now).
+    /// Whether a packet was clamped so recently that it may matter although the last TSecr is less than a largest step
+    /// old (and that one may have been restored to a little after now).
     fn held_lately(&self, milliseconds: u32) -> bool {
         milliseconds.wrapping_sub(self.last_hold_ms) as i32 <= (LARGEST_STEP_MS + RESTORE_SLACK_MS) as i32
     }
 
-    /// The server's own TSval that an echo's time part stands for, at `now_ms`. Never 0, which the kernel reads as "no
-    /// echo": that millisecond, once in 49 days, is restored to the one before.
+    /// Returns the server's own TSval of a TSecr's time part at `now_ms`. Never 0, which the kernel reads as "no
+    /// TSecr": that millisecond, once in 49 days, is restored to the one before.
     pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
         match self.restore_any(time, now_ms) {
             0 => u32::MAX,
@@ -101,11 +101,11 @@ impl PawsClamp {
             return held.time.original;
         }
         if held.confirmed {
-            // The client has gone on: from now on these 16 bits may come from the clock again.
+            // The client has advanced: from now on these 16 bits may come from the clock again.
             self.held = None;
             return restore(time, now_ms);
         }
-        // Sent before the held one, and so less than a largest step after what the client had echoed then.
+        // Sent before the clamped one, so less than a largest step after the client's TSecr of that time.
         let TimePart { sent, original } = held.before;
         let (step, behind) = (time.wrapping_sub(sent), (original as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
@@ -129,16 +129,16 @@ mod tests {
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
 
-    /// What may happen to a connection.
+    /// An event of a connection.
     #[derive(Debug, Clone, Copy)]
     enum Event {
-        /// Which way, and whether it arrives.
+        /// Direction, and whether it is lost.
         Packet { from_server: bool, lost: bool },
-        /// The oldest packet under way arrives.
+        /// The oldest packet in flight arrives.
         Arrival { at_server: bool },
         /// Everything arrives, then nothing happens for so long.
         Silence { milliseconds: u32 },
-        /// A little time passes, packets stay under way.
+        /// A little time passes; packets stay in flight.
         Pause { milliseconds: u32 },
         /// The other key becomes the current one for TSvals from so much later on.
         Switch { later: u32 },
@@ -157,7 +157,6 @@ mod tests {
         prop::collection::vec(event, 1..200)
     }
 
-    /// A TSval, and when it was sent.
     #[derive(Debug, Clone, Copy)]
     struct Sent {
         value: u32,
@@ -175,7 +174,7 @@ mod tests {
         to_server: VecDeque<Sent>,
         /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
         recent: Option<Sent>,
-        /// The last echo was older than a turn of the circle, and so restored to a later time.
+        /// The last TSecr was older than a turn of the circle, and so restored to a later time.
         restored_too_new: bool,
         tuple: FourTuple,
     }
@@ -185,7 +184,6 @@ mod tests {
     }
 
     impl Connection {
-        /// After its handshake.
         fn new(now: u32, port: u16) -> Self {
             let mut connection = Self {
                 now,
@@ -239,7 +237,7 @@ mod tests {
                     let Some(sent) = self.to_client.pop_front() else { return };
                     let recent = self.recent.unwrap_or(sent).value;
                     let step = sent.value.wrapping_sub(recent) as i32;
-                    // Then a packet of the same millisecond may have the key that came meanwhile, and is lost: once in
+                    // A packet of the same millisecond may have the key that came meanwhile, and is lost: once in
                     // 65,536 times that keys change during a silence of more than a minute.
                     let same_millisecond =
                         self.restored_too_new && (sent.value ^ recent) >> intf::COOKIE_TIME_SHIFT == 0;
@@ -256,8 +254,8 @@ mod tests {
                     self.now = self.now.wrapping_add(milliseconds);
                 }
                 Event::Pause { milliseconds } => self.now = self.now.wrapping_add(milliseconds),
-                // The controller keeps switches hours apart: the last one is over, and TCP has long given up a connection
-                // whose client has echoed nothing since before it.
+                // The controller keeps switches hours apart. The last one is over, and TCP has given up connections of
+                // clients that sent nothing since before it.
                 Event::Switch { later } => {
                     let since_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
                     let held_since =
@@ -286,7 +284,7 @@ mod tests {
             // Every largest step goes half the circle.
             for _ in 0..=silence / LARGEST_STEP_MS {
                 connection.round_trip();
-                // The kernel sees the time that has passed since it sent, and no more.
+                // The kernel sees the time that has passed since it sent.
                 prop_assert_eq!(connection.last_echo, connection.now);
             }
             prop_assert_eq!(connection.rule.time_to_send(connection.now, connection.last_echo).sent, connection.now as u16);

@@ -6,17 +6,17 @@ use std::str::FromStr;
 
 use coreward_intf as intf;
 
-/// The id of a server inside a service: what the cookie carries. 0 to 16,383.
+/// Id of a server inside a service, which the cookie carries: 0 to 16,383.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerId(u16);
 
-/// A number that no cookie can hold.
+/// A number outside the range of server ids.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie holds", max = intf::SERVER_ID_COUNT - 1)]
 pub struct ServerIdOutOfRange(pub u64);
 
 impl ServerId {
-    /// How many ids there are.
+    /// Number of ids.
     pub const COUNT: usize = intf::SERVER_ID_COUNT as usize;
 
     /// The id as a number below [`ServerId::COUNT`].
@@ -60,7 +60,7 @@ impl Protocol {
         }
     }
 
-    /// The name as configuration and wire write it.
+    /// The name in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
             Protocol::Tcp => "tcp",
@@ -89,7 +89,7 @@ impl FromStr for Protocol {
     }
 }
 
-/// What clients connect to: VIP, port and protocol.
+/// Address of a service: VIP, port and protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAddress {
     /// VIP and port.
@@ -104,7 +104,7 @@ impl fmt::Display for ServiceAddress {
     }
 }
 
-/// A text that is no service's address.
+/// A text that is not a service's address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
 pub struct UnknownServiceAddress(String);
@@ -112,7 +112,6 @@ pub struct UnknownServiceAddress(String);
 impl FromStr for ServiceAddress {
     type Err = UnknownServiceAddress;
 
-    /// As it is shown.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let parsed = text.split_once('/').and_then(|(socket, protocol)| {
             Some(Self { socket: socket.parse().ok()?, protocol: protocol.parse().ok()? })
@@ -121,8 +120,8 @@ impl FromStr for ServiceAddress {
     }
 }
 
-/// An address as `bpf/include/intf.h` holds it: four words in network byte order, IPv4 in the last (IPv4-mapped, RFC
-/// 4291 Sect. 2.5.5.2).
+/// Returns an address in the layout of `bpf/include/intf.h`: four words in network byte order, IPv4 in the last
+/// (IPv4-mapped, RFC 4291 Sect. 2.5.5.2).
 pub fn address_words(address: IpAddr) -> [u32; 4] {
     let octets = match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
@@ -132,7 +131,7 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
 }
 
 impl ServiceAddress {
-    /// The key under which the BPF programs find the service.
+    /// Returns the service's key in the maps of the BPF programs.
     pub fn key(&self) -> intf::service_key {
         intf::service_key {
             address: address_words(self.socket.ip()),
@@ -146,7 +145,7 @@ impl ServiceAddress {
     }
 }
 
-/// A connection as the client's packets carry it: client to VIP.
+/// Addresses and ports of a connection in the client's direction: client to VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FourTuple {
     client: SocketAddr,
@@ -162,18 +161,17 @@ pub struct MixedFamilies {
 }
 
 impl FourTuple {
-    /// # Errors
-    /// When one side is IPv4 and the other IPv6.
+    /// Fails when one side is IPv4 and the other IPv6.
     pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedFamilies> {
         if client.is_ipv4() == vip.is_ipv4() { Ok(Self { client, vip }) } else { Err(MixedFamilies { client, vip }) }
     }
 
-    /// An IPv4 tuple; cannot be mixed.
+    /// Returns an IPv4 tuple; cannot be mixed.
     pub fn ipv4(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }
 
-    /// An IPv6 tuple; cannot be mixed.
+    /// Returns an IPv6 tuple; cannot be mixed.
     pub fn ipv6(client: (Ipv6Addr, u16), vip: (Ipv6Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }

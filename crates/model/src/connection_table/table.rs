@@ -1,9 +1,9 @@
-//! What packets and user space do with the connection table.
+//! Operations of packets and of user space on the connection table.
 //!
-//! One code for three users: the data plane's user space frees by it, on the memory that it shares with the BPF program;
-//! the oracle of the load balancer's program does by it what packets do; and
+//! The code has three users. The data plane's user space frees entries with it, on the memory that it shares with the
+//! BPF program. The reference model of the load balancer uses it for packets.
 //! `tests/integration/connection_table_loom.rs` runs both sides against each other in every order that the memory model
-//! allows. What packets do is line by line what `bpf/lb/connection_table.h` does.
+//! allows. The operations of packets follow `bpf/lb/connection_table.h` line by line.
 
 use std::mem::offset_of;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -21,19 +21,19 @@ use crate::tuple::address_words;
 pub enum StorageCell {
     /// `connection_stack.top` of a partition.
     StackTop(u32),
-    /// The word of an entry that begins at this byte of `struct connection`.
+    /// The word of an entry at this byte offset of `struct connection`.
     Entry(ConnectionIndex, usize),
 }
 
-/// Where the words stand.
+/// Storage of the words.
 pub trait AtomicStorage {
-    /// Sees all that was written before what it reads was exchanged or published (acquire).
+    /// Loads a word and makes all earlier writes of the side that exchanged or published it visible (acquire).
     fn load(&self, word: StorageCell) -> u64;
-    /// In one piece, in no order (relaxed): for what nobody else looks at.
+    /// Stores a word atomically, without order (relaxed): for words without another reader.
     fn store(&self, word: StorageCell, value: u64);
-    /// Puts `new` in the place of `old`, if that is what stands there (acquire and release).
+    /// Replaces `old` by `new`, if the word is `old` (acquire and release).
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool;
-    /// In one piece, after all stores before it (release): an entry's identity, where 0 stood.
+    /// Stores a word atomically, after all stores before it (release): an entry's identity in place of 0.
     fn publish(&self, word: StorageCell, value: u64);
 }
 
@@ -52,25 +52,25 @@ const LOW_HALF: u64 = 0xffff_ffff;
 const FLAGS_SHIFT: u32 = 16;
 const NEXT_FREE_SHIFT: u32 = 32;
 
-/// Why a first packet gets no entry.
+/// Reason for which a first packet gets no entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotTaken {
     /// The partition has no free place.
     Full,
-    /// Others took or freed places at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
+    /// Other operations took or freed places at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
     Contended,
 }
 
-/// A connection as its first packet shows it.
+/// Fields of a connection's first packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FirstPacket {
-    /// Of its 4-tuple.
+    /// Hash of its 4-tuple.
     pub hash: ConnectionHash,
-    /// The service's place in the load balancer's tables.
+    /// The service's slot in the load balancer's tables.
     pub service: u16,
     /// Source address and port.
     pub client: SocketAddrV4,
-    /// Of the frame.
+    /// Bytes of the frame.
     pub bytes: u64,
 }
 
@@ -82,38 +82,37 @@ pub struct ConnectionTable<M> {
 }
 
 impl<M: AtomicStorage> ConnectionTable<M> {
-    /// `memory` must have room for `size`.
+    /// Returns a table over `memory`, which must have room for `size`.
     pub fn new(memory: M, size: TableSize) -> Self {
         Self { memory, size }
     }
 
-    /// How large it is.
+    /// Returns its size.
     pub fn size(&self) -> TableSize {
         self.size
     }
 
-    /// Where the words stand.
+    /// Returns the storage.
     pub fn memory(&self) -> &M {
         &self.memory
     }
 
     // ---- what packets do ----
 
-    /// `take_connection()` of `bpf/lb/connection_table.h`: a free place, filled.
-    ///
-    /// # Errors
-    /// When there is none, or others were always faster.
+    /// `take_connection()` of `bpf/lb/connection_table.h`: takes a free place and fills it. Fails when there is none,
+    /// or other operations were always faster.
     pub fn take(&self, packet: &FirstPacket, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
         let partition = packet.hash.partition(self.size);
         let stack = StorageCell::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
-            // BPF has no acquiring load: there the address of `next_free` depends on what was read, which orders the two.
+            // BPF has no acquiring load: there the address of `next_free` depends on the loaded word, which orders the
+            // two.
             let top = self.memory.load(stack);
             let Some(place) = (top & u64::from(intf::CONNECTION_STACK_PLACE_MASK)).checked_sub(1) else {
                 return Err(NotTaken::Full);
             };
             let index = ConnectionIndex::new(partition, place as u32);
-            // Of an entry that somebody else takes meanwhile, this may be anything; then the exchange fails.
+            // If another operation takes the entry meanwhile, this may be anything; then the exchange fails.
             let next = self.next_free(index);
             if self.memory.compare_exchange(stack, top, changed_top(top, next)) {
                 self.fill(index, packet, server, now);
@@ -123,7 +122,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         Err(NotTaken::Contended)
     }
 
-    /// Writes an entry that nobody else knows, its identity last.
+    /// Writes a private entry, its identity last.
     fn fill(&self, index: ConnectionIndex, packet: &FirstPacket, server: ServerId, now: Clock) {
         let at = |field| StorageCell::Entry(index, field);
         let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
@@ -140,8 +139,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.memory.publish(at(IDENTITY), identity.word());
     }
 
-    /// `find_connection()`: the server of the connection whose cookie names `place`; `None`: the entry is free or another
-    /// connection's.
+    /// `find_connection()`: returns the server of the connection whose cookie names `place`; `None`: the entry is free
+    /// or another connection's.
     pub fn find(&self, hash: ConnectionHash, place: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), place);
         let identity = Identity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY)))?;
@@ -174,7 +173,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     // ---- what user space does ----
 
-    /// Chains all places of all partitions: for a table that no packet uses yet, and whose memory is all 0.
+    /// Chains all places of all partitions: for an unused table whose memory is all 0.
     pub fn initialise(&self) {
         let last = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.indexes() {
@@ -186,8 +185,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         }
     }
 
-    /// Takes the entry from its connection, if it still has `identity`. Of all who try, one succeeds: it must
-    /// [`push`](Self::push) the place when no packet that saw the identity is under way any more.
+    /// Takes the entry from its connection, if it still has `identity`. One of several callers succeeds: it must
+    /// [`push`](Self::push) the place when no packet that saw the identity is in flight any longer.
     pub fn release(&self, index: ConnectionIndex, identity: Identity) -> bool {
         if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY), identity.word(), 0) {
             return false;
@@ -209,12 +208,12 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         }
     }
 
-    /// The free places of a partition from the top. Packets may take some meanwhile; nobody may push.
+    /// Returns the free places of a partition from the top. Packets may take some meanwhile; no place may be pushed.
     pub fn free_places(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut places = Vec::new();
         let mut next =
             (self.memory.load(StorageCell::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32;
-        // Taking a place leaves its `next_free` as it was, so the walk ends where the stack did when it began.
+        // A taken place keeps its `next_free`, so the walk ends where the stack did when it began.
         while let Some(place) = next.checked_sub(1).filter(|_| places.len() < intf::CONNECTIONS_PER_PARTITION as usize)
         {
             let index = ConnectionIndex::new(partition, place);
@@ -229,15 +228,15 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.load(index, IDENTITY) == 0
     }
 
-    /// Returns the client's address of the connection at `index`, by two words of the entry. Where the entry changes
-    /// hands meanwhile it may be that of the connection before.
+    /// Returns the client's address of the connection at `index`, by two words of the entry. If the entry changes hands
+    /// meanwhile, it may be that of the previous connection.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<Ipv4Addr> {
         // An IPv4 address is the last quarter of the field.
         let word = || self.load(index, CLIENT_ADDRESS + size_of::<u64>());
         (!self.is_free(index)).then(|| Ipv4Addr::from(((word() >> 32) as u32).to_ne_bytes()))
     }
 
-    /// The connection at `index`. Packets may change it meanwhile, but all of it is of one connection, or `None`.
+    /// Returns the connection at `index`, all of one connection even if packets change it meanwhile, or `None`.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         let identity = self.load(index, IDENTITY);
         if identity == 0 {
@@ -282,13 +281,14 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 }
 
-/// The top after a change: another place (0: none) and a count that was never there with the old one.
+/// Returns the top after a change: another place (0: none) and a count that was never there with the old one.
 fn changed_top(top: u64, place_plus_one: u32) -> u64 {
     let count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
     count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(place_plus_one & intf::CONNECTION_STACK_PLACE_MASK)
 }
 
-/// Tag and place of connections whose SYN came lately, by the connection's hash: a hint, as the entry's identity decides.
+/// Tag and place of connections with a recent SYN, by the connection's hash: a hint, because the entry's identity
+/// decides.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<u32>);
 
@@ -299,21 +299,21 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Where to look ([`ConnectionTable::find`]) for the entry of a connection that opens once more. `None`: the
-    /// connection whose SYN was remembered last is another one.
+    /// Returns the place to check ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
+    /// `None`: the latest SYN with this slot was another connection's.
     pub fn place(&self, hash: ConnectionHash) -> Option<u32> {
         let recent = self.0[hash.recent_slot()];
         let same = (recent ^ hash.tag()) & !intf::CONNECTION_PLACE_MASK == 0;
         same.then_some(recent & intf::CONNECTION_PLACE_MASK)
     }
 
-    /// `remember_connection()`: for the next SYN of the same connection.
+    /// `remember_connection()`: records the place for the next SYN of the same connection.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
         self.0[hash.recent_slot()] = hash.tag() & !intf::CONNECTION_PLACE_MASK | index.place();
     }
 }
 
-/// Memory of this process alone, or of several of its threads.
+/// Memory of this process, for one thread or several.
 #[derive(Debug)]
 pub struct OwnMemory {
     size: TableSize,
@@ -324,7 +324,7 @@ pub struct OwnMemory {
 const ENTRY_WORDS: usize = size_of::<intf::connection>() / size_of::<u64>();
 
 impl OwnMemory {
-    /// All 0.
+    /// Returns memory that is all 0.
     pub fn new(size: TableSize) -> Self {
         let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         Self { size, tops: words(size.partitions() as usize), entries: words(size.entries() as usize * ENTRY_WORDS) }
@@ -400,7 +400,6 @@ mod tests {
                 }
             }
         }
-        // Twice as many as there is room for, evenly spread: every partition is full.
         assert_eq!((taken.len(), refused), (4096, 8000 - 4096));
         for (index, client) in &taken {
             let packet = packet(*client);

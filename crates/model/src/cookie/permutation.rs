@@ -1,9 +1,9 @@
-//! How a cookie's number is hidden: by a permutation that the keyed hash of the connection draws.
+//! Permutation that hides a cookie's number, drawn by the keyed hash of the connection.
 //!
-//! Three rounds of multiplication by a drawn odd factor and a shift to the right with XOR, between a XOR and an addition
-//! of drawn numbers. A multiplication carries differences to higher bits only, a shift to lower ones. An affine
-//! permutation would not do: the quotient of two differences of hidden numbers is then equal for every connection and
-//! key.
+//! Three rounds of multiplication by a drawn odd factor and a shift to the right with XOR, between a XOR and an
+//! addition of drawn numbers. A multiplication carries differences to higher bits only, a shift to lower ones. An
+//! affine permutation would not do: the quotient of two differences of hidden numbers is then equal for every
+//! connection and key.
 
 use coreward_intf as intf;
 
@@ -17,13 +17,13 @@ pub struct Permutation {
 const ROUNDS: u32 = 3;
 
 impl Permutation {
-    /// Of kind and id in a cookie.
+    /// Permutation of kind and id in a cookie.
     pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
 
-    /// Of the id in a cookie that a load balancer stamps.
+    /// Permutation of the id in a cookie of LB-side stamping.
     pub const LB_STAMPED: Self = Self { bits: intf::CORRECTION_ID_BITS };
 
-    /// Returns the number that stands for `plain` in a cookie of the connection with that hash; both below 2^bits.
+    /// Returns the hidden number of `plain` in a cookie of the connection with that hash; both below 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
         let mut number = u64::from(plain).wrapping_sub(self.added(hash)) & self.mask();
         for round in (1..=ROUNDS).rev() {
@@ -92,7 +92,7 @@ mod tests {
         }
     }
 
-    /// Two plain numbers, or two hidden ones, that differ in one bit: which difference they lead to is not predictable.
+    /// Two plain numbers, or two hidden ones, that differ in one bit lead to an unpredictable difference.
     #[test]
     fn differences_are_spread_evenly() {
         let mut rng = seeded_rng(4, 0);
@@ -118,8 +118,8 @@ mod tests {
         }
     }
 
-    /// What a client learns by probing one connection does not help it with another: a difference of hidden numbers that leads
-    /// from one server to another there leads to that server here as often as any other number would.
+    /// A difference of hidden numbers that leads from one server to another in one connection leads to that server in
+    /// another connection as often as any other number. So probing one connection does not help with another.
     #[test]
     fn differences_of_one_connection_do_not_hold_for_another() {
         let mut rng = seeded_rng(2, 0);
@@ -141,7 +141,7 @@ mod tests {
         }
     }
 
-    /// A client that has probed one connection knows the differences of its hidden numbers. With two hidden numbers of
+    /// A client that has probed one connection has the differences of its hidden numbers. With two hidden numbers of
     /// another connection they must not name a third one: neither their quotient modulo a prime (0), nor modulo 2^bits
     /// (1), nor by XOR (2).
     #[test]

@@ -1,11 +1,11 @@
-//! Which cores run which of two services, and when that changes (RingLeader, NSDI'23, Sect. 4.4).
+//! Assignment of cores to two services, and its changes (RingLeader, NSDI'23, Sect. 4.4).
 
 use std::fmt;
 use std::str::FromStr;
 
 use super::LoadHint;
 
-/// How cores are divided between services.
+/// Division of cores between services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Assignment {
     /// `share`: all services run on all cores
@@ -57,15 +57,15 @@ pub struct CoreAllocation {
     assignment: Assignment,
     /// Cores that each service keeps for itself.
     reserved: u16,
-    /// Cores that both share whatever happens.
+    /// Cores that both always share.
     shared: u16,
     /// By core: whether service 0 and service 1 run there.
     runs: Vec<[bool; 2]>,
 }
 
 impl CoreAllocation {
-    /// At first both services have equally many cores of their own; under `hybrid` a quarter of all is shared, and stays
-    /// so. `reserved`: how many cores each keeps for itself whatever the other needs.
+    /// Gives both services equally many cores of their own; under `hybrid` a quarter of all is shared permanently.
+    /// `reserved`: cores that each keeps for itself whatever the other needs.
     pub fn new(assignment: Assignment, cores: u16, reserved: u16) -> Self {
         let shared = match assignment {
             Assignment::CompleteShare => cores,
@@ -82,11 +82,11 @@ impl CoreAllocation {
         self.runs[usize::from(core)][usize::from(service)]
     }
 
-    /// What changes by a hint for `service`. `other_waits`: requests of the other service wait at the NIC; `load`: how much a
-    /// core has to do, by which the core that gives way is chosen (the least, the first of equals).
+    /// Returns the changes after a hint for `service`. `other_waits`: requests of the other service wait at the NIC.
+    /// `load`: work of a core; the core with the least gives way, the first of equals.
     pub fn hint(&mut self, service: u8, hint: LoadHint, other_waits: bool, load: impl Fn(u16) -> u32) -> Vec<Change> {
         let other = 1 - service;
-        // What each kind of core would become, [this service, the other].
+        // Result for each kind of core, [this service, the other].
         let (from, to) = match (self.assignment, hint) {
             (Assignment::CompleteShare, _) => return Vec::new(),
             // Service 1 takes nothing that service 0 needs.
@@ -133,7 +133,6 @@ mod tests {
 
     #[test]
     fn hybrid_opens_cores_to_both_and_closes_them_again() {
-        // Service 0 alone has cores 0 to 2, both have 3 and 4, service 1 alone has 5 to 7.
         let mut allocation = CoreAllocation::new(Assignment::Hybrid, 8, 2);
         assert!(allocation.runs(0, 4) && !allocation.runs(0, 5) && allocation.runs(1, 3) && !allocation.runs(1, 2));
         assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, |_| 0), [], "the shared ones stay shared");

@@ -2,14 +2,13 @@
 
 use super::{Dispatcher, Header, LeastTree};
 
-/// What RingLeader's JBSRQ (NSDI'23, Sect. 4.2) becomes for a stock server, whose queue is a FIFO and which cannot be made
-/// to yield: what is before a request in the queue delays it whatever its priority, so every request under way
-/// counts in full (lambda = 1). What is left to priority is eligibility: a class may be barred from some cores, or may
-/// send to them only while they have less to do than others may give them.
+/// RingLeader's JBSRQ (NSDI'23, Sect. 4.2) for a stock server, whose queue is a FIFO and cannot yield. A request
+/// earlier in the queue delays a later one whatever its priority, so every outstanding request counts in full (lambda =
+/// 1). Priority then acts through eligibility: a class may be excluded from some cores, or limited to a lower bound
+/// there.
 ///
-/// Nothing waits at the NIC: a request goes to the core with the fewest requests under way among those that are below
-/// their bound for its class; when there is none, to the one with the fewest that the class is not barred from, and is
-/// counted.
+/// Nothing waits at the NIC. A request goes to the core with the fewest outstanding requests among those below their
+/// bound for its class. Without any, it goes to the one with the fewest that is open to the class, and is counted.
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
     under_way: Vec<u32>,
@@ -23,7 +22,7 @@ pub struct ClassBoundedShortestQueue {
 const AT_BOUND: u32 = 1 << 30;
 const BARRED: u32 = 1 << 31;
 
-/// How many requests a core may have under way before it takes another one of a class; 0: it takes none.
+/// Outstanding requests of a core up to which it takes another one of a class; 0: it takes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBounds {
     cores: u16,
@@ -31,8 +30,8 @@ pub struct ClassBounds {
 }
 
 impl ClassBounds {
-    /// The first `reserved` cores are the highest class's: all others are `barred` there at so many requests, 0 for always.
-    /// At least one core is left to them. Everywhere else `bound` holds.
+    /// Reserves the first `reserved` cores for the highest class: the others are limited there to `barred` requests, 0
+    /// for none. At least one core is left to them. `bound` holds everywhere else.
     pub fn reserving(cores: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
         let reserved = usize::from(reserved.min(cores.saturating_sub(1)));
         let row = |class: u8| {
@@ -42,14 +41,14 @@ impl ClassBounds {
         Self { cores, bounds: (0..classes.max(1)).map(row).collect() }
     }
 
-    /// The bound of each core for a class.
+    /// Returns the bound of each core for a class.
     pub fn of(&self, class: u8) -> &[u32] {
         &self.bounds[usize::from(class).min(self.bounds.len() - 1)]
     }
 }
 
 impl ClassBoundedShortestQueue {
-    /// All cores idle.
+    /// Returns idle cores.
     pub fn new(bounds: ClassBounds) -> Self {
         let tree = LeastTree::new(bounds.cores, 0);
         let mut dispatcher = Self {
@@ -62,7 +61,7 @@ impl ClassBoundedShortestQueue {
         dispatcher
     }
 
-    /// Requests that came when every core that would take them was at its bound.
+    /// Returns the number of requests that came when every core of their class was at its bound.
     pub fn over_bound(&self) -> u64 {
         self.over_bound
     }

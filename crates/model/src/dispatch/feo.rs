@@ -223,10 +223,7 @@ impl Turn {
 }
 
 impl<T> FirstEligibleOut<T> {
-    /// An empty scheduler.
-    ///
-    /// # Errors
-    /// When the configuration is out of range: see [`FeoConfigError`].
+    /// An empty scheduler. Fails when the configuration is out of range: see [`FeoConfigError`].
     pub fn new(config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if !(1..=MAX_SERVICES).contains(&config.queues.len()) {
             return Err(FeoConfigError::Services(config.queues.len()));

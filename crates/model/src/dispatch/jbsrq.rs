@@ -40,10 +40,8 @@ impl JoinBoundedShortestRankedQueue {
 }
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
-    /// Empty queues in front of the cores that `ranks` describes.
-    ///
-    /// # Errors
-    /// When `config` is out of range or has not the services of `ranks`.
+    /// Empty queues in front of the cores that `ranks` describes. Fails when `config` is out of range or has not the
+    /// services of `ranks`.
     pub fn with(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if config.queues.len() != ranks.services() {
             return Err(FeoConfigError::Services(config.queues.len()));
@@ -101,10 +99,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         Some((Release { service, core }, request))
     }
 
-    /// Accounts for answered requests: see [`RankArrays::feedback`].
-    ///
-    /// # Errors
-    /// When fewer are outstanding.
+    /// Accounts for answered requests: see [`RankArrays::feedback`]. Fails when fewer are outstanding.
     #[inline]
     pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         self.ranks.feedback(service, core, count)
@@ -160,7 +155,6 @@ mod tests {
 
     #[test]
     fn at_low_load_an_idle_core_is_better_than_one_with_low_priority() {
-        // Fig. 5 (d).
         let mut jbsrq = dispatcher(2, 4);
         put(&mut jbsrq, 1, 0);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(1));
@@ -168,7 +162,6 @@ mod tests {
 
     #[test]
     fn high_priority_counts_in_full_for_low_priority() {
-        // Fig. 5 (e): core 0 has one of low, core 1 two of high priority.
         let mut jbsrq = dispatcher(2, 4);
         put(&mut jbsrq, 1, 0);
         (0..2).for_each(|_| put(&mut jbsrq, 0, 1));
@@ -178,14 +171,12 @@ mod tests {
     #[test]
     fn the_first_eligible_is_out_first() {
         let mut jbsrq = dispatcher(2, 1);
-        // Service 0 may run on core 0 only, which is full: its request waits, and does not stop service 1's.
         jbsrq.set_runs(0, 1, false);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(0));
         assert_eq!(jbsrq.place(0, &header(0, 1)), None);
         assert_eq!(jbsrq.place(0, &header(1, 1)), Some(1));
         assert_eq!(jbsrq.place(0, &header(1, 1)), None);
         assert_eq!(jbsrq.release(0), None);
-        // Core 1 becomes free: service 0 is first but not eligible there.
         jbsrq.completed(1, &header(1, 1));
         assert_eq!(jbsrq.release(0), Some(Release { service: 1, core: 1 }));
         jbsrq.completed(0, &header(0, 1));

@@ -1,15 +1,15 @@
-//! `jlq`: the core with the least expected work under way.
+//! `jlq`: the core with the least expected outstanding work.
 
 use super::{Dispatcher, Header, LeastTree};
 
-/// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): every request counts with the service time to expect.
+/// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): every request counts with its expected service time.
 #[derive(Debug, Clone)]
 pub struct JoinLightestQueue {
     under_way: LeastTree<u64>,
 }
 
 impl JoinLightestQueue {
-    /// Over `cores` cores.
+    /// Returns the dispatcher of `cores` cores.
     pub fn new(cores: u16) -> Self {
         Self { under_way: LeastTree::new(cores, 0) }
     }

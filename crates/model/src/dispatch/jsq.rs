@@ -1,10 +1,10 @@
-//! `jsq`, `jbsq:n` and `cfcfs`: the core with the fewest requests under way.
+//! `jsq`, `jbsq:n` and `cfcfs`: the core with the fewest outstanding requests.
 
 use super::{Dispatcher, Header, LeastTree, Release};
 
-/// Join the shortest queue (Turbo, HPCA'23, Sect. IV-B1), with a bound: no core has more than `bound` requests under
-/// way, the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19; RingLeader, NSDI'23, Sect. 4.2). JBSQ(1) is one
-/// central queue: a request leaves it when a core has said that it is free.
+/// Join the shortest queue (Turbo, HPCA'23, Sect. IV-B1), with a bound: no core has more than `bound` outstanding
+/// requests, the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19; RingLeader, NSDI'23, Sect. 4.2). JBSQ(1)
+/// is one central queue: a request leaves it when a core is free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
     under_way: LeastTree<u32>,
@@ -18,7 +18,7 @@ impl JoinShortestQueue {
         Self { under_way: LeastTree::new(cores, 0), bound: u32::MAX, waiting: 0 }
     }
 
-    /// At most `bound` requests under way at any core.
+    /// At most `bound` outstanding requests at any core.
     pub fn bounded(cores: u16, bound: std::num::NonZeroU16) -> Self {
         Self { bound: u32::from(bound.get()), ..Self::unbounded(cores) }
     }

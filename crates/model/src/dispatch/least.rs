@@ -10,16 +10,16 @@ pub struct LeastTree<K: Key> {
     leaves: usize,
 }
 
-/// What is compared.
+/// A value to compare.
 pub trait Key: Copy {
     /// Room for a key and a leaf's index below it.
     type Node: Copy + Ord + std::fmt::Debug;
     /// No leaf: more than every node.
     const NO_LEAF: Self::Node;
 
-    /// Both in one number.
+    /// Packs both into one number.
     fn node(self, leaf: u16) -> Self::Node;
-    /// The leaf and its key.
+    /// Returns the leaf and its key.
     fn parts(node: Self::Node) -> (u16, Self);
 }
 
@@ -46,7 +46,7 @@ key!(u32, u64);
 key!(u64, u128);
 
 impl<K: Key> LeastTree<K> {
-    /// `leaves` keys (at least 1), each `key`.
+    /// Returns `leaves` leaves (at least 1) with the key `key`.
     pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
         let width = usize::from(leaves).next_power_of_two();
@@ -70,13 +70,13 @@ impl<K: Key> LeastTree<K> {
         }
     }
 
-    /// The key of leaf `index`.
+    /// Returns the key of leaf `index`.
     #[inline]
     pub fn get(&self, index: u16) -> K {
         K::parts(self.nodes[self.leaves + usize::from(index)]).1
     }
 
-    /// The leaf with the least key, the first of equals, and its key.
+    /// Returns the leaf with the least key, the first of equals, and its key.
     #[inline]
     pub fn least(&self) -> (u16, K) {
         K::parts(self.nodes[1])

@@ -1,10 +1,9 @@
-//! Dispatchers: which core of a server gets a request that has just come in at the NIC. One file each.
+//! Dispatchers: the choice of a server's core for a request at the NIC. One file each.
 //!
-//! A dispatcher sees what a NIC sees: the header of a request when it comes in, and the response when it goes out. It
-//! decides by counters of its own and knows nothing of what the cores do meanwhile. All of them are pure: time and the
-//! hash of a request come in as arguments, so that the simulator and a program in the data plane can be compared
-//! decision by decision. Of equal cores the one with the lowest index is taken, as Turbo's comparator tree does
-//! (HPCA'23, Sect. V-A).
+//! A dispatcher has the knowledge of a NIC: the header of an arriving request, and the departing response. It decides
+//! by its own counters, without the state of the cores. All dispatchers are pure: time and the request's hash are
+//! arguments, so that the simulator and a program in the data plane can be compared decision by decision. Of equal
+//! cores the one with the lowest index is taken, like Turbo's comparator tree (HPCA'23, Sect. V-A).
 
 mod assignment;
 mod class_bounds;
@@ -39,37 +38,38 @@ pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Steal};
 pub use weight::Weight;
 
-/// What the NIC knows of a request.
+/// Fields of a request at the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// The service (the kind of request) it asks for, from 0; a lower number has the higher priority.
+    /// The service (kind of request), from 0; a lower number has the higher priority.
     pub service: u8,
-    /// The service time to expect, in any one unit (Turbo's request type field, HPCA'23, Sect. V-B).
+    /// Expected service time, in any one unit (Turbo's request type field, HPCA'23, Sect. V-B).
     pub expected: u64,
     /// A hash of the whole header: differs between the requests of one connection.
     pub hash: u32,
-    /// The hash that RSS takes: the same for all requests of a connection.
+    /// The RSS hash: the same for all requests of a connection.
     pub flow_hash: u32,
 }
 
 /// A request that waited at the NIC and may go to a core now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Release {
-    /// The first that waits of this service ...
+    /// Service whose oldest waiting request goes.
     pub service: u8,
-    /// ... goes to this core.
+    /// Core to which it goes.
     pub core: u16,
 }
 
-/// Decides at the NIC.
+/// Dispatcher at the NIC.
 pub trait Dispatcher {
-    /// The core for a request that came in at `now`; `None`: it waits at the NIC, in the queue of its service.
+    /// Returns the core for a request that arrived at `now`; `None`: it waits at the NIC, in the queue of its service.
     fn place(&mut self, now: u64, header: &Header) -> Option<u16>;
 
-    /// The response to a request that `core` had passes the NIC on its way out.
+    /// Records the response to a request of `core`.
     fn completed(&mut self, core: u16, header: &Header);
 
-    /// After [`Dispatcher::completed`]: a request that waits and may go at `now`. Ask until the answer is `None`.
+    /// Returns a waiting request that may go at `now`, after [`Dispatcher::completed`]. To be called until it returns
+    /// `None`.
     fn release(&mut self, _now: u64) -> Option<Release> {
         None
     }

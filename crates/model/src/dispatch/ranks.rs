@@ -1,4 +1,4 @@
-//! Rank arrays: how much work is ahead of a service's next request at each core, and which cores take one.
+//! Rank arrays: the work ahead of a service's next request at each core, and the cores that take one.
 
 use std::num::NonZeroU16;
 
@@ -22,10 +22,7 @@ impl Lambda {
     /// RingLeader's setting (NSDI'23, Sect. 7.1).
     pub const PUBLISHED: Lambda = Lambda(200);
 
-    /// Rounded to thousandths.
-    ///
-    /// # Errors
-    /// When `value` is not from 0 to 1.
+    /// Rounded to thousandths. Fails when `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
         if (0.0..=1.0).contains(&value) {
             Ok(Self((value * f64::from(ONE)).round() as u16))
@@ -34,13 +31,13 @@ impl Lambda {
         }
     }
 
-    /// The factor.
+    /// Returns the factor.
     pub fn get(self) -> f64 {
         f64::from(self.0) / f64::from(ONE)
     }
 }
 
-/// Which outstanding requests of a core count in the rank of a service there.
+/// Rule for the outstanding requests of a core that count in a service's rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RankRule {
     /// JBSRQ: those of at least the service's priority in full, the others by the service's [`Lambda`] (RingLeader,
@@ -52,7 +49,7 @@ pub enum RankRule {
     PerService,
 }
 
-/// A service as the rank arrays see it.
+/// A service of the rank arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankedService {
     /// Its priority; 0 is the highest. Services can share one.
@@ -90,7 +87,7 @@ pub struct RankArrays {
 
 #[derive(Debug, Clone)]
 struct ServiceRanks {
-    /// By service: what one of its requests counts in this rank, in thousandths.
+    /// By service: count of one of its requests in this rank, in thousandths.
     weights: Vec<u32>,
     /// By core: the rank, in thousandths.
     ranks: Vec<u32>,
@@ -130,12 +127,12 @@ impl RankArrays {
         self.update_eligibility(service, core);
     }
 
-    /// Whether `service` is enabled on `core`.
+    /// Returns whether `service` is enabled on `core`.
     pub fn is_enabled(&self, service: u8, core: u16) -> bool {
         self.services[usize::from(service)].enabled[usize::from(core)]
     }
 
-    /// The number of services.
+    /// Returns the number of services.
     pub fn services(&self) -> usize {
         self.services.len()
     }
@@ -185,10 +182,8 @@ impl RankArrays {
         Some(core)
     }
 
-    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback).
-    ///
-    /// # Errors
-    /// When fewer are outstanding there; nothing changes then.
+    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails when
+    /// fewer are outstanding there; nothing changes then.
     #[inline]
     pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         let outstanding = &mut self.services[usize::from(service)].outstanding[usize::from(core)];
@@ -224,7 +219,7 @@ impl RankArrays {
 }
 
 impl RankRule {
-    /// What a request of service `other` counts in the rank of service `own`, in thousandths.
+    /// Returns the count of a request of service `other` in the rank of service `own`, in thousandths.
     fn weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
         match self {
             Self::Ranked if services[other].priority <= services[own].priority => ONE,

@@ -1,12 +1,12 @@
-//! What user space puts right at every look: requests that will have no response, workers that do not read.
+//! Periodic repair by user space: requests without response, and workers that do not read.
 
 use std::time::Duration;
 
-/// Which requests of one worker are given up. `ages`: how many looks ago each was dispatched, in any order; those of the
-/// present look (age 0) are left alone. `queued`: how many datagrams wait at the worker. Gives positions in `ages`.
+/// Returns the positions in `ages` of one worker's requests to give up. `ages`: checks since the dispatch of each, in
+/// any order; those of the present check (age 0) are kept. `queued`: datagrams in the worker's socket.
 ///
-/// The queue is a FIFO, so it holds the youngest of what was dispatched; only what is older can have been read, or dropped,
-/// and is given up when it is older than `timeout` looks. So what stays is never fewer than what waits.
+/// The socket's queue is a FIFO, so it holds the youngest requests. Only older ones can have been read or dropped, and
+/// they are given up when older than `timeout` checks. So no fewer requests remain than datagrams wait.
 pub fn given_up(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
     let mut oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
     oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
@@ -15,21 +15,21 @@ pub fn given_up(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
     oldest_first
 }
 
-/// Whether a worker still reads its queue: it is stalled when datagrams wait and nothing was answered for a while.
+/// Detector of a stalled worker: datagrams wait and nothing was answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Liveness {
     responses: u64,
-    /// When it last had nothing to do, or had answered.
+    /// Time at which it last had no work, or had answered.
     since: Duration,
 }
 
 impl Liveness {
-    /// At `now`, a worker that has sent so many responses.
+    /// Starts at `now` with the worker's number of responses.
     pub fn new(now: Duration, responses: u64) -> Self {
         Self { responses, since: now }
     }
 
-    /// Whether the worker is stalled at `now`, with so many responses sent and datagrams queued.
+    /// Whether the worker is stalled at `now`, by its responses sent and datagrams queued.
     pub fn is_stalled(&mut self, now: Duration, responses: u64, queued: usize, stall_after: Duration) -> bool {
         if responses != self.responses || queued == 0 {
             *self = Self::new(now, responses);
@@ -38,22 +38,22 @@ impl Liveness {
     }
 }
 
-/// Expected service time, learned: an exponentially weighted moving average over looks.
+/// Learned service time: an exponentially weighted moving average over checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LearnedTime {
     mean_ns: Option<f64>,
 }
 
-/// What one look counts for: half of what is known is renewed by 7 looks with responses.
+/// Weight of one check: half of the average is renewed by 7 checks with responses.
 const LOOK_SHARE: f64 = 0.1;
 
 impl LearnedTime {
-    /// Starts with a time that somebody expects.
+    /// Starts with an expected time.
     pub fn expected(time: Duration) -> Self {
         Self { mean_ns: Some(time.as_nanos() as f64) }
     }
 
-    /// Service times observed since the look before: their sum and how many.
+    /// Adds the service times since the previous check: their sum and number.
     pub fn observe(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
             let observed = sum_ns as f64 / count as f64;
@@ -61,7 +61,7 @@ impl LearnedTime {
         }
     }
 
-    /// What to expect now; `None` before the first response.
+    /// Returns the expected time; `None` before the first response.
     pub fn time(self) -> Option<Duration> {
         self.mean_ns.map(|mean| Duration::from_nanos(mean as u64))
     }
@@ -73,13 +73,12 @@ mod tests {
 
     #[test]
     fn request_that_may_be_queued_is_not_abandoned() {
-        // Two wait: they are the youngest, however old they are (a worker that was stopped).
+        // Two wait: the youngest, however old they are (a worker that was stopped).
         assert_eq!(given_up(&[30, 20, 25, 40], 2, 10), [3, 0]);
         assert_eq!(given_up(&[30, 20, 25, 40], 4, 10), []);
         assert_eq!(given_up(&[30, 20, 25, 40], 9, 10), []);
-        // Nothing waits: all that is older than the timeout.
         assert_eq!(given_up(&[3, 20, 10, 11], 0, 10), [1, 3]);
-        // What came after the queue was looked at is not taken for older than what waits in it.
+        // A later request is not taken for older than one that waits in the queue.
         assert_eq!(given_up(&[0, 0, 20, 20], 2, 10), []);
         assert_eq!(given_up(&[], 0, 10), []);
     }

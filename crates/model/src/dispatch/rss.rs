@@ -10,17 +10,17 @@ pub struct BucketHash {
 }
 
 impl BucketHash {
-    /// As the table says.
+    /// Returns a dispatcher with this table.
     pub fn new(table: IndirectionTable) -> Self {
         Self { table }
     }
 
-    /// Which core has which bucket.
+    /// Returns the core of each bucket.
     pub fn table(&self) -> &IndirectionTable {
         &self.table
     }
 
-    /// Gives the buckets to other cores.
+    /// Assigns the buckets to other cores.
     pub fn set_table(&mut self, table: IndirectionTable) {
         self.table = table;
     }
@@ -36,9 +36,9 @@ impl Dispatcher for BucketHash {
     fn completed(&mut self, _core: u16, _header: &Header) {}
 }
 
-/// Groups buckets so that the cores have as equal loads as can be: the heaviest bucket first, each to the core that has least
-/// so far (Graham's LPT rule, 1969: at most 4/3 of the best possible maximum). `loads` has one load per bucket, `backlog`
-/// what each core has to do already, both in one unit and at most 2^48. The result is the core of each bucket.
+/// Groups buckets so that loads of cores are as equal as possible: the heaviest bucket first, each to the core with the
+/// least so far (Graham's LPT rule, 1969: at most 4/3 of the best possible maximum). `loads` has one load per bucket,
+/// `backlog` the present work of each core, both in one unit and at most 2^48. The result is the core of each bucket.
 pub fn regroup(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));

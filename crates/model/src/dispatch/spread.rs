@@ -1,5 +1,5 @@
-//! `random` and `rr`: requests are spread over the cores whatever these have to do (Turbo, HPCA'23, Sect. III:
-//! d-FCFS(r), d-FCFS(rr)).
+//! `random` and `rr`: requests are spread over the cores whatever their load (Turbo, HPCA'23, Sect. III: d-FCFS(r),
+//! d-FCFS(rr)).
 
 use super::{Dispatcher, Header};
 
@@ -10,7 +10,7 @@ pub struct RandomCore {
 }
 
 impl RandomCore {
-    /// Over `cores` cores.
+    /// Returns the dispatcher of `cores` cores.
     pub fn new(cores: u16) -> Self {
         Self { cores }
     }
@@ -26,7 +26,7 @@ impl Dispatcher for RandomCore {
     fn completed(&mut self, _core: u16, _header: &Header) {}
 }
 
-/// A number below `count` from a hash: multiply and shift (Lemire 2019), no division.
+/// Returns a number below `count` from a hash: multiply and shift (Lemire 2019), no division.
 pub(super) fn below(hash: u32, count: u16) -> u16 {
     ((u64::from(hash) * u64::from(count)) >> 32) as u16
 }
@@ -39,7 +39,7 @@ pub struct RoundRobinCore {
 }
 
 impl RoundRobinCore {
-    /// Over `cores` cores.
+    /// Returns the dispatcher of `cores` cores.
     pub fn new(cores: u16) -> Self {
         Self { cores, next: 0 }
     }

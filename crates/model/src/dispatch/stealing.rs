@@ -1,12 +1,13 @@
-//! `work-stealing`: which core takes from which, when cores may help each other.
+//! `work-stealing`: idle cores take requests from other cores' queues.
 
 use super::LeastTree;
 
-/// An idle core takes from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) look at the others' queues in random
-/// order; the longest is what they would find if looking were free, so this is the best that stealing can give at its cost.
+/// An idle core takes from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check the others' queues in random
+/// order. The longest is what they would find if checking were free, so this is the upper bound of stealing at its
+/// cost.
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
-    /// Least for the longest queue.
+    /// The least key is the longest queue's.
     lengths: LeastTree<u32>,
     /// [`IDLE`] or [`BUSY`].
     states: LeastTree<u32>,
@@ -17,32 +18,32 @@ const BUSY: u32 = 1;
 /// The key of an empty queue.
 const EMPTY: u32 = u32::MAX;
 
-/// A core that helps another.
+/// A steal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steal {
-    /// Takes the first request ...
+    /// The core that takes the first request.
     pub thief: u16,
-    /// ... of this core's queue.
+    /// The core from whose queue it is taken.
     pub victim: u16,
 }
 
 impl LongestQueueStealing {
-    /// All cores idle, all queues empty.
+    /// Returns idle cores with empty queues.
     pub fn new(cores: u16) -> Self {
         Self { lengths: LeastTree::new(cores, EMPTY), states: LeastTree::new(cores, IDLE) }
     }
 
-    /// `core` works from now on, or has nothing to do.
+    /// Sets whether `core` works.
     pub fn set_busy(&mut self, core: u16, busy: bool) {
         self.states.set(core, if busy { BUSY } else { IDLE });
     }
 
-    /// `core`'s queue has that many requests, without the one that it works on.
+    /// Sets the length of `core`'s queue, without the request in service.
     pub fn set_queued(&mut self, core: u16, length: u32) {
         self.lengths.set(core, EMPTY - length);
     }
 
-    /// Who takes from whom now: the idle core and the longest queue with the lowest indices. `None`: no core is idle, or
+    /// Returns the next steal: the idle core and the longest queue with the lowest indices. `None`: no core is idle, or
     /// no request is queued.
     pub fn theft(&self) -> Option<Steal> {
         let ((thief, state), (victim, length)) = (self.states.least(), self.lengths.least());

@@ -1,9 +1,9 @@
-//! The expected work of a request as it is kept in 16 bits of its entry.
+//! Expected work of a request in 16 bits of its entry.
 
 use std::time::Duration;
 
-/// A service time rounded to 11 bits: a mantissa and a power of two, from 1 ns to more than an hour. So a response takes
-/// away exactly what its request added, whatever was learned in between.
+/// A service time rounded to 11 bits: a mantissa and a power of two, from 1 ns to more than an hour. So a response
+/// subtracts exactly what its request added, whatever was learned in between.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight(u16);
 
@@ -11,10 +11,10 @@ const MANTISSA_BITS: u32 = 11;
 const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
 
 impl Weight {
-    /// The longest time that a weight can stand for: 2047 << 31 ns, 73 minutes.
+    /// The longest weight: 2047 << 31 ns, 73 minutes.
     pub const LONGEST: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
-    /// The nearest weight, within 1/2048; times beyond [`Weight::LONGEST`] count as that.
+    /// Returns the nearest weight, within 1/2048; longer times count as [`Weight::LONGEST`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::LONGEST).as_nanos() as u64;
         let bits = u64::BITS - ns.leading_zeros();
@@ -27,17 +27,17 @@ impl Weight {
         Self((exponent as u16) << MANTISSA_BITS | mantissa as u16)
     }
 
-    /// As it stands in an entry.
+    /// Returns the bits in an entry.
     pub fn bits(self) -> u16 {
         self.0
     }
 
-    /// From an entry.
+    /// Returns the weight with these bits.
     pub fn from_bits(bits: u16) -> Self {
         Self(bits)
     }
 
-    /// What it stands for, in ns.
+    /// Returns the time in ns.
     pub fn ns(self) -> u64 {
         u64::from(self.0 & MANTISSA_MASK) << (self.0 >> MANTISSA_BITS)
     }

@@ -70,7 +70,7 @@ fn load_balancer_that_reaches_no_server_is_overruled() {
 }
 
 proptest! {
-    /// Against the definition, read backwards from the newest result.
+    /// Compares with the definition, read backwards from the newest result.
     #[test]
     fn a_verdict_needs_that_many_results_in_a_row(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
@@ -89,7 +89,6 @@ proptest! {
         }
     }
 
-    /// Whoever flaps faster than the thresholds changes nothing.
     #[test]
     fn short_runs_change_nothing(runs in prop::collection::vec(1u32..3, 1..20)) {
         let mut judge = Judge::default();
@@ -105,7 +104,6 @@ proptest! {
         prop_assert_eq!(judge.verdict(), Some(Verdict::Up));
     }
 
-    /// Checks come within the interval, and spread over the jitter.
     #[test]
     fn pauses_are_no_longer_than_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
         let interval = Duration::from_millis(ms);
@@ -113,7 +111,7 @@ proptest! {
         prop_assert!(pause <= interval && pause >= interval.mul_f64(0.0999), "{:?}", pause);
     }
 
-    /// One observer cut off from everything changes nothing, whoever the others are, as long as they see anybody.
+    /// An observer that is cut off from everything changes nothing, as long as another one finds a server up.
     #[test]
     fn one_that_is_cut_off_changes_nothing(
         seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),

@@ -1,4 +1,4 @@
-//! Services that the load balancer itself stamps (`timestamps = "lb"`): `bpf/lb/correction.h` and `bpf/lb/reply.h`.
+//! LB-side stamping (`timestamps = "lb"`): `bpf/lb/correction.h` and `bpf/lb/reply.h`.
 
 use std::collections::HashMap;
 
@@ -15,29 +15,29 @@ use crate::correction::{self, Clock};
 use crate::key_activation;
 use crate::tuple::Protocol;
 
-/// Whose answers come from an address, and the clock that they show.
+/// The server behind a source address, and its clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Corrected {
-    /// What its cookies name.
+    /// The server that its cookies name.
     pub server: ServerId,
-    /// What is known of its clock.
+    /// Its clock.
     pub clock: Clock,
 }
 
-/// What concerns these services.
+/// State of LB-side stamping.
 #[derive(Debug, Default)]
 pub(super) struct Correction {
-    /// From which TSval of this load balancer's clock on the current key stamps.
+    /// TSval of this load balancer's clock from which the current key stamps.
     pub switch_ms: u32,
-    /// By the service's place and where answers come from.
+    /// By the service's slot and the answers' source address.
     servers: HashMap<(usize, Mac), Corrected>,
-    /// Where answers come from, as it was last known.
+    /// Last known source address of answers.
     addresses: HashMap<(usize, ServerId), Mac>,
     time_keys: HashMap<usize, CookieKey>,
 }
 
 impl Correction {
-    /// Another server with that address takes it over, or nobody.
+    /// Removes an address from a server; another one with that address takes it over.
     fn leave_address(&mut self, place: usize, mac: Mac) {
         let others = self.addresses.iter().filter(|((of, _), at)| *of == place && **at == mac);
         match others.map(|((_, id), _)| *id).min() {
@@ -101,14 +101,13 @@ impl LoadBalancer {
         self.correction.set_time_key(service, key);
     }
 
-    /// Whose answers come from where.
+    /// Returns the server of each source address.
     pub fn corrected(&self, service: usize) -> impl Iterator<Item = (Mac, Corrected)> + '_ {
         let of_service =
             move |((place, mac), known): (&(usize, Mac), &Corrected)| (*place == service).then_some((*mac, *known));
         self.correction.servers.iter().filter_map(of_service)
     }
 
-    /// The clock by which timestamps are restored (ms).
     pub(super) fn now_ms(&self) -> u32 {
         self.stateful.clock.0.wrapping_mul(100)
     }
@@ -127,7 +126,7 @@ impl LoadBalancer {
         }
     }
 
-    /// A frame that a server of such a service may have sent: `None`, if it did not.
+    /// Processes a frame that a server of such a service may have sent; `None`: it did not.
     pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
         let outer = packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
         let whole = packet::ipv4(frame).ok()?;
@@ -161,7 +160,7 @@ impl LoadBalancer {
         Some(answered)
     }
 
-    /// A SYN-ACK decides for ever whether its connection is stamped: a plain one stands in the flow table.
+    /// The SYN-ACK fixes whether its connection is stamped: an unstamped one enters the flow table.
     fn stamps_answer(
         &mut self,
         place: usize,
@@ -202,13 +201,13 @@ impl LoadBalancer {
         correction::stamp(&keys, &self.correction.time_key(place), &packet.tuple(), known.server, milliseconds)
     }
 
-    /// The server whose plain SYN-ACK the client may not have got, if it takes first packets.
+    /// Returns the server whose unstamped SYN-ACK the client may not have received, if it takes new connections.
     pub(super) fn half_open(&mut self, place: usize, packet: &Packet) -> Option<ServerId> {
         let server = self.find_flow_of(place, packet).filter(|entry| entry.half_open)?.server;
         self.service(place).takes_new_connections(server).then_some(server)
     }
 
-    /// A client's packet that opens no connection, or has no timestamps.
+    /// Decides on a client's packet that opens no connection, or has no timestamps.
     pub(super) fn by_corrected_cookie(&mut self, place: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
         if let Some(entry) = self.find_flow_of(place, packet)

@@ -1,5 +1,4 @@
-//! Where a packet goes, by its service's mode of consistency and what it carries: the table in docs/design.md,
-//! "Consistency", row by row.
+//! Decisions by the service's consistency mode and the packet: the table in docs/design.md, "Consistency", row by row.
 
 use std::net::Ipv4Addr;
 
@@ -15,7 +14,7 @@ use crate::correction;
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
-/// Protocols' numbers in the IP header.
+/// Protocol numbers in the IP header.
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
@@ -23,22 +22,22 @@ const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
 
-/// What becomes of the IP header's identification.
+/// New value of the IP header's identification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Identification {
     PolicyCache,
-    /// It names the server before, or `NO_SERVER`.
+    /// The previous server, or `NO_SERVER`.
     Before(u16),
 }
 
-/// An outcome; and for what is forwarded where to, and what is changed in it.
+/// An outcome; for a forwarded packet also its destination and its changes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Decision {
     counter: intf::lb_counter,
     destination: Mac,
     server: Option<ServerId>,
     identification: Identification,
-    /// What TSecr becomes.
+    /// New TSecr.
     echo: Option<(Echo, u32)>,
     event: Option<intf::lb_event>,
     /// The placement rule has placed a new connection.
@@ -65,7 +64,7 @@ impl Decision {
         Self { destination, ..Self::end(counter) }
     }
 
-    /// The first packet tells the server `value` in its TSecr.
+    /// Sets the first packet's TSecr to `value` for the server.
     pub fn telling(self, echo: Echo, value: u32) -> Self {
         Self { echo: Some((echo, value)), ..self }
     }
@@ -86,7 +85,7 @@ impl Decision {
         Self { event: Some(event), ..self }
     }
 
-    /// Where it goes, if it goes to one server.
+    /// Returns the destination server, if there is one.
     pub fn server(&self) -> Option<ServerId> {
         self.server
     }
@@ -107,7 +106,7 @@ impl Decision {
     }
 }
 
-/// Who sent a frame, and how long it is.
+/// Sender and length of a frame.
 #[derive(Debug, Clone, Copy)]
 struct Sender {
     mac: Mac,
@@ -115,7 +114,7 @@ struct Sender {
 }
 
 impl LoadBalancer {
-    /// What becomes of `frame`, which is changed as it leaves. `now_ns` is a monotonic clock.
+    /// Processes `frame` and rewrites it as it leaves. `now_ns` is a monotonic clock.
     pub fn receive(&mut self, frame: &mut [u8], now_ns: u64) -> Outcome {
         if let Some(answered) = self.answer(frame) {
             return answered;
@@ -139,7 +138,7 @@ impl LoadBalancer {
         outcome
     }
 
-    /// `read`: the service, as soon as it is known.
+    /// Parses and decides. `read`: the service, as soon as it is known.
     fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, Ended> {
         let outer = packet::outer(frame).ok_or(NOT_OURS)?;
         if !self.looks_at(outer.protocol) || outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
@@ -170,7 +169,7 @@ impl LoadBalancer {
         }
     }
 
-    /// UDP is not compiled in while no service is of UDP.
+    /// Whether the program handles the protocol: UDP is not compiled in while no service needs it.
     fn looks_at(&self, protocol: u8) -> bool {
         let udp = || self.by_address.keys().any(|(.., protocol)| *protocol == UDP);
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
@@ -180,8 +179,8 @@ impl LoadBalancer {
         self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_OURS)
     }
 
-    /// An ICMP error goes to the server whose packet it quotes: named by the cookie in the quoted TSval, or by the flow
-    /// table, or among all.
+    /// Sends an ICMP error to the server whose packet it quotes: by the cookie in the quoted TSval, by the flow table,
+    /// or to all.
     fn icmp(
         &mut self,
         whole: &Ipv4<'_>,
@@ -268,7 +267,7 @@ impl LoadBalancer {
         if decision.server.is_some() && !first { decision.naming(other.get()) } else { decision }
     }
 
-    /// A packet that nothing here knows. `of`: the service's place, and the source.
+    /// Decides on a packet without any state here. `of`: the service's slot, and the source.
     pub(super) fn unknown(&mut self, of: (usize, Ipv4Addr), now_ns: u64) -> Decision {
         match self.service(of.0).other_balancer() {
             Some(other) => self.to_other_balancer(of.0, other),
@@ -279,13 +278,13 @@ impl LoadBalancer {
         }
     }
 
-    /// To the load balancer that the service is adopted from or handed over to; what it sends on no server hands on again.
+    /// Forwards to the load balancer of a migration, whose packets no server forwards again.
     fn to_other_balancer(&self, place: usize, id: ServerId) -> Decision {
         let to = self.deliver_to(place, id, intf::LB_COUNTER_TO_OTHER_BALANCER).naming(intf::NO_SERVER as u16);
         Decision { server: None, ..to }
     }
 
-    /// Where no other load balancer counts.
+    /// Decides without another load balancer.
     fn decide_alone(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
         let service = self.service(place);
         let mode = service.mode;
@@ -311,7 +310,7 @@ impl LoadBalancer {
         }
     }
 
-    /// To the server if its MAC address is known: no other one knows the connection.
+    /// Forwards to the server if its MAC address is known: no other one has the connection.
     pub(super) fn deliver_to(&self, place: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
         match self.service(place).server(id).and_then(|server| server.mac) {
             Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::end(counter) },
@@ -356,7 +355,7 @@ impl LoadBalancer {
         if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
-    /// The bucket's choice, if its server may get the packet; and the decision that follows, which names the server before.
+    /// Returns the bucket's choice, if its server may get the packet, and the decision with the previous server.
     pub(super) fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let first = packet.flags & SYN != 0;
         match self.bucket(place, packet).filter(|choice| self.is_usable(place, choice.server, first)) {
@@ -372,11 +371,10 @@ impl LoadBalancer {
         self.service(place).placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()))
     }
 
-    /// A SYN that no entry of the flow table sends to a server that takes it. `stale`: the entry there is.
+    /// Decides on a SYN without usable flow entry. `stale`: its unusable entry.
     fn first_without_cookie(&mut self, place: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
         let (choice, decision) = self.by_bucket(place, packet);
         let (mut before, decision, kind) = match (choice, stale) {
-            // The bucket finds it again.
             (Some(_), None) => return decision,
             (Some(choice), Some(_)) => (choice.before, decision, Kind::Hint),
             (None, _) => {
@@ -411,7 +409,8 @@ impl LoadBalancer {
             let (of, over_rate) = ((place, packet.client.0), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self.deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns).naming(intf::NO_SERVER as u16);
         }
-        // Ours are in the flow table since their second packet; the other one must see all of its own.
+        // Our connections are in the flow table since their second packet; the other load balancer must see all of its
+        // own.
         if let Some(Transfer::HandedOverTo(other)) = self.service(place).mode.transfer {
             return self.to_other_balancer(place, other);
         }
@@ -458,7 +457,7 @@ impl LoadBalancer {
         Decision { event: entered.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
-    /// `of`: the service's place, and the source.
+    /// Broadcasts. `of`: the service's slot, and the source.
     pub(super) fn deliver_to_all(
         &mut self,
         of: (usize, Ipv4Addr),
@@ -482,7 +481,6 @@ fn placed_as(opens: bool) -> intf::lb_counter {
     if opens { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
 }
 
-/// The client's address.
 pub(super) fn source_of(tuple: &FourTuple) -> Ipv4Addr {
     match tuple.client() {
         std::net::SocketAddr::V4(client) => *client.ip(),

@@ -1,7 +1,6 @@
-//! What is remembered of flows: the flow table (`bpf/lb/flow_table.h`, which its essay describes), and where the first
-//! fragment of a datagram went.
+//! Flow state: the flow table (`bpf/lb/flow_table.h`), and the destination of a datagram's first fragment.
 //!
-//! The table of fragments has no end here; the BPF program's is an LRU hash. They are the same until the first eviction.
+//! The table of fragments is unbounded here; the BPF program's is an LRU hash. They agree until the first eviction.
 
 use std::net::Ipv4Addr;
 
@@ -17,27 +16,27 @@ const ENTRIES: usize = intf::FLOW_SET_ENTRIES as usize;
 /// 64-bit words of a set: the flows, then their use.
 const SET_WORDS: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
-/// Where a flow goes.
+/// Destination of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowEntry {
     /// Its server.
     pub server: ServerId,
-    /// To whom the server hands what it does not know.
+    /// The server to which its server forwards unknown packets.
     pub before: Option<ServerId>,
-    /// It is of a SYN-ACK that was not stamped, and nothing else has come from the client yet (`HALF_OPEN_FLOW`).
+    /// Entry of an unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`).
     pub half_open: bool,
 }
 
-/// How an entry came about.
+/// Kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The bucket finds the flow's server, too, unless it has changed hands since.
+    /// The bucket finds the flow's server, too, unless it has moved since.
     Hint,
     /// Nothing else finds it.
     Needed,
 }
 
-/// A datagram that comes in fragments.
+/// A fragmented datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Datagram {
     client: Ipv4Addr,
@@ -54,12 +53,12 @@ impl Datagram {
 }
 
 impl FlowEntry {
-    /// Of a connection that nobody had before.
+    /// Entry of a new connection.
     pub(super) fn of(server: ServerId) -> Self {
         Self { server, before: None, half_open: false }
     }
 
-    /// What `before` is in `struct flow_table_entry`.
+    /// Returns the field of `struct flow_table_entry`.
     pub(super) fn before_field(self) -> u16 {
         match self.before {
             _ if self.half_open => intf::HALF_OPEN_FLOW as u16,
@@ -83,13 +82,12 @@ impl FlowEntry {
     }
 }
 
-/// Sets of entries, all of which may be used.
+/// Sets of entries, all of which are usable.
 #[derive(Debug)]
 pub(super) struct FlowTable {
     words: Vec<u64>,
 }
 
-/// A flow of one service.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FlowKey {
     hash: ConnectionHash,
@@ -117,12 +115,12 @@ fn is_idle(used: u64, now: Clock) -> bool {
 }
 
 impl FlowTable {
-    /// `sets`: at least one.
+    /// Creates a table of `sets` sets, at least one.
     pub fn new(sets: u32) -> Self {
         Self { words: vec![0; sets as usize * SET_WORDS] }
     }
 
-    /// The whole table, as it stands in memory.
+    /// Returns the words of the whole table.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
@@ -133,7 +131,7 @@ impl FlowTable {
         self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRIES)
     }
 
-    /// The flow's entry, which is used by that.
+    /// Returns the flow's entry and marks it as used.
     pub fn find(&mut self, key: FlowKey, now: Clock) -> Option<FlowEntry> {
         let (flows, used) = self.set(key);
         let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
@@ -144,10 +142,10 @@ impl FlowTable {
         Some(FlowEntry::from_word(flows[position]))
     }
 
-    /// Enters a flow, or changes its entry; false: it is a hint, and there is no room for one.
+    /// Inserts or changes an entry; false: it is a hint, and there is no room for one.
     pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: Kind, now: Clock) -> bool {
         let (flows, used) = self.set(key);
-        // What decides which entry is replaced, most important first.
+        // Criteria of replacement, most important first.
         let rank = |position: usize| {
             let (flow, use_of) = (flows[position], used[position]);
             let is_flow = flow >> intf::FLOW_TAG_SHIFT == key.tag();
@@ -158,7 +156,6 @@ impl FlowTable {
             let half_open = flow >> intf::FLOW_BEFORE_SHIFT & 0xffff == u64::from(intf::HALF_OPEN_FLOW);
             (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
         };
-        // The first of equals.
         let position = (0..ENTRIES).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
         let (is_flow, is_free, is_hint, ..) = rank(position);
         if kind == Kind::Hint && !(is_flow || is_free || is_hint) {
@@ -188,18 +185,17 @@ impl LoadBalancer {
         FlowKey { hash, service: service as u64, protocol }
     }
 
-    /// The entry of a flow, whether its server is known or not.
+    /// Returns the entry of a flow, even if its server is unknown.
     pub(super) fn find_flow(&mut self, service: usize, tuple: &FourTuple, protocol: Protocol) -> Option<FlowEntry> {
         let key = self.flow_key(service, tuple, protocol);
         self.flows.find(key, self.stateful.clock)
     }
 
-    /// The entry of a packet's flow.
     pub(super) fn find_flow_of(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
         self.find_flow(service, &packet.tuple(), packet.protocol)
     }
 
-    /// Enters a packet's flow; false: it is a hint, and there is no room for one.
+    /// Inserts a packet's flow; false: it is a hint, and there is no room for one.
     pub(super) fn insert_flow(&mut self, service: usize, packet: &Packet, entry: FlowEntry, kind: Kind) -> bool {
         let key = self.flow_key(service, &packet.tuple(), packet.protocol);
         self.flows.insert(key, entry, kind, self.stateful.clock)

@@ -1,17 +1,17 @@
-//! The load balancer, packet by packet: what `bpf/lb/lb.bpf.c` does, written a second time from its essay and from
-//! docs/design.md, and as plainly as speed allows.
+//! The load balancer, packet by packet: a second implementation of `bpf/lb/lb.bpf.c`, written from its essay and from
+//! docs/design.md, and as plain as speed allows.
 //!
-//! [`LoadBalancer::receive`] takes a frame and the time and says what becomes of it; what the frame is then, the counters
-//! and all state are the same, bit for bit, as the BPF program's. So two instances can be run against each other
-//! (`make fuzz`), and what is shown here (`make consistency`) holds there.
+//! [`LoadBalancer::receive`] takes a frame and the time and returns the outcome. The frame, the counters and all state
+//! are then the same, bit for bit, as the BPF program's. So the two can be compared (`make fuzz`), and results of the
+//! model (`make consistency`) hold for the program.
 //!
-//! * [`mod@packet`]: reading a frame, and what is changed in it
-//! * [`mod@place`]: first packets
-//! * [`mod@flow`]: connections that carry no cookie
-//! * [`mod@stateful`]: connections that have an entry in the connection table
-//! * [`mod@corrected`]: services that the load balancer itself stamps
-//! * [`mod@decide`]: where a packet goes
-//! * [`mod@rate`]: how often packets go to all servers
+//! * [`mod@packet`]: parsing and rewriting of a frame
+//! * [`mod@place`]: new connections
+//! * [`mod@flow`]: connections without a cookie
+//! * [`mod@stateful`]: connections with an entry in the connection table
+//! * [`mod@corrected`]: LB-side stamping
+//! * [`mod@decide`]: decisions on packets
+//! * [`mod@rate`]: rate limits of broadcasts
 
 mod corrected;
 mod decide;
@@ -41,37 +41,37 @@ pub use rate::{BroadcastRates, Bucket, Buckets, REASONS, Rate, Reason};
 pub use stateful::Owner;
 use stateful::Stateful;
 
-/// An Ethernet address as it stands in a frame.
+/// An Ethernet address in a frame's byte order.
 pub type Mac = [u8; 6];
 
-/// What the kernel is told to do with a frame.
+/// The program's return value for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// `XDP_DROP`.
     Drop,
-    /// `XDP_PASS`: on to the kernel's own network stack.
+    /// `XDP_PASS`: to the kernel's network stack.
     Pass,
-    /// `XDP_TX`: out by the device it came on.
+    /// `XDP_TX`: out of the device on which it came.
     Transmit,
 }
 
-/// What became of one frame.
+/// Outcome of one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
     /// Value of `enum lb_counter`.
     pub counter: intf::lb_counter,
-    /// Place of the service under which it was counted; `None`: it is not known.
+    /// Slot of the service under which it was counted; `None`: no service.
     pub service: Option<usize>,
-    /// The server that it was sent to, if it was sent to one.
+    /// The server to which it was sent, if any.
     pub server: Option<ServerId>,
-    /// What a first packet's TSecr tells the server, if it is an entry of the connection table.
+    /// Entry of the connection table that the SYN's TSecr names to the server, if any.
     pub told: Option<u32>,
-    /// What else happened (`enum lb_event`).
+    /// Event beside the counter (`enum lb_event`).
     pub event: Option<intf::lb_event>,
 }
 
 impl Outcome {
-    /// What follows from the counter: those of `enum lb_counter` stand in this order.
+    /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by it.
     pub fn verdict(&self) -> Verdict {
         match self.counter {
             intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
@@ -83,40 +83,39 @@ impl Outcome {
     }
 }
 
-/// A server as the load balancer knows it.
+/// A server in the load balancer's maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
     /// `None`: not resolved.
     pub mac: Option<Mac>,
-    /// Takes new connections.
+    /// Whether it takes new connections.
     pub eligible: bool,
 }
 
-/// What a load balancer sent to one server since its maps were made.
+/// Traffic from a load balancer to one server since its maps were created.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
     /// New connections that the placement rule sent to it.
     pub opened: u64,
     /// Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.)
     pub closed: u64,
-    /// All packets, while they are counted: where a policy asks for them.
+    /// All packets, while they are counted: where a policy needs them.
     pub packets: u64,
-    /// Their frames' bytes.
+    /// Bytes of their frames.
     pub bytes: u64,
 }
 
-/// One service.
 #[derive(Debug)]
 struct Service {
     address: ServiceAddress,
     mode: ServiceMode,
     servers: Vec<Option<Server>>,
-    /// Down by the load balancer's own checks.
+    /// Servers that are down by the load balancer's own checks.
     masked: HashSet<ServerId>,
-    /// Down by its placement table.
+    /// Servers that are down by the placement table.
     down: HashSet<ServerId>,
     placement: Option<Placement>,
-    /// The counter of rule `RoundRobin`: it goes on from table to table.
+    /// Counter of rule `RoundRobin`, which continues from table to table.
     round_robin: u64,
     /// A SYN has entered a flow into the flow table.
     has_flows: bool,
@@ -140,13 +139,12 @@ impl Service {
         self.mode.consistency == Consistency::Stateful
     }
 
-    /// Whether the timestamps of its packets carry a cookie.
     fn has_cookies(&self) -> bool {
         self.mode.timestamps == Timestamps::Server
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// The load balancer that has some of its connections.
+    /// The load balancer of a migration, which has some of its connections.
     fn other_balancer(&self) -> Option<ServerId> {
         self.mode.transfer.map(Transfer::other_balancer)
     }
@@ -155,12 +153,12 @@ impl Service {
         self.servers[usize::from(id.get())]
     }
 
-    /// Whether a server that the placement table names can take a new connection.
+    /// Whether a server of the placement table can take a new connection.
     fn takes_first_packets(&self, id: ServerId) -> bool {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
     }
 
-    /// Whether a server that something else than the placement rule names takes new connections.
+    /// Whether a server that was found otherwise takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
         self.takes_first_packets(id) && !self.is_down(id)
     }
@@ -170,14 +168,14 @@ impl Service {
     }
 }
 
-/// What is fixed when the program is loaded.
+/// Constants that are fixed when the program is loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct Constants {
-    /// How often packets may go to all servers, by reason.
+    /// Rate limits of broadcasts, by reason.
     pub broadcast: [BroadcastRates; REASONS],
     /// Sets of the flow table.
     pub flow_sets: u32,
-    /// Room for connections of stateful services.
+    /// Size of the connection table.
     pub connection_table: TableSize,
     /// Whether packets and bytes are counted by server.
     pub count_traffic: bool,
@@ -200,12 +198,12 @@ pub struct LoadBalancer {
     stateful: Stateful,
     correction: Correction,
     traffic: HashMap<ServerId, ServerTraffic>,
-    /// New connections by place of the service.
+    /// New connections by service slot.
     opened: HashMap<usize, u64>,
 }
 
 impl LoadBalancer {
-    /// One that knows no service.
+    /// Returns a load balancer without services.
     pub fn new(constants: Constants, own_mac: Mac, keys: FleetKeys) -> Self {
         let no_key = CookieKey { k0: 0, k1: 0 };
         let mut correction = Correction::default();
@@ -235,11 +233,11 @@ impl LoadBalancer {
         self.keys = keys;
     }
 
-    /// Sets which services there are, and returns the place of each: one that was there keeps its place with all that is
-    /// known of it, a new one gets the lowest that is free. Only IPv4 services count.
+    /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
+    /// the lowest free slot. Only IPv4 services count.
     ///
     /// # Panics
-    /// With more services than there are places.
+    /// With more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
         let stateful = self.stateful_places();
         for place in &mut self.services {
@@ -279,7 +277,7 @@ impl LoadBalancer {
         }
         let free = self.services.iter().position(Option::is_none).expect("no more services than places");
         self.services[free] = Some(Service::new(address, mode));
-        // Of the service that had the place before.
+        // Of the service that had the slot before.
         self.flows.forget(free);
         self.fragments.retain(|_, (place, _)| *place != free);
         self.correction.forget_service(free);
@@ -287,7 +285,7 @@ impl LoadBalancer {
         free
     }
 
-    /// Marks a server as down by the load balancer's own checks, or takes that back.
+    /// Sets whether a server is down by the load balancer's own checks.
     pub fn set_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
         let masked = &mut self.service_mut(service).masked;
         if is_masked {
@@ -297,8 +295,7 @@ impl LoadBalancer {
         };
     }
 
-    /// Makes a server known, or changes what is known of it; `None`: the service forgets it. Its MAC address is the same for
-    /// all services.
+    /// Adds, changes or removes (`None`) a server. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
         self.move_corrected(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
@@ -314,19 +311,19 @@ impl LoadBalancer {
         }
     }
 
-    /// Switches to another table.
+    /// Installs another table.
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
         let service = self.service_mut(service);
         service.down = table.down.iter().copied().collect();
         service.placement = Some(Placement::new(table));
     }
 
-    /// Sets until when the tokens taken for deliveries to all servers are paid for (ns).
+    /// Sets the time up to which the tokens of broadcasts are paid for (ns).
     pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
         self.broadcast.set_paid_until(buckets, paid_until);
     }
 
-    /// Sets what places connections in the connection table; before the first one.
+    /// Sets the key that hashes connections of the connection table; before the first one.
     pub fn set_connection_key(&mut self, key: CookieKey) {
         self.stateful.key = key;
     }
@@ -336,12 +333,12 @@ impl LoadBalancer {
         self.stateful.owner = owner;
     }
 
-    /// Sets how many entries of the connection table one source prefix may hold; `None`: any number.
+    /// Limits the entries of the connection table that one source prefix may have; `None`: no limit.
     pub fn limit_entries(&mut self, per_source: Option<u32>) {
         self.stateful.entries_per_source = per_source;
     }
 
-    /// Sets what is known of another load balancer with a connection table.
+    /// Sets another load balancer with a connection table.
     pub fn set_owner_at(&mut self, number: OwnerNumber, owner: Owner) {
         self.stateful.owners[usize::from(number.get())] = owner;
     }
@@ -351,22 +348,22 @@ impl LoadBalancer {
         self.stateful.clock = clock;
     }
 
-    /// The connections that have an entry.
+    /// Returns the connections with an entry.
     pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
         self.stateful.connections()
     }
 
-    /// The connection that has an entry.
+    /// Returns the connection of an entry.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         self.stateful.connection(index)
     }
 
-    /// Frees entries that are still of these connections.
+    /// Frees entries that still belong to these connections.
     pub fn free_connections(&mut self, connections: &[Connection]) {
         self.stateful.free(connections);
     }
 
-    /// Whether a service has that place.
+    /// Whether a service has that slot.
     pub fn has_service(&self, place: usize) -> bool {
         self.services[place].is_some()
     }
@@ -381,27 +378,27 @@ impl LoadBalancer {
         self.service(service).round_robin
     }
 
-    /// What was sent to each server that anything was sent to.
+    /// Returns the traffic to each server that got any.
     pub fn traffic(&self) -> &HashMap<ServerId, ServerTraffic> {
         &self.traffic
     }
 
-    /// The service that has this place.
+    /// Returns the service in this slot.
     pub fn address_of_service(&self, place: usize) -> Option<ServiceAddress> {
         self.services.get(place)?.as_ref().map(|service| service.address)
     }
 
-    /// New connections of the service that has this place.
+    /// Returns the new connections of the service in this slot.
     pub fn opened(&self, service: usize) -> u64 {
         self.opened.get(&service).copied().unwrap_or_default()
     }
 
-    /// The flow table, as `struct flow_set` lays it out.
+    /// Returns the flow table in the layout of `struct flow_set`.
     pub fn flow_words(&self) -> &[u64] {
         self.flows.words()
     }
 
-    /// The words of `recent_first_packets`.
+    /// Returns the words of `recent_first_packets`.
     pub fn recent_first_packets(&self) -> &[u64] {
         self.recent.words()
     }

@@ -1,4 +1,4 @@
-//! Reading a frame: Ethernet, IPv4, TCP and its timestamp option; and what is changed in one.
+//! Parsing and rewriting of a frame: Ethernet, IPv4, TCP and its timestamp option.
 
 use std::net::Ipv4Addr;
 
@@ -17,9 +17,9 @@ const ICMP_HEADER: usize = 8;
 const MORE_FRAGMENTS: u16 = 0x2000;
 const FRAGMENT_OFFSET: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
-/// Destination unreachable, time exceeded, parameter problem: what quotes a packet (RFC 792).
+/// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
-/// How much of a packet's payload an error quotes at least (RFC 792).
+/// Payload of a packet that an error quotes, at least (RFC 792).
 const QUOTED_BYTES: usize = 8;
 
 pub(super) const FIN: u8 = 0x01;
@@ -32,7 +32,7 @@ const OPTION_NOP: u8 = 1;
 const OPTION_TIMESTAMP: u8 = 8;
 const TIMESTAMP_LENGTH: usize = 10;
 
-/// The reason for which a packet is not read on.
+/// The counter of a packet that is not parsed further.
 pub(super) type Ended = intf::lb_counter;
 
 fn u16_at(frame: &[u8], offset: usize) -> u16 {
@@ -47,14 +47,14 @@ fn address_at(frame: &[u8], offset: usize) -> Ipv4Addr {
     Ipv4Addr::from(u32_at(frame, offset))
 }
 
-/// The fixed part of the IPv4 header, of which nothing has been checked.
+/// The fixed part of the IPv4 header, unchecked.
 pub(super) struct Outer {
     pub destination_mac: [u8; 6],
     pub protocol: u8,
     pub vip: Ipv4Addr,
 }
 
-/// `None`: not IPv4, or too short to tell whose it is.
+/// `None`: not IPv4, or too short for a destination address.
 pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
     if frame.len() < ETHERNET_HEADER + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
         return None;
@@ -66,11 +66,10 @@ pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
     })
 }
 
-/// Which part of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Whole,
-    /// The first of several fragments: it has the transport header.
+    /// The first of several fragments, with the transport header.
     First,
     Later,
 }
@@ -82,9 +81,9 @@ pub(super) struct Ipv4<'a> {
     pub protocol: u8,
     pub identification: u16,
     pub part: Part,
-    /// Where the header behind IP begins in the frame.
+    /// Offset of the transport header in the frame.
     pub transport: usize,
-    /// What stands behind the IP header, to the packet's end.
+    /// Bytes behind the IP header, to the packet's end.
     pub payload: &'a [u8],
 }
 
@@ -96,13 +95,13 @@ fn part(packet: &[u8]) -> Part {
     }
 }
 
-/// The length of the IPv4 header at the start of `packet`, if it is one.
+/// Returns the length of the IPv4 header at the start of `packet`, if it is one.
 fn header_length(packet: &[u8]) -> Option<usize> {
     let length = usize::from(packet[0] & 0xf) * 4;
     (packet[0] >> 4 == 4 && length >= IPV4_HEADER).then_some(length)
 }
 
-/// Of a frame that [`outer`] took.
+/// Parses a frame that [`outer`] accepted.
 pub(super) fn ipv4(frame: &[u8]) -> Result<Ipv4<'_>, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER..];
@@ -122,7 +121,8 @@ pub(super) fn ipv4(frame: &[u8]) -> Result<Ipv4<'_>, Ended> {
     })
 }
 
-/// Source and destination port of TCP or UDP, or of what calls itself so. `malformed`: why a shorter packet ends.
+/// Source and destination port of TCP, UDP, or a packet with their protocol number. `malformed`: the counter of a
+/// shorter packet.
 pub(super) fn ports(packet: &Ipv4<'_>, malformed: Ended) -> Result<(u16, u16), Ended> {
     if packet.payload.len() < 4 {
         return Err(malformed);
@@ -130,29 +130,28 @@ pub(super) fn ports(packet: &Ipv4<'_>, malformed: Ended) -> Result<(u16, u16), E
     Ok((u16_at(packet.payload, 0), u16_at(packet.payload, 2)))
 }
 
-/// A packet to a service, as far as decisions depend on it.
+/// A packet to a service, with the fields that decisions depend on.
 #[derive(Debug, Clone)]
 pub(super) struct Packet {
     pub client: (Ipv4Addr, u16),
     pub vip: (Ipv4Addr, u16),
     pub protocol: Protocol,
-    /// Of TCP.
+    /// TCP flags.
     pub flags: u8,
     /// TSecr, if there is a timestamp option.
     pub echo: Option<Echo>,
 }
 
-/// TSecr in a TCP packet.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Echo {
     pub value: u32,
-    /// Where the TCP header begins in the frame, and TSecr behind that.
+    /// Offset of the TCP header in the frame, and of TSecr from there.
     transport: usize,
     at: usize,
 }
 
 impl Echo {
-    /// TSval, which stands before it.
+    /// Returns TSval, which precedes it.
     pub fn own(self, frame: &[u8]) -> Echo {
         let at = self.at - 4;
         Echo { value: u32_at(frame, self.transport + at), at, ..self }
@@ -169,16 +168,16 @@ impl Packet {
     }
 }
 
-/// TCP between `ports` in `packet`, which a client sent.
+/// Parses TCP between `ports` in a client's `packet`.
 pub(super) fn tcp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     let read = tcp_header(packet, ports)?;
     let flags = read.flags;
-    // Only a SYN opens; an answer to one (SYN and ACK) comes from no client. All else acknowledges, but a bare RST.
+    // Only a SYN opens; clients send no SYN-ACK. All else acknowledges, except a bare RST.
     let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
     possible.then_some(read).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
 
-/// TCP between `ports` in `packet`, which a server sent: as a client's packet of that connection would be.
+/// Parses TCP between `ports` in a server's `packet`, as a client's packet of that connection.
 pub(super) fn tcp_answer(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     let Packet { client, vip, protocol, flags, echo } = tcp_header(packet, ports)?;
     Ok(Packet { client: vip, vip: client, protocol, flags, echo })
@@ -204,7 +203,7 @@ fn tcp_header(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, echo })
 }
 
-/// UDP between `ports` in `packet`: whole, or the first fragment of a datagram that is longer.
+/// Parses UDP between `ports` in `packet`: whole, or the first fragment of a longer datagram.
 pub(super) fn udp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER {
@@ -227,7 +226,6 @@ pub(super) struct Quote {
     pub value: Option<u32>,
 }
 
-/// What an ICMP error quotes.
 pub(super) fn quote(packet: &Ipv4<'_>) -> Result<Quote, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
@@ -261,18 +259,18 @@ pub(super) fn quote(packet: &Ipv4<'_>) -> Result<Quote, Ended> {
     })
 }
 
-/// TSval in as much of a TCP segment as is quoted.
+/// Returns TSval in the quoted part of a TCP segment.
 fn quoted_value(segment: &[u8]) -> Option<u32> {
     let header = usize::from(segment.get(12)? >> 4) * 4;
     let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
-    // A list that is cut short is malformed: then there is no timestamp.
+    // A truncated list is malformed: then there is no timestamp.
     let at = timestamp_at(options).ok().flatten()?;
     Some(u32_at(options, at + 2))
 }
 
 struct Malformed;
 
-/// Where the timestamp option begins. What follows it is not looked at.
+/// Returns the offset of the timestamp option. The options after it are not checked.
 fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
     let mut at = 0;
     while at < options.len() {
@@ -294,7 +292,7 @@ fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
     Ok(None)
 }
 
-/// A checksum after one of the words it covers has become another one (RFC 1624, Eqn. 3).
+/// Updates a checksum after a change of one covered word (RFC 1624, Eqn. 3).
 fn mended(checksum: u16, old: u16, new: u16) -> u16 {
     let add = |a: u16, b: u16| {
         let sum = u32::from(a) + u32::from(b);
@@ -303,12 +301,12 @@ fn mended(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
 }
 
-/// Sets TSecr (or TSval, if that is what `echo` is of), and mends the TCP checksum.
+/// Sets TSecr (or TSval, if `echo` is of that) and updates the TCP checksum.
 pub(super) fn set_echo(frame: &mut [u8], echo: &Echo, value: u32) {
     let (at, checksum) = (echo.transport + echo.at, echo.transport + 16);
     for half in [0, 2] {
         let (old, new) = (u16_at(frame, at + half), (value >> (16 - 8 * half)) as u16);
-        // At an odd place both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
+        // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
         let odd = !echo.at.is_multiple_of(2);
         let counted = |word: u16| if odd { word.swap_bytes() } else { word };
         let mended = mended(u16_at(frame, checksum), counted(old), counted(new));
@@ -317,12 +315,10 @@ pub(super) fn set_echo(frame: &mut [u8], echo: &Echo, value: u32) {
     frame[at..at + 4].copy_from_slice(&value.to_be_bytes());
 }
 
-/// The address that the frame came from.
 pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
     frame[6..12].try_into().expect("six bytes")
 }
 
-/// Sets the IP header's identification.
 pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
     let (id, checksum) = (ETHERNET_HEADER + 4, ETHERNET_HEADER + 10);
     let mended = mended(u16_at(frame, checksum), u16_at(frame, id), identification);

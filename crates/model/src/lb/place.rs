@@ -1,5 +1,5 @@
-//! First packets: the placement table, and what the data plane adds to it: servers that cannot take a connection are
-//! passed over, and a retransmitted SYN goes where the first one went.
+//! New connections: the placement table, and the data plane's additions. Servers that cannot take a connection are
+//! skipped, and a retransmitted SYN goes to the first one's server.
 
 use coreward_intf as intf;
 
@@ -11,7 +11,6 @@ use crate::{FourTuple, ServerId};
 /// Members tried when the chosen server cannot take a connection.
 const FALLBACK_MEMBERS: usize = 16;
 
-/// A service's table, and the hashes of its groups.
 #[derive(Debug, Clone)]
 pub(super) struct Placement {
     table: PlacementTable,
@@ -29,12 +28,12 @@ impl Placement {
         self.hashes[group].hash(&tuple.bytes())
     }
 
-    /// Rules whose choice for the same packet is another one the next time.
+    /// Whether the rule can choose differently for the same packet.
     fn has_state(&self) -> bool {
         matches!(self.table.rule, Rule::LeastAssigned | Rule::RoundRobin)
     }
 
-    /// The bucket's server and whose it was before, whatever the loads; `None`: the table has no members.
+    /// Returns the bucket's server and its previous one, whatever the loads; `None`: the table has no members.
     pub fn by_bucket(&self, tuple: &FourTuple) -> Option<FlowEntry> {
         if self.table.members.is_empty() {
             return None;
@@ -46,8 +45,7 @@ impl Placement {
     }
 }
 
-/// First packets placed lately by rules that have a state: direct-mapped by the hash, a word each as
-/// `bpf/include/intf.h` draws it.
+/// Recent placements by rules with a state: direct-mapped by the hash, one word each as in `bpf/include/intf.h`.
 #[derive(Debug, Clone)]
 pub(super) struct RecentFirstPackets(Vec<u64>);
 
@@ -82,15 +80,15 @@ impl RecentFirstPackets {
 }
 
 impl Service {
-    /// The server for a first packet, one that can take it. `place` is the service's own. `recent`: so that the same SYN,
-    /// sent again, goes to the same server; `None`: a datagram, each of which is placed for its own sake.
+    /// Returns a server for a new connection that can take it. `place` is the service's slot. With `recent`, a
+    /// retransmitted SYN goes to the same server; `None`: a datagram, placed on its own.
     pub(super) fn place(
         &mut self,
         place: usize,
         recent: Option<&mut RecentFirstPackets>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
-        // Out of the service while its servers are asked.
+        // Taken out of the service while its servers are borrowed.
         let mut placement = self.placement.take()?;
         let chosen = self.place_by(&mut placement, place, recent, tuple);
         self.placement = Some(placement);
@@ -131,7 +129,7 @@ impl Service {
         Some(id)
     }
 
-    /// The next member that can take a connection, from one drawn by hash.
+    /// Returns the next member that can take a connection, from one drawn by hash.
     fn fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = two_draws(mix(hash), table.members.len() as u32);
         let turns = table.members.iter().cycle().skip(start as usize).take(FALLBACK_MEMBERS.min(table.members.len()));

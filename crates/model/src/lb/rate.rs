@@ -1,5 +1,5 @@
-//! How often packets may go to all servers (`bpf/lb/broadcast.h`): the generic cell rate algorithm (ITU-T I.371, Annex
-//! A), one word of state per token bucket.
+//! Rate limits of broadcasts (`bpf/lb/broadcast.h`): the generic cell rate algorithm (ITU-T I.371, Annex A), one word
+//! of state per token bucket.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
@@ -8,24 +8,24 @@ use coreward_intf as intf;
 use crate::connection_table::ConnectionHash;
 use crate::cookie::CookieKey;
 
-/// How many packets are let through. Both in nanoseconds.
+/// A rate and a burst. Both in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rate {
     /// One token per interval.
     pub interval_ns: u64,
-    /// How far tokens may be taken ahead of time.
+    /// Time by which tokens may be taken ahead.
     pub burst_ns: u64,
 }
 
 /// The state of one token bucket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Bucket {
-    /// When the last token taken is paid for (ns).
+    /// Time up to which the taken tokens are paid for (ns).
     pub paid_until: u64,
 }
 
 impl Bucket {
-    /// Whether there is a token; takes it.
+    /// Takes a token; false: there is none.
     pub fn take(&mut self, rate: Rate, now_ns: u64) -> bool {
         let start = self.paid_until.max(now_ns);
         if start - now_ns > rate.burst_ns {
@@ -36,35 +36,35 @@ impl Bucket {
     }
 }
 
-/// Why a packet goes to all servers of its service: `enum broadcast_reason`.
+/// Reason of a broadcast: `enum broadcast_reason`.
 pub type Reason = intf::broadcast_reason;
-/// How many reasons there are.
+/// Number of reasons.
 pub const REASONS: usize = intf::BROADCAST_REASON_COUNT as usize;
 
 /// The rates for one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
-    /// Of one source.
+    /// Limit of one source.
     pub by_source: Rate,
-    /// Of one service.
+    /// Limit of one service.
     pub by_service: Rate,
-    /// Of the whole load balancer.
+    /// Limit of the load balancer.
     pub of_all: Rate,
 }
 
-/// Some of the token buckets.
+/// A selection of token buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Buckets {
-    /// Of a service by its place, for one reason.
+    /// Bucket of a service by its slot, for one reason.
     OfService(usize, Reason),
-    /// Of the whole load balancer, for one reason.
+    /// Bucket of the load balancer, for one reason.
     OfAll(Reason),
-    /// Of all sources in every eighth bucket from this one on.
+    /// Every eighth bucket of sources from this one on.
     OfSources(usize),
 }
 
 impl Buckets {
-    /// The positions of an [`OfSources`](Self::OfSources).
+    /// Returns the positions of an [`OfSources`](Self::OfSources).
     pub fn sources(first: usize) -> impl Iterator<Item = usize> {
         (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
@@ -89,7 +89,7 @@ impl Default for Broadcast {
 }
 
 impl Broadcast {
-    /// Whether a packet from `source` may go to all servers of the service.
+    /// Whether a packet from `source` may be broadcast to the servers of the service.
     pub fn take(
         &mut self,
         key: &CookieKey,
@@ -133,7 +133,8 @@ mod tests {
         assert_eq!(taken(&mut bucket, 5000), 3);
     }
 
-    /// Ten thousand packets in a second from one source, or one for each of a hundred other sources at each of ten services.
+    /// Ten thousand packets in a second from one source, or one for each of a hundred other sources at each of ten
+    /// services.
     fn accepted(junk: &[(Ipv4Addr, usize, Reason)], genuine: (usize, Reason)) -> usize {
         let rate = |per_second: u64, burst: u64| Rate {
             interval_ns: 1_000_000_000 / per_second,
@@ -188,7 +189,6 @@ mod tests {
                 broadcast.take(&key, from, intf::BROADCAST_RESET, &rates, 1_000_000_000 + n * 1000)
             })
             .count();
-        // A second of 1,024 services that might have 1,000 each.
         assert!((9_000..=10_001).contains(&sent), "{sent}");
     }
 }

@@ -1,6 +1,6 @@
-//! Stateful services: the connection table, its owners, and first packets that tell the server their entry.
+//! Stateful services: the connection table, its owners, and SYNs whose TSecr names their entry.
 //!
-//! What packets do with an entry is [`crate::connection_table::table`], which `bpf/lb/connection_table.h` is line by
+//! [`crate::connection_table::table`] has the operations on entries, which `bpf/lb/connection_table.h` follows line by
 //! line.
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,10 +17,10 @@ use crate::connection_table::{
 };
 use crate::cookie::CookieKey;
 
-/// What is known of a load balancer with a connection table.
+/// A load balancer with a connection table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Owner {
-    /// Nobody has the number.
+    /// The number is unused.
     #[default]
     Unknown,
     /// Gone, or its MAC address is not resolved.
@@ -29,7 +29,6 @@ pub enum Owner {
     At(Mac),
 }
 
-/// What stateful services need.
 #[derive(Debug)]
 pub(super) struct Stateful {
     pub key: CookieKey,
@@ -44,13 +43,13 @@ pub(super) struct Stateful {
     held: Vec<u32>,
 }
 
-/// How the index in a cookie was found.
+/// Result of a look-up by the index in a cookie.
 pub(super) enum Indexed {
-    /// What follows, and the entry, if it is one of our own table.
+    /// A decision, and the entry, if it is in our own table.
     Decided(Decision, Option<ConnectionIndex>),
     /// The entry is free or another connection's.
     UnknownConnection,
-    /// Its server was taken out.
+    /// Its server was removed.
     UnknownServer,
 }
 
@@ -70,12 +69,10 @@ impl Stateful {
         }
     }
 
-    /// How many entries the client's prefix holds.
     fn held(&mut self, client: Ipv4Addr) -> &mut u32 {
         &mut self.held[source_shard(&self.key, client)]
     }
 
-    /// Whether the client's prefix may hold another entry.
     fn may_take(&mut self, client: Ipv4Addr) -> bool {
         let limit = self.entries_per_source;
         limit.is_none_or(|limit| *self.held(client) < limit)
@@ -117,7 +114,7 @@ impl LoadBalancer {
         ConnectionHash::new(&self.stateful.key, place as u16, client)
     }
 
-    /// Where the index `number` in a cookie of the connection says. `from`: who sent the frame.
+    /// Decides by the index `number` in a cookie. `from`: the sender of the frame.
     pub(super) fn by_index(
         &mut self,
         place: usize,
@@ -139,7 +136,7 @@ impl LoadBalancer {
         }
     }
 
-    /// To the load balancer whose table has the entry, but not on from one load balancer to the next.
+    /// Forwards to the load balancer that owns the entry, but never from one load balancer to the next.
     fn by_owner(&mut self, of: (usize, Ipv4Addr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
@@ -152,7 +149,7 @@ impl LoadBalancer {
         }
     }
 
-    /// A first packet takes an entry, or finds the one that it took before, and tells the server.
+    /// Gives a SYN an entry, or the one of its first transmission, and names it to the server.
     pub(super) fn first_stateful(&mut self, place: usize, packet: &Packet, echo: packet::Echo, bytes: u64) -> Decision {
         let hash = self.connection_hash(place, &packet.tuple());
         let owner = self.stateful.owner;

@@ -1,4 +1,4 @@
-//! Tables drawn at random, for tests of what reads them.
+//! Random tables, for tests of their readers.
 
 use coreward_intf as intf;
 use rand::Rng;
@@ -8,9 +8,8 @@ use crate::ServerId;
 use crate::rss::{InputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
-    /// A table of `servers` (at least one) with random keys and inputs of RSS, loads and costs; loads are few, so that there
-    /// are ties.
-    /// `groups`: 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
+    /// Returns a table of `servers` (at least one) with random keys and RSS inputs, loads and costs. Loads have few
+    /// values, so that ties occur. `groups`: 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
     pub fn random(rule: Rule, generation: u64, groups: usize, servers: &[ServerId], rng: &mut impl Rng) -> Self {
         let buckets = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
         let cores = 1 + uniform_below(rng, 8);
@@ -24,7 +23,7 @@ impl PlacementTable {
             Candidate { server, load: uniform_below(rng, 16) * 1000, core_slot }
         };
         let candidates = (0..groups as u32 * buckets.get() * per_bucket).map(|_| candidate()).collect();
-        // Some stand twice, as servers of more weight do.
+        // Some occur twice, like servers of more weight.
         let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
         let members = turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
         let consistent = rendezvous(servers, buckets);

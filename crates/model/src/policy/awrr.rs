@@ -11,10 +11,10 @@ pub const NAME: &str = "awrr";
 
 /// Turns of a server of mean load.
 const TURNS: f64 = 10.0;
-/// The paper's bounds, 2 and 3 N (with its alpha no load reaches the upper one).
+/// The paper's bounds: 2, and 3 N (with its alpha no load reaches the upper one).
 const TURNS_MIN: f64 = 2.0;
 const TURNS_MAX: f64 = 3.0 * TURNS;
-/// How slowly the weights follow the loads: 0 is at once, 1 never.
+/// Smoothing of the weights: 0 follows the loads at once, 1 never.
 const ALPHA: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {

@@ -1,4 +1,4 @@
-//! What the buckets of a group reach at each of its servers, and the least of it: kept from one table to the next.
+//! Loads that the buckets of a group reach at each of its servers, and the least of them: kept between tables.
 
 use super::PoolServer;
 use super::least_loaded::{LeastLoaded, RankedCore};
@@ -8,31 +8,30 @@ use crate::load::CoreLoads;
 use crate::placement::{BucketCount, Core};
 use crate::rss::{Rss, RssKey};
 
-/// At most so many loads are kept of a group: 32 MiB. Beyond, each is looked up when it is needed.
+/// Loads kept of a group, at most: 32 MiB. Beyond, each is looked up when it is needed.
 const MOST_LOADS: usize = 4 << 20;
 
-/// The load that each bucket of a group reaches at each of its servers.
+/// Load that each bucket of a group reaches at each of its servers.
 #[derive(Debug, Default)]
 pub struct BucketLoads {
     buckets: u32,
     columns: Vec<Column>,
     /// By bucket, then by server as in `columns`; empty where they would be too many.
     loads: Vec<f64>,
-    /// By bucket; empty where servers are compared by something else.
+    /// By bucket; empty where another value than the load is compared.
     least: Vec<LeastLoaded>,
 }
 
-/// Of one server.
 #[derive(Debug)]
 struct Column {
     server: ServerId,
-    /// What its loads were made of; `None`: not of the server alone.
+    /// Source of its loads; `None`: not the server alone.
     made_of: Option<(CoreLoads, Option<Rss>)>,
 }
 
 impl BucketLoads {
-    /// As it is now, for these servers of the group with that key. `most`: how many of each bucket's least loaded are wanted; 0:
-    /// none are, as servers are compared by something else.
+    /// Updates to these servers of the group with that key. `most`: number of least loaded cores needed per bucket; 0:
+    /// none, because another value than the load is compared.
     pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
         let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
         let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
@@ -86,7 +85,7 @@ impl BucketLoads {
         });
     }
 
-    /// Where too few are remembered, all are looked at.
+    /// Finds the least loaded again where too few are kept.
     fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
         let stride = self.columns.len();
         let wanted = most.min(stride);
@@ -99,19 +98,20 @@ impl BucketLoads {
         }
     }
 
-    /// The loads that the bucket reaches, by server; `None`: they are not kept.
+    /// Returns the loads that the bucket reaches, by server; `None`: they are not kept.
     pub fn of_bucket(&self, bucket: u32) -> Option<&[f64]> {
         let start = bucket as usize * self.columns.len();
         self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
     }
 
-    /// The least loaded cores of the bucket, at least as many as were wanted, as far as there are; `None`: they are not kept.
+    /// Returns the least loaded cores of the bucket, at least as many as needed, if there are; `None`: they are not
+    /// kept.
     pub fn least(&self, bucket: u32) -> Option<&[RankedCore]> {
         self.least.get(bucket as usize).map(LeastLoaded::places)
     }
 }
 
-/// Calls `take` with each bucket, and the core that it reaches at the server with its load.
+/// Calls `take` with each bucket and the core that it reaches at the server, with its load.
 fn each_reached(
     server: &PoolServer,
     rss: Option<&Rss>,
@@ -121,7 +121,7 @@ fn each_reached(
 ) {
     let queues = rss.map(|rss| rss.indirection_table.queues());
     match (server.loads.as_ref().and_then(Loads::cores), queues) {
-        // Each bucket reaches one entry: what `core_of` says, in a loop without its divisions.
+        // Each bucket reaches one entry: the result of `core_of`, in a loop without its divisions.
         (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
             let beyond = server.mean_load(neutral);
             for (bucket, queue) in (0..buckets.get() as usize).zip(queues.iter().cycle()) {
@@ -135,14 +135,14 @@ fn each_reached(
     }
 }
 
-/// The core that a bucket's connections reach at a server of the group with that key.
+/// Returns the core that a bucket's connections reach at a server of the group with that key.
 pub fn core_at(server: &PoolServer, key: &RssKey, bucket: u32) -> Core {
     let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
     Core { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
 }
 
-/// The core of the server that a bucket's connections reach, and its load. Of a server that only shares the group's table
-/// (`rss`: none of that key) it is not known: all its cores count as one.
+/// Returns the core of the server that a bucket's connections reach, and its load. A server that only shares the
+/// group's table (`rss`: none of that key) counts as one core.
 pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
     match rss {
         Some(rss) => reached(server, rss, bucket, buckets, neutral),
@@ -150,8 +150,8 @@ pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: Buc
     }
 }
 
-/// The core of a server with this RSS that a bucket's connections reach, and its load; `neutral` where none is known. Where
-/// the server's table is longer than the buckets are many, a bucket reaches several of its entries, evenly.
+/// Returns the core of a server with this RSS that a bucket's connections reach, and its load; `neutral` if unknown.
+/// Where the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
 pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
     let table = &rss.indirection_table;
     let entries = (table.entry_count() / buckets.get() as usize).max(1);
@@ -160,7 +160,7 @@ pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount
     (reached_queue(rss, bucket), load)
 }
 
-/// The queue that a bucket's connections reach; where they reach several, the first.
+/// Returns the queue that a bucket's connections reach; of several, the first.
 fn reached_queue(rss: &Rss, bucket: u32) -> u16 {
     rss.indirection_table.queue(bucket)
 }

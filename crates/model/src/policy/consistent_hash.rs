@@ -1,24 +1,24 @@
 //! `consistent-hash`: a ring on which every server has many points; a bucket goes to the next point (Karger et al.,
-//! STOC'97). A change of the pool moves only what it must, but the shares are uneven.
+//! STOC'97). A change of the pool moves the minimum, but the shares are uneven.
 
 use crate::ServerId;
 use crate::placement::mix;
 
 pub const NAME: &str = "consistent-hash";
 
-/// Points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %: with 468 servers and 70,000
-/// connections that makes the fullest server about twice as far above the mean as a uniform hash does, which is what
-/// Cheetah reports (NSDI'20, Fig. 2b; it does not say how many it used).
+/// Points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %. With 468 servers and
+/// 70,000 connections the fullest server is then about twice as far above the mean as with a uniform hash, as in
+/// Cheetah (NSDI'20, Fig. 2b, which does not give its number).
 const POINTS: u32 = 64;
 
-/// For each of `size` buckets, evenly spaced on the ring, the position in `servers` of the server whose point is next:
+/// Returns for each of `size` buckets, evenly spaced on the ring, the position in `servers` of the next point's server;
 /// empty without servers.
 pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
     weighted_ring_table(&servers, size)
 }
 
-/// The same with as many points as shares: a server of share 2 has twice as many. Another's points do not change with it.
+/// [`ring_table`] with points by share: a server of share 2 has twice as many. The others' points do not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS as usize);
     for (position, (server, share)) in servers.iter().enumerate() {

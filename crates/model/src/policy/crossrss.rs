@@ -1,6 +1,6 @@
 //! `crossrss`, as published (Barbette et al., CoNEXT'20, Sect. 2): at every tick each bucket goes to the server whose
-//! core for that bucket has the strictly smallest load (ties: lowest id), each bucket on its own. Until the first report
-//! bucket i goes to server i mod n.
+//! core for that bucket has the strictly smallest load (ties: lowest id). Until the first report bucket i goes to
+//! server i mod n.
 
 use super::groups::{fill_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
@@ -35,9 +35,9 @@ impl Policy for CrossRss {
     }
 }
 
-/// A table with the least loaded cores of each bucket; `per_bucket` gives how many from the number of eligible servers
-/// and of groups. A table of one candidate knows nothing before the first report, and is striped; one of several at least
-/// counts what it assigns.
+/// Returns a table with the least loaded cores of each bucket; `per_bucket` gives their number from the number of
+/// eligible servers and of groups. Before the first report, a table of one candidate is a modulo table; one of several
+/// at least counts assignments.
 pub fn core_aware(
     pool: &Pool,
     buckets: BucketCount,

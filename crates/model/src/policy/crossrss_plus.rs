@@ -1,27 +1,26 @@
-//! `crossrss-plus`, ours: `crossrss` that also counts what was assigned since the last report.
+//! `crossrss-plus`, ours: `crossrss` that also counts assignments since the last report.
 //!
-//! Between two reports every bucket of `crossrss` sends all its new connections to the core that was least loaded at the
-//! last one; they pile up there. Here the data plane gets several candidates per bucket, and counts the connections it gives
-//! to each core: a connection goes to the candidate of least load + assigned x cost. A core's count starts anew with the
-//! table that has a new report of its server.
+//! Between two reports every bucket of `crossrss` sends all its new connections to the core that was least loaded at
+//! the last one, where they pile up. Here each bucket has several candidates, and the data plane counts the connections
+//! it assigns to each core. A connection goes to the candidate of least load + assigned x cost. A core's count restarts
+//! with the table that has a new report of its server.
 //!
-//! What a new connection costs nobody knows when it starts: most are gone at the next report, and a few bring most of the load.
-//! Nor need it be known. The cost is chosen so that the connections of one interval, all together, count half as much again
-//! as the loads differ: two thirds of them fill the deficits in proportion, the others are spread evenly on top, so the least
-//! loaded core gets the most but not all. A pool that is nearly even has a small cost, and one that a burst has just filled a
+//! The cost of a new connection is unknown at its start: most end before the next report, and a few bring most of the
+//! load. It need not be known. The cost is chosen so that the connections of one interval together count half as much
+//! again as the loads differ. Two thirds of them fill the deficits in proportion; the rest is spread evenly on top. So
+//! the least loaded core gets the most but not all. A nearly even pool has a small cost, and a pool after a burst a
 //! large one.
 //!
-//! Where a "connection" is one request (UDP, each datagram placed on its own), nothing that was there at the report is there
-//! when the next one is made: all load is then what was assigned since. So each counts what it brings, the load over the
-//! requests of an interval, and they come out even; the reported loads correct that by what they are apart.
+//! Where a "connection" is one request (UDP, each datagram placed on its own), no request of the report remains at the
+//! next one: all load is then assigned since. So each counts its mean load, the load over the requests of an interval,
+//! and the reported loads correct the differences.
 //!
-//! The load of a core is the mean of two: as it is now (smoothed as for every policy) and as it was over the last reports. A
-//! core from which a heavy connection has just gone gets more than its share until it has caught up, and not only until it
-//! is level: that evens out the work done, not the load of the moment.
+//! The load of a core is the mean of its current load (smoothed as for every policy) and its load over the last
+//! reports. A core that has just lost a heavy connection gets more than its share until it has caught up: that evens
+//! out the work done, and not only the present load.
 //!
-//! Until the first report all candidates are equal, and connections are spread evenly over cores.
-//!
-//! docs/policies.md says what else was tried, and what it gave.
+//! Until the first report all candidates are equal, and connections are spread evenly over cores. docs/policies.md has
+//! the alternatives that were measured.
 
 use std::borrow::Cow;
 
@@ -38,31 +37,31 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
 
-/// How often one interval's connections fill the deficits. Once would do if a load were still there when new connections
-/// have come; where loads change fast, they then overshoot (docs/policies.md).
+/// Multiple of the deficits that one interval's connections fill. 1 would suffice if loads stayed until new connections
+/// come; loads that change fast then overshoot (docs/policies.md).
 const FILL: f64 = 1.5;
 
-/// Weight of the newest report in the load over the last reports: they are remembered about five reports long, half a second
-/// at 10 Hz. 0.1 to 0.3 are alike (docs/policies.md).
+/// Weight of the newest report in the load over the last reports: a memory of about five reports, half a second at 10
+/// Hz. 0.1 to 0.3 are alike (docs/policies.md).
 const RECENT_ALPHA: f64 = 0.2;
 
-/// Weight of the newest interval in the number of connections per interval. Small: that number should be what is to be
-/// expected, not what happened to come.
+/// Weight of the newest interval in the number of connections per interval. Small, because the expected number is
+/// needed and not the last one.
 const OPENED_ALPHA: f64 = 0.1;
 
-/// Where the number of new connections is not known: how much of the load that a connection brings on average each one
-/// counts. The next report shows half of it (the EWMA's published alpha).
+/// Cost of a connection where their number is unknown, as a part of a connection's mean load. The next report shows
+/// half of it (the EWMA's published alpha).
 const SHARE_OF_MEAN: f64 = 0.5;
 
-/// How much an assigned connection counts.
+/// Cost of an assigned connection.
 enum Cost {
-    /// By the deficits and the connections per interval, here smoothed.
+    /// By the deficits and the smoothed connections per interval.
     Deficit { opened: Option<f64> },
-    /// This share of what an open connection brings on average.
+    /// This share of an open connection's mean load.
     Share(f64),
 }
 
-/// `crossrss` that counts what it assigned since the last report.
+/// The policy.
 pub struct CrossRssPlus {
     key: RssKey,
     cost: Cost,
@@ -71,12 +70,13 @@ pub struct CrossRssPlus {
 }
 
 impl CrossRssPlus {
-    /// The policy as the registry has it.
+    /// Returns the policy of the registry.
     pub fn new(seed: u64) -> Self {
         Self::with_cost(seed, Cost::Deficit { opened: None })
     }
 
-    /// The policy with connections counted as `share` of what an open one brings on average: for comparing, 0 is `crossrss`.
+    /// Returns the policy with a fixed cost, `share` of an open connection's mean load: for comparisons; 0 is
+    /// `crossrss`.
     pub fn counting(seed: u64, share: f64) -> Self {
         Self::with_cost(seed, Cost::Share(share))
     }
@@ -87,7 +87,7 @@ impl CrossRssPlus {
 }
 
 impl Cost {
-    /// What one connection counts, as a load.
+    /// Returns the cost of one connection as a load.
     fn of_connection(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
         match self {
             Cost::Share(share) => *share * pool.load_per_connection(),
@@ -109,7 +109,7 @@ impl Cost {
     }
 }
 
-/// What is missing in all to bring every core below its level up to it, in the work of a usual core.
+/// Returns the work that brings every core below its level up to it, in the work of a usual core.
 fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     let levels = NormalizedLoad::of(pool);
     let of_class = |(class, spread): (&Class, &LoadSpread)| {
@@ -122,26 +122,24 @@ fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
 /// The cores' loads over the last reports.
 #[derive(Default)]
 struct RecentLoads {
-    /// By id.
     of_servers: Vec<RecentServer>,
 }
 
-/// Of one server.
 struct RecentServer {
     id: ServerId,
     recent: Vec<f64>,
-    /// What was last taken in, and what came of it.
+    /// The last loads, and the mean over the last reports.
     newest: CoreLoads,
     evened: CoreLoads,
 }
 
 impl RecentServer {
-    /// One that was not known: it has always been as it is now.
+    /// Starts with the present loads.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
         Self { id, recent: loads.to_vec(), newest: loads.clone(), evened: loads.clone() }
     }
 
-    /// Takes in its loads: a new report of them, if they are fresh.
+    /// Updates the loads; a new report if they are `fresh`.
     fn update(&mut self, loads: &CoreLoads, fresh: bool) {
         if !fresh && self.newest == *loads {
             return;
@@ -159,7 +157,8 @@ impl RecentServer {
 }
 
 impl RecentLoads {
-    /// Takes in the newest loads; the pool with the mean of newest and recent loads. What racks pass up is that already.
+    /// Updates the loads and returns the pool with the mean of newest and recent loads. Racks' summaries have that
+    /// already.
     fn evened<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         if !pool.totals().any_reports_here {
             self.of_servers.clear();
@@ -169,7 +168,7 @@ impl RecentLoads {
         let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
         for server in &mut evened {
             let Some(Loads::Local(loads)) = &mut server.loads else { continue };
-            // Who is not there, or does not report, is forgotten.
+            // Servers that left or do not report are forgotten.
             while before.next_if(|known| known.id < server.id).is_some() {}
             let known = before.next_if(|known| known.id == server.id);
             let mut known = known.unwrap_or_else(|| RecentServer::new(server.id, loads));
@@ -181,7 +180,7 @@ impl RecentLoads {
     }
 }
 
-/// As many candidates per bucket as the data plane looks at, and as fit into its table.
+/// Returns the number of candidates per bucket that the data plane and its table allow.
 fn scale_to_fit(buckets: BucketCount, groups: usize) -> usize {
     let fits = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
     fits.min(intf::MAX_CANDIDATES as usize)
@@ -211,8 +210,8 @@ impl Policy for CrossRssPlus {
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
         // Every load balancer sees only its own assignments; the others' are about as many.
         let cost = self.cost.of_connection(pool, kept) * f64::from(pool.load_balancers);
-        // At least the smallest step: in a pool all of whose cores are equal, a burst is then spread evenly and does not
-        // pile up on the lowest id.
+        // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
+        // the lowest id.
         table.assignment_cost = fixed_point(cost).max(1);
         table
     }

@@ -1,4 +1,4 @@
-//! Servers with equal RSS key see the same hash for a connection, so they share buckets: a group.
+//! Groups: servers with equal RSS key see the same hash for a connection, so they share buckets.
 
 use std::collections::HashMap;
 
@@ -14,12 +14,12 @@ use crate::rss::RssKey;
 /// Servers that share buckets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RssGroup<'a> {
-    /// Their key.
+    /// Their RSS key.
     pub key: RssKey,
-    /// The servers whose cores are known by it.
+    /// Servers whose cores are known by the key.
     pub servers: Vec<&'a PoolServer>,
-    /// Servers that only share the group's table: their RSS is unknown or in a group too many. Their load counts as the
-    /// mean of their cores, whichever the bucket.
+    /// Servers that only share the group's table: their RSS is unknown or in a group too many. Their load is the mean
+    /// of their cores for every bucket.
     pub without_cores: Vec<&'a PoolServer>,
 }
 
@@ -28,14 +28,13 @@ impl<'a> RssGroup<'a> {
         self.servers.iter().chain(&self.without_cores).copied()
     }
 
-    /// Whether it is known which of the server's cores a bucket reaches.
     fn reaches_cores(&self, server: &PoolServer) -> bool {
         server.rss.as_ref().is_some_and(|rss| rss.key == self.key)
     }
 }
 
-/// The eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`; what is left
-/// over goes to the first group's `without_cores`. `fallback` is the key of a pool in which no RSS is known.
+/// Returns the eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`. The
+/// rest goes to the first group's `without_cores`. `fallback` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut unknown = Vec::new();
@@ -61,7 +60,7 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     groups
 }
 
-/// How many different RSS keys the eligible servers have.
+/// Returns the number of different RSS keys of the eligible servers.
 pub fn rss_key_count(pool: &Pool) -> usize {
     let mut keys: Vec<&RssKey> = Vec::new();
     for rss in pool.eligible().filter_map(|server| server.rss.as_ref()) {
@@ -72,15 +71,15 @@ pub fn rss_key_count(pool: &Pool) -> usize {
     keys.len()
 }
 
-/// Cores in the order in which they were first seen.
+/// Cores in the order of their first use.
 struct CoreSlots<'a> {
     slots: &'a mut Vec<Core>,
     by_core: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlots<'_> {
-    /// The core's slot. Beyond the data plane's limit cores share the last slot: their counts then add up, which only
-    /// makes them look busier.
+    /// Returns the core's slot. Beyond the data plane's limit cores share the last slot: their counts then add up,
+    /// which only makes them look busier.
     fn slot(&mut self, core: Core) -> u16 {
         let slots = &mut *self.slots;
         *self.by_core.entry(core).or_insert_with(|| {
@@ -92,20 +91,20 @@ impl CoreSlots<'_> {
     }
 }
 
-/// The least of the cores that are offered, by what they are compared by; equals by load, then by id (CrossRSS as published:
-/// strictly smallest load, ties to the lowest id).
+/// The least of the offered cores by their compared value; ties by load, then by id (CrossRSS: strictly smallest load,
+/// ties to the lowest id).
 pub struct Least {
     most: usize,
     found: Vec<(f64, f64, Core)>,
 }
 
 impl Least {
-    /// So many of them, at least 1.
+    /// Keeps up to `most` cores, at least 1.
     pub fn new(most: usize) -> Self {
         Self { most, found: Vec::with_capacity(most + 1) }
     }
 
-    /// Whether the core is among the least so far. Of a thousand that are offered few are.
+    /// Whether the core is among the least so far; few of a thousand are.
     pub fn offer(&mut self, compared: f64, load: f64, core: Core) -> bool {
         let is_before = |(other, other_load, other_core): &(f64, f64, Core)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
@@ -119,20 +118,20 @@ impl Least {
         true
     }
 
-    /// What is compared by more than this is not among the least so far.
+    /// Returns the largest value that is still among the least.
     pub fn bound(&self) -> f64 {
         let is_full = self.found.len() == self.most;
         self.found.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
     }
 
-    /// Each with its load and what it is compared by, the least first.
+    /// Returns the cores with load and compared value, the least first.
     pub fn found(&self) -> impl Iterator<Item = (Core, f64, f64)> {
         self.found.iter().map(|(compared, load, core)| (*core, *load, *compared))
     }
 }
 
-/// Compared load of cores that take no part in a bucket. A group without any other core offers them, but those of other
-/// groups come first: otherwise a server with its own RSS key would take part in all buckets.
+/// Compared value of cores that take no part in a bucket. A group without any other core offers them after those of
+/// other groups: otherwise a server with its own RSS key would take part in all buckets.
 const AFTER_ALL: f64 = f64::MAX;
 
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
@@ -169,13 +168,13 @@ pub fn fill_candidates(
     }
 }
 
-/// The servers of a group whose loads are known here, and not at a rack only.
+/// Servers of a group with local loads.
 struct KnownHere<'a, 'g> {
     group: &'g RssGroup<'a>,
     servers: Vec<&'a PoolServer>,
     /// Whether one of them takes part in some buckets only.
     in_part: bool,
-    /// Where each is level, and how fast ([`NormalizedLoad::level`]); empty where all are alike.
+    /// Level and speed of each ([`NormalizedLoad::level`]); empty where all are alike.
     levels: Vec<(f64, f64)>,
     reached: &'g BucketLoads,
 }
@@ -185,7 +184,7 @@ impl<'a, 'g> KnownHere<'a, 'g> {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
         let in_part = servers.iter().any(|server| server.ramp < 1.0);
-        // What a bucket remembers is in the order of loads alone.
+        // A bucket keeps cores in the order of loads alone.
         let remembered = if cores.levels.alike() && !in_part { most } else { 0 };
         reached.update(&servers, &group.key, cores.buckets, cores.neutral, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
@@ -194,10 +193,10 @@ impl<'a, 'g> KnownHere<'a, 'g> {
     }
 }
 
-/// What racks pass up of a group.
+/// Racks' cores of a group.
 struct PassedUp<'a, 'g> {
     lists: Vec<&'a CandidateList>,
-    /// The least of them; `None`: they are compared by something else than their loads.
+    /// The least of them; `None`: another value than the load is compared.
     cores: Option<&'g RackAggregate>,
 }
 
@@ -218,7 +217,7 @@ struct Cores<'a> {
     buckets: BucketCount,
     neutral: f64,
     levels: NormalizedLoad,
-    /// By id: the eligible servers whose cores are in what racks pass up.
+    /// By id: the eligible servers whose cores are in the racks' summaries.
     reduced: Vec<Option<&'a PoolServer>>,
 }
 
@@ -236,7 +235,7 @@ impl<'a> Cores<'a> {
         Self { pool, buckets, neutral: pool.neutral_load(), levels: NormalizedLoad::of(pool), reduced }
     }
 
-    /// The least loaded cores that take part in the bucket's connections, each with what it is compared by.
+    /// Returns the least loaded cores that take part in the bucket's connections, each with its compared value.
     fn least(
         &self,
         known: &KnownHere<'_, '_>,
@@ -257,7 +256,7 @@ impl<'a> Cores<'a> {
     }
 
     fn offer_passed_up(&self, passed_up: &PassedUp<'_, '_>, bucket: u32, least: &mut Least) {
-        // What the rack has not heard of yet: it takes no new connections, or only some.
+        // Unknown to the rack so far: it takes no new connections, or only some.
         let taking_part = |core: &Core| {
             let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.takes_part(server, bucket))
@@ -274,7 +273,6 @@ impl<'a> Cores<'a> {
             for (core, load) in list.of_bucket(bucket) {
                 let Some(server) = taking_part(core) else { continue };
                 if !least.offer(self.levels.normalize(server.class(), *load), *load, *core) {
-                    // Those that follow are not less.
                     break;
                 }
             }
@@ -294,7 +292,6 @@ impl<'a> Cores<'a> {
                 &looked_up
             }
         };
-        // Of a thousand that are looked at few are offered.
         let mut bound = least.bound();
         for (position, load) in loads.iter().enumerate() {
             let level = known.levels.get(position);
@@ -307,7 +304,7 @@ impl<'a> Cores<'a> {
         }
     }
 
-    /// Where all are equal their order decides: as many buckets start with one server as with another.
+    /// Rotates equal cores, so that as many buckets start with one server as with another.
     fn in_turn(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
@@ -327,7 +324,6 @@ impl<'a> Cores<'a> {
         group.all().filter(move |server| self.pool.takes_part(server, bucket))
     }
 
-    /// The core of the server that the bucket's connections reach, and its load.
     fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {
         let rss = server.rss.as_ref().filter(|rss| rss.key == group.key);
         core_of(server, rss, bucket, self.buckets, self.neutral)
@@ -364,7 +360,7 @@ mod tests {
         Pool::new(servers.collect(), 1)
     }
 
-    /// The part of all connections that the last server gets.
+    /// Returns the part of all connections that the last server gets.
     fn part_of_last(pool: &Pool, rule: Rule, per_bucket: usize) -> f64 {
         const CONNECTIONS: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());

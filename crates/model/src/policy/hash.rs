@@ -1,4 +1,4 @@
-//! `hash`: what an LB without any knowledge of loads does. Bucket i goes to server i mod n, by a hash of its own; with
+//! `hash`: a load balancer without knowledge of loads. Bucket i goes to server i mod n, by a hash of its own; with
 //! unequal shares to the server whose turn it is.
 
 use super::wrr_schedule::turns;
@@ -6,12 +6,12 @@ use crate::ServerId;
 
 pub const NAME: &str = "hash";
 
-/// For each of `size` buckets the position of its server among `servers`: empty without servers.
+/// Returns for each of `size` buckets the position of its server among `servers`; empty without servers.
 pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
     if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
 }
 
-/// The same with the server's shares.
+/// [`modulo_table`] with the servers' shares.
 pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
     let turns = turns(&shares);

@@ -1,13 +1,14 @@
-//! `least`: to the server with fewest open connections, by the reports and by what was assigned since. `least:packets`,
+//! `least`: to the server with fewest open connections, by the reports and by later assignments. `least:packets`,
 //! `least:bytes` and `least:cpu` go by packets or bytes per second, or by the load of the cores.
 //!
-//! Rule `LeastAssigned` with one connection as the cost; by another measure with what an open connection has of it on average.
-//! A server with twice the weight x capacity should have twice as much. The rule adds the same cost to every server, so it is
-//! what a server has above or below its part that is compared: have - part x (all that there is, and is to come, per part).
-//! In a pool of up to eight servers every server stands for every
-//! bucket. In a larger one eight stand for each, drawn anew with every table: the eight of fewest connections would get
-//! all that is new between two reports and soon be the fullest, while the least of eight drawn at random is as good as
-//! the least of all to within a connection or two (Azar et al., "Balanced allocations", 1999: log log n / log 8).
+//! Rule `LeastAssigned` with one connection as the cost; by another metric, with an open connection's mean share of it.
+//! A server with twice the weight x capacity should have twice as much. The rule adds the same cost to every server, so
+//! each server is compared by its distance from its part: have - part x (present and expected total per part).
+//!
+//! In a pool of up to eight servers every server is a candidate of every bucket. A larger pool has eight per bucket,
+//! drawn again for every table: the eight with fewest connections would get all new ones and soon be the fullest. The
+//! least of eight random ones is within a connection or two of the least of all (Azar et al., "Balanced allocations",
+//! 1999: log log n / log 8).
 
 use coreward_intf as intf;
 
@@ -23,7 +24,7 @@ pub const NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cp
 /// [`seeded_rng`]'s stream for the servers of each bucket.
 const PURPOSE_CANDIDATES: u64 = 7;
 
-/// The least of some servers.
+/// The policy, by one metric.
 pub struct Least {
     key: RssKey,
     seed: u64,
@@ -32,22 +33,22 @@ pub struct Least {
 }
 
 impl Least {
-    /// By open connections, within what the data plane can look at.
+    /// Returns the policy by open connections, within the data plane's number of candidates.
     pub fn new(seed: u64) -> Self {
         Self::by(LoadMetric::Connections, seed)
     }
 
-    /// By that measure.
+    /// Returns the policy by a metric.
     pub fn by(measure: LoadMetric, seed: u64) -> Self {
         Self { key: independent_key(seed), seed, measure, candidates: intf::MAX_CANDIDATES as usize }
     }
 
-    /// The least of all servers by open connections, however many: for simulations only.
+    /// Returns the policy over all servers, however many: for simulations only.
     pub fn of_all(seed: u64) -> Self {
         Self { candidates: usize::MAX, ..Self::new(seed) }
     }
 
-    /// Every server's load as the table has it, by id, and what one connection adds.
+    /// Returns every server's load in the table, by id, and the cost of one connection.
     fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
         let have = self.measure.of_servers(pool);
         let per_connection = self.per_connection(pool, &have);
@@ -61,7 +62,7 @@ impl Least {
         (compared.iter().map(|load| (load * unit) as u32).collect(), cost)
     }
 
-    /// What an open connection has of the measure, on average.
+    /// Returns an open connection's mean part of the metric.
     fn per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
         if self.measure == LoadMetric::Connections {
             return 1.0;
@@ -71,7 +72,7 @@ impl Least {
     }
 }
 
-/// What of each server is compared: what it has, where all have the same part. Never below 0.
+/// Returns the compared value of each server: what it has, where all have the same part. Never below 0.
 fn normalize(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
     let largest = parts.iter().copied().fold(0.0, f64::max);
     if parts.iter().all(|part| *part == largest) {
@@ -108,7 +109,7 @@ impl Policy for Least {
 }
 
 impl Least {
-    /// Returns a table without the consistent choices. A load balancer puts its candidates in the place of those whose
+    /// Returns a table without the consistent choices. A load balancer uses its candidates in place of those whose
     /// loads are too old.
     pub fn candidates(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
         let mut table = table_with(pool, Rule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
@@ -162,7 +163,7 @@ fn takes_part(pool: &Pool, id: ServerId, bucket: u32) -> bool {
     server.is_ok_and(|server| pool.takes_part(server, bucket))
 }
 
-/// Puts others in the place of candidates that do not take part; with none that does, all stay.
+/// Replaces candidates that do not take part; without any that does, all stay.
 fn leave_out(candidates: &mut [Candidate], takes_part: impl Fn(ServerId) -> bool) {
     let staying: Vec<Candidate> = candidates.iter().copied().filter(|one| takes_part(one.server)).collect();
     if staying.is_empty() {
@@ -173,7 +174,8 @@ fn leave_out(candidates: &mut [Candidate], takes_part: impl Fn(ServerId) -> bool
     }
 }
 
-/// What one connection counts: a part of 1.0 such that the fullest server is at most 1.0, at least the smallest step.
+/// Returns the count of one connection: a part of 1.0 such that the fullest server is at most 1.0, at least the
+/// smallest step.
 fn load_of_one(most: f64) -> u32 {
     (fixed_point(1.0) / (most as u32).max(1)).max(1)
 }
@@ -223,7 +225,7 @@ mod tests {
         assert_eq!(all.candidates_of(0, 0).len(), 400);
     }
 
-    /// Opens so many connections by the table; how many each server then has.
+    /// Opens connections by the table and returns the number at each server.
     fn after(policy: &mut Least, servers: &[PoolServer], connections: u32) -> Vec<u32> {
         let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
         let table = policy.place(&pool, BucketCount::PUBLISHED, 1);
@@ -280,7 +282,7 @@ mod tests {
             (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
         (servers[3].open_connections, servers[3].ramp) = (0, 0.25);
         let joined = after(&mut Least::new(1), &servers, 128)[3];
-        // All would go to the new one; its part are 32 of 128 buckets.
+        // All would go to the new one; its part is 32 of 128 buckets.
         assert!((20..=44).contains(&joined), "{joined}");
     }
 }

@@ -1,23 +1,23 @@
 //! The least loaded cores of one bucket, kept while loads change.
 //!
-//! A table is made after every few reports, and looks for the eight least loaded of perhaps thousands of cores in each bucket. So
-//! each bucket remembers a few more than eight: what changes goes to its new place among them, or leaves them, and only where too
-//! few are left all are looked at again.
+//! A table follows every few reports, and needs the eight least loaded of perhaps thousands of cores in each bucket. So
+//! each bucket keeps a few more than eight: a changed load moves within them or leaves them. Only when too few are
+//! left, all cores are compared again.
 
 use super::MOST_CANDIDATES;
 use crate::placement::Core;
 
-/// How many a bucket remembers: twice as many as are wanted, so that those that leave seldom make it look at all.
+/// Cores that a bucket keeps: twice as many as needed, so that a full search is rare.
 const REMEMBERED: usize = 2 * MOST_CANDIDATES as usize;
 
-/// A core's place in the order of a bucket's loads: equals by id, as CrossRSS has it.
+/// A core in the order of a bucket's loads; ties by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankedCore {
-    /// The load that the bucket reaches there.
+    /// Load that the bucket reaches there.
     pub load: f64,
     /// The core.
     pub core: Core,
-    /// Who says so: a server or a rack, by its position.
+    /// Position of the server or rack that reported it.
     pub source: u32,
 }
 
@@ -27,16 +27,16 @@ impl RankedCore {
     }
 }
 
-/// The least loaded cores of one bucket, the least first. No core that is not here is before the last one.
+/// The least loaded cores of one bucket, the least first. No core outside is before the last one.
 #[derive(Debug, Clone, Default)]
 pub struct LeastLoaded(Vec<RankedCore>);
 
-/// Of all cores but those of a source that is taken out nobody who is not remembered is before it.
+/// Last kept core before a removal: no core outside is before it, except those of the removed source.
 #[derive(Debug, Clone, Copy)]
 pub struct Bound(RankedCore);
 
 impl LeastLoaded {
-    /// Takes out what a source said; `None`: nothing was remembered at all.
+    /// Removes a source; `None`: nothing was kept.
     #[inline]
     pub fn take_out(&mut self, source: u32) -> Option<Bound> {
         let bound = Bound(*self.0.last()?);
@@ -44,7 +44,7 @@ impl LeastLoaded {
         Some(bound)
     }
 
-    /// Puts in a core of the source that was taken out; `false`: it is too far behind.
+    /// Adds a core of the removed source; `false`: it is too far behind.
     #[inline]
     pub fn put_in(&mut self, bound: Bound, place: RankedCore) -> bool {
         let is_near = place.is_before(&bound.0);
@@ -56,10 +56,9 @@ impl LeastLoaded {
         is_near
     }
 
-    /// The one core of a source has another load.
+    /// Changes the load of a source with one core.
     #[inline]
     pub fn moved(&mut self, old: f64, new: RankedCore) {
-        // Most are far behind, and stay there.
         if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
             return;
         }
@@ -68,7 +67,7 @@ impl LeastLoaded {
         }
     }
 
-    /// Looks at all anew. What follows a core that is too far behind, in one of the iterators, is further.
+    /// Searches all cores again. Each iterator is sorted: after a core that is too far behind, the rest is further.
     pub fn find<I: Iterator<Item = RankedCore>>(&mut self, all: impl Iterator<Item = I>) {
         self.0.clear();
         for ascending in all {
@@ -84,7 +83,7 @@ impl LeastLoaded {
         }
     }
 
-    /// The least first.
+    /// Returns the cores, the least first.
     pub fn places(&self) -> &[RankedCore] {
         &self.0
     }
@@ -104,7 +103,7 @@ mod tests {
         RankedCore { load, core: Core { server, core: 0 }, source: position as u32 }
     }
 
-    /// In order: what is remembered is the beginning of it.
+    /// Checks that the kept cores are the beginning of all in order.
     fn expect_beginning(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
         prop_assert_eq!(least.places(), &all[..least.places().len()]);
@@ -129,7 +128,6 @@ mod tests {
             }
         }
 
-        /// Each source with several cores.
         #[test]
         fn remembered_are_the_least_of_racks(
             changes in prop::collection::vec((0..SERVERS / 4, prop::collection::vec(0u32..20, 4)), 1..200),

@@ -1,8 +1,8 @@
-//! What policies measure servers by.
+//! Metrics by which policies compare servers.
 
 use super::{Pool, PoolServer};
 
-/// What makes a server full.
+/// Metric of a server's fullness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadMetric {
     /// Open connections.
@@ -16,7 +16,7 @@ pub enum LoadMetric {
 }
 
 impl LoadMetric {
-    /// What load balancers must count for it.
+    /// Returns the telemetry that load balancers must collect for it.
     pub fn telemetry_level(self) -> TelemetryLevel {
         match self {
             LoadMetric::Connections => TelemetryLevel::Connections,
@@ -25,7 +25,7 @@ impl LoadMetric {
         }
     }
 
-    /// How full each eligible server is, by id. One of which nothing is known counts as the mean of the others.
+    /// Returns the fullness of each eligible server, by id. A server without data counts as the mean of the others.
     pub fn of_servers(self, pool: &Pool) -> Vec<f64> {
         let neutral = pool.neutral_load();
         let of = |server: &PoolServer| match self {
@@ -39,8 +39,8 @@ impl LoadMetric {
         pool.eligible().map(|server| of(server).unwrap_or(mean)).collect()
     }
 
-    /// What is to be compared: servers with twice the part may be twice as full. A core's load is a part of its capacity
-    /// already.
+    /// Returns the parts to compare by: a server with twice the part may be twice as full. A core's load is relative to
+    /// its capacity already.
     pub fn parts(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
         match self {
@@ -50,10 +50,10 @@ impl LoadMetric {
     }
 }
 
-/// What a policy wants to hear from load balancers of every server.
+/// Telemetry about every server that a policy needs from load balancers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TelemetryLevel {
-    /// It goes by reports alone, or by nothing.
+    /// None: the policy uses reports alone, or nothing.
     #[default]
     Nothing,
     /// Connections opened and closed.
@@ -63,10 +63,10 @@ pub enum TelemetryLevel {
 }
 
 impl TelemetryLevel {
-    /// All of them, each wanting more than the one before.
+    /// All levels, each including the one before.
     pub const ALL: [TelemetryLevel; 3] = [TelemetryLevel::Nothing, TelemetryLevel::Connections, TelemetryLevel::All];
 
-    /// The name as the wire writes it.
+    /// The name in messages.
     pub fn name(self) -> &'static str {
         match self {
             TelemetryLevel::Nothing => "nothing",

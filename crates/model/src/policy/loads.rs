@@ -1,4 +1,4 @@
-//! The loads of one server's cores, and how the loads of many are spread: what a rack can add up.
+//! Loads of one server's cores, and the spread of many servers' loads, which racks can add up.
 
 use super::Weight;
 use crate::load::CoreLoads;
@@ -6,15 +6,15 @@ use crate::load::CoreLoads;
 /// The smoothed loads of one server's cores, in fractions of their capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Loads {
-    /// Of each core, by receive queue.
+    /// Of each core, by receive queue, from its agent.
     Local(CoreLoads),
-    /// The same from the server's rack controller, as the service's policy reads them (`Policy::read`).
+    /// Of each core, from the server's rack controller, as the service's policy reads them (`Policy::read`).
     Relayed(CoreLoads),
-    /// Only their sum: the cores are in what the rack passes up ([`super::RackSummary`]).
+    /// Their sum alone: the cores are in the rack's summary ([`super::RackSummary`]).
     Aggregated {
-        /// Of all cores.
+        /// Sum over all cores.
         sum: f64,
-        /// How many they are, at least 1.
+        /// Number of cores, at least 1.
         cores: u32,
     },
 }
@@ -26,7 +26,7 @@ impl From<Vec<f64>> for Loads {
 }
 
 impl Loads {
-    /// The load of each core, where it is known here.
+    /// Returns the load of each core, if known here.
     pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
             Loads::Local(cores) | Loads::Relayed(cores) => Some(cores),
@@ -34,7 +34,7 @@ impl Loads {
         }
     }
 
-    /// Of all cores, added up in their order: the same whether it is done here or at the rack.
+    /// Returns the sum over all cores in their order: the same number here and at the rack.
     pub fn sum(&self) -> f64 {
         match self {
             Loads::Local(cores) | Loads::Relayed(cores) => cores.sum(),
@@ -42,7 +42,7 @@ impl Loads {
         }
     }
 
-    /// How many cores.
+    /// Returns the number of cores.
     pub fn count(&self) -> u32 {
         match self {
             Loads::Local(cores) | Loads::Relayed(cores) => cores.len() as u32,
@@ -50,24 +50,23 @@ impl Loads {
         }
     }
 
-    /// Of all cores; `None` where there are none.
+    /// Returns the mean over all cores; `None` without cores.
     pub fn mean(&self) -> Option<f64> {
         (self.count() > 0).then(|| self.sum() / f64::from(self.count()))
     }
 }
 
-/// Servers whose cores are filled to the same level and as fast, as by
-/// [`super::normalized_load::NormalizedLoad`].
+/// Servers whose cores have the same fair level and speed in [`super::normalized_load::NormalizedLoad`].
 #[derive(Debug, Clone, Copy)]
 pub struct Class {
-    /// Of the servers.
+    /// Weight of the servers.
     pub weight: Weight,
-    /// Of each core, in cores of the usual speed; above 0.
+    /// Speed of each core, in cores of the usual speed; above 0.
     pub speed: f64,
 }
 
 impl Class {
-    /// Numbers that have the order of what they stand for (positive floating point does).
+    /// Returns integers in the order of the values (positive floating point).
     fn order(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
@@ -93,22 +92,22 @@ impl Ord for Class {
     }
 }
 
-/// How many bits of a load's mantissa tell bins apart: 128 bins from a load to its double.
+/// Bits of a load's mantissa that select the bin: 128 bins from a load to its double.
 const BIN_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
 /// Loads below share the first bin: a core that is busy for 0.02 % of its time.
 const SMALLEST: f64 = 1.0 / 4096.0;
 /// Loads above share the last bin.
 const LARGEST: f64 = 16.0;
-/// Of the sums in bins: 2^-32 of a core. A million cores at the highest load that the data plane knows (2^12) stay below 2^64.
+/// Unit of the sums in bins: 2^-32 of a core. A million cores at the data plane's highest load (2^12) stay below 2^64.
 const STEP: f64 = (1u64 << 32) as f64;
 
-/// How the loads of many cores are spread: how many there are in each of some 2,000 bins, and their sum. Bins are as wide as
-/// 1/128 of the loads in them. Two of them add up to what one of all cores would be, to the last bit, in whatever order: the
-/// sums are whole numbers. For the same reason cores can be taken out again.
+/// Spread of many cores' loads: number of cores in each of some 2,000 bins, and their sum. A bin is as wide as 1/128 of
+/// its loads. Two spreads add up to that of all cores, to the last bit and in any order, because sums are whole
+/// numbers. So cores can be taken out again.
 #[derive(Debug, Clone, Default)]
 pub struct LoadSpread {
-    /// By number, up to the last one that any core has ever been in.
+    /// By number, up to the last one in use so far.
     bins: Vec<Bin>,
 }
 
@@ -120,48 +119,47 @@ impl PartialEq for LoadSpread {
 
 impl Eq for LoadSpread {}
 
-/// What racks pass up of a [`LoadSpread`]: the bins in which there is a core, by load. A few hundred of 2,000 are, and hundreds of
-/// racks are kept and added up.
+/// Form of a [`LoadSpread`] that racks pass up: the bins with a core, by load. That is a few hundred of 2,000, and
+/// hundreds of racks are kept and added up.
 pub type SpreadBins = Vec<(u16, Bin)>;
 
 /// The cores in a bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bin {
-    /// How many.
+    /// Number of cores.
     pub cores: u64,
-    /// The sum of their loads in 2^-32 of a core.
+    /// Sum of their loads in 2^-32 of a core.
     pub sum: u64,
 }
 
 impl Bin {
-    /// One core.
     fn of(load: f64) -> Self {
         Self { cores: 1, sum: (load * STEP) as u64 }
     }
 }
 
 impl LoadSpread {
-    /// How many bins there can be.
+    /// Number of bins, at most.
     pub const BINS: u16 = (bin_bits(LARGEST) - bin_bits(SMALLEST)) as u16 + 2;
 
-    /// Takes in a core.
+    /// Adds a core.
     pub fn add(&mut self, load: f64) {
         self.add_bin(bin_of(load), Bin::of(load));
     }
 
-    /// Takes out a core that was taken in with this load.
+    /// Removes a core that was added with this load.
     pub fn remove(&mut self, load: f64) {
         let (known, less) = (&mut self.bins[usize::from(bin_of(load))], Bin::of(load));
         known.cores -= less.cores;
         known.sum -= less.sum;
     }
 
-    /// Takes in all cores of another.
+    /// Adds all cores of another.
     pub fn add_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         other.for_each(|(bin, more)| self.add_bin(bin, more));
     }
 
-    /// Takes out all cores of another that was taken in.
+    /// Removes all cores of another that was added.
     pub fn remove_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         for (bin, less) in other {
             let known = &mut self.bins[usize::from(bin)];
@@ -170,7 +168,7 @@ impl LoadSpread {
         }
     }
 
-    /// Takes in the cores of a bin below [`LoadSpread::BINS`].
+    /// Adds the cores of a bin below [`LoadSpread::BINS`].
     pub fn add_bin(&mut self, bin: u16, more: Bin) {
         let position = usize::from(bin);
         if position >= self.bins.len() {
@@ -181,22 +179,22 @@ impl LoadSpread {
         known.sum = known.sum.saturating_add(more.sum);
     }
 
-    /// The bins in which there is a core, by load.
+    /// Returns the bins with a core, by load.
     pub fn bins(&self) -> impl Iterator<Item = (u16, Bin)> {
         let numbered = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
         numbered.filter(|(_, bin)| bin.cores > 0)
     }
 
-    /// What is missing in all to bring every core below `level` up to it. The cores of one bin count as if all had their mean
-    /// load: that is exact but for the bin in which the level is, and too little by at most a quarter of the bin's width
-    /// (level / 512) for each core in it.
+    /// Returns the sum that brings every core below `level` up to it. The cores of one bin count with their mean load.
+    /// That is exact except for the level's own bin, where each core adds an error of at most a quarter of the bin's
+    /// width (level / 512).
     pub fn missing(&self, level: f64) -> f64 {
         let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / STEP).max(0.0);
         self.bins.iter().map(of_bin).sum()
     }
 }
 
-/// Sign, exponent and the first bits of the mantissa: they grow with the load.
+/// Returns sign, exponent and the first bits of the mantissa: they grow with the load.
 const fn bin_bits(load: f64) -> u64 {
     load.to_bits() >> (MANTISSA_BITS - BIN_BITS)
 }

@@ -1,24 +1,24 @@
 //! `maglev`: Maglev hashing (Eisenbud et al., NSDI'16, Sect. 3.4), a hash table of buckets that every server fills in
 //! turn, each in an order of its own. Shares are equal to within one bucket, and a change of the pool moves little more
-//! than it must.
+//! than the minimum.
 
 use crate::ServerId;
 use crate::placement::mix;
 
 pub const NAME: &str = "maglev";
 
-/// The published size of the table: a prime, and a hundred times the servers of a pool that is not too large. The data
-/// plane's tables are smaller ([`BucketCount`]); a simulation can use this one.
+/// The published table size: a prime, about a hundred times the servers of a moderate pool. The data plane's tables are
+/// smaller ([`BucketCount`]); a simulation can use this one.
 pub const PUBLISHED_SIZE: usize = 65_537;
 
-/// For each of `size` buckets the position in `servers` of the server that has it: empty without servers.
+/// Returns for each of `size` buckets the position in `servers` of its server; empty without servers.
 pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
     weighted_maglev_table(&servers, size)
 }
 
-/// The same with shares. The published way has equal ones; here a server of half the largest share has its turn in every
-/// second round.
+/// [`maglev_table`] with shares. The published way has equal ones; here a server of half the largest share has a turn
+/// in every second round.
 pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let largest = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
     if largest <= 0.0 {
@@ -46,7 +46,7 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<us
     unreachable!("the server of the largest share has a bucket in every round")
 }
 
-/// The order in which a server wants the buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
+/// The order in which a server takes buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
 struct Order {
     next: usize,
     skip: usize,
@@ -57,7 +57,7 @@ impl Order {
     fn of(server: ServerId, size: usize) -> Self {
         let hash = mix(server.get().into());
         let next = (hash as u32) as usize % size;
-        // 1 to size - 1, as published for a prime size; for another one the next number that shares no divisor with it,
+        // 1 to size - 1, as published for a prime size; otherwise the next number that shares no divisor with the size,
         // so that the order passes every bucket.
         let first = (hash >> 32) as usize % (size - 1).max(1) + 1;
         let skip = (first..first + size).find(|skip| coprime(*skip, size)).expect("1 modulo the size is coprime");

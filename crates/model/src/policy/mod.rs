@@ -1,8 +1,9 @@
-//! Policies: what fills a [`PlacementTable`]. One file each; a new one implements [`Policy`] and is listed in
-//! [`REGISTRY`], and is at once available to the live controller, to the demo and to the simulator.
+//! Policies, which fill a [`PlacementTable`]. One file each; a new one implements [`Policy`] and is listed in
+//! [`REGISTRY`]. It is then available to the live controller, to the demo and to the simulator.
 //!
-//! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its measures) decides by the table's contents, a
-//! *flow policy* (rr, wrr, awrr, pow2 and its measures) by a rule of the data plane that needs a little state of its own.
+//! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its metrics)
+//! decides by the table's contents. A *flow policy* (rr, wrr, awrr, pow2 and its metrics) decides by a rule of the data
+//! plane with a little state.
 
 mod awrr;
 mod bounded_load;
@@ -50,17 +51,17 @@ use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, weighted_rendezvous};
 use crate::rss::{RssKey, seeded_rng};
 
-/// What fills the tables of one service.
+/// Source of the tables of one service.
 pub trait Policy: Send {
-    /// The name in configuration and output.
+    /// Returns the name in configuration and output.
     fn name(&self) -> &'static str;
 
-    /// Whether every table for one pool is the same: no load, no count and no turn decides.
+    /// Whether every table for one pool is the same: no load, count or turn decides.
     fn is_load_independent(&self) -> bool {
         false
     }
 
-    /// Whether the table depends on more than which servers there are: loads or open connections.
+    /// Whether the table depends on loads or open connections, and not only on the set of servers.
     fn reads_loads(&self) -> bool {
         true
     }
@@ -70,18 +71,18 @@ pub trait Policy: Send {
         self.reads_loads()
     }
 
-    /// What it wants to hear from load balancers.
+    /// Returns the telemetry that it needs from load balancers.
     fn telemetry_level(&self) -> TelemetryLevel {
         TelemetryLevel::Nothing
     }
 
-    /// The pool with its loads as this policy goes by them; asked once for each table, where the load of each core is known:
-    /// at the rack controller of a server that has one.
+    /// Returns the pool with its loads as this policy uses them. Called once per table, where the load of each core is
+    /// known: for servers in a rack, at the rack controller.
     fn read<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         Cow::Borrowed(pool)
     }
 
-    /// How many of its least loaded cores a rack must pass up for each bucket, so that nothing is lost.
+    /// Returns the number of least loaded cores that a rack must pass up for each bucket to lose nothing.
     fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         0
     }
@@ -91,11 +92,10 @@ pub trait Policy: Send {
         false
     }
 
-    /// The table for the pool as it is now.
+    /// Returns the table for the pool.
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
 }
 
-/// Makes a policy; the seed gives it hash keys of its own.
 type Make = fn(u64) -> Box<dyn Policy>;
 
 /// Every policy by name.
@@ -123,10 +123,10 @@ pub const REGISTRY: [(&str, Make); 17] = [
     (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
 ];
 
-/// The policy that a service gets when its configuration names none.
+/// The default policy of a service.
 pub const DEFAULT: &str = crossrss_plus::NAME;
 
-/// A name that no policy has.
+/// An unknown policy name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?} does not exist: expected one of {list}", list = names().join(", "))]
 pub struct UnknownPolicy(pub String);
@@ -136,13 +136,13 @@ pub fn names() -> Vec<&'static str> {
     REGISTRY.iter().map(|(name, _)| *name).collect()
 }
 
-/// The names of the policies whose choice depends on the pool alone.
+/// Returns the names of the policies whose choice depends on the pool alone.
 pub fn fixed_names() -> Vec<&'static str> {
     REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
-/// What the policy with that name wants to hear from load balancers, and what its servers' reports are checked against; nothing where
-/// there is none.
+/// Returns the telemetry that the policy needs from load balancers, and by which its servers' reports are checked;
+/// nothing for an unknown name.
 pub fn telemetry_level(name: &str) -> TelemetryLevel {
     let wanted = |policy: Box<dyn Policy>| {
         let checked = if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
@@ -151,15 +151,12 @@ pub fn telemetry_level(name: &str) -> TelemetryLevel {
     named(name, 0).map(wanted).unwrap_or_default()
 }
 
-/// Whether tables of the policy with that name depend on loads or counts, and so grow old; false where there is none.
+/// Whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
 pub fn reads_loads(name: &str) -> bool {
     named(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
-/// The policy with that name.
-///
-/// # Errors
-/// When there is none.
+/// Returns the policy with that name. Fails when it is unknown.
 pub fn named(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
     let found = REGISTRY.iter().find(|(known, _)| *known == name);
     found.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
@@ -168,19 +165,19 @@ pub fn named(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
 /// [`seeded_rng`]'s stream for hash keys that are independent of every NIC's.
 const PURPOSE_INDEPENDENT_KEY: u64 = 2;
 
-/// A hash key of the load balancer's own. A bucket taken from the hash that the servers' RSS uses would reach only some
+/// Returns a hash key of the load balancer's own. A bucket from the hash of the servers' RSS would reach only some
 /// cores of each server and make `hash` look twice as bad as it is.
 fn independent_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, PURPOSE_INDEPENDENT_KEY))
 }
 
-/// A table that has members and the consistent choice, and one group without candidates: what every policy starts from.
+/// Returns a table with members and the consistent choice, and one group without candidates: the start of every policy.
 fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
 }
 
-/// The same where the consistent choice is known.
+/// As [`table_of`], with a known consistent choice.
 fn table_with(
     pool: &Pool,
     rule: Rule,
@@ -211,14 +208,15 @@ fn table_with(
     }
 }
 
-/// Bucket i goes to member i mod n, by `key`: `hash` for ever, `crossrss` until the first report.
+/// Returns a table in which bucket i goes to member i mod n, by `key`: `hash` always, `crossrss` until the first
+/// report.
 fn modulo_placement(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
     by_bucket(pool, buckets, generation, key, &positions)
 }
 
-/// Each bucket goes to the eligible server at its entry in `positions` (by id), whatever the loads; no positions when no
-/// server is eligible.
+/// Returns a table in which each bucket goes to the eligible server at its entry in `positions` (by id); no positions
+/// without an eligible server.
 fn by_bucket(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey, positions: &[usize]) -> PlacementTable {
     let mut table = table_of(pool, Rule::Table, buckets, generation, key);
     if table.members.is_empty() {

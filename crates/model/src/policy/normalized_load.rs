@@ -1,14 +1,14 @@
-//! What loads of unequal cores are compared by.
+//! Comparable loads of unequal cores.
 //!
-//! Cores are filled to a level. Where all are alike, that level is the mean load, and the least loaded core is what is furthest
-//! below. A server of twice the weight should be twice as loaded; a core of twice the speed takes two connections to rise as
-//! far as another does by one. The data plane adds the same cost for every connection, to any core. So the load that it is
-//! told is the mean - speed x (the core's own level - its load): what is missing to the level, in the work of a usual core.
+//! Cores are filled to a level. If all are alike, that level is the mean load, and the least loaded core is the
+//! furthest below it. A server of twice the weight should be twice as loaded. A core of twice the speed takes two
+//! connections for the rise that one causes at another. The data plane adds the same cost per connection to any core.
+//! So the load in the table is the mean - speed x (the core's own level - its load): the work missing to the level, of
+//! a usual core.
 
 use super::{Class, Pool};
 use crate::statistics::mean;
 
-/// The levels of a pool.
 pub struct NormalizedLoad {
     mean: f64,
     /// Added to all, so that none is below 0.
@@ -19,7 +19,6 @@ pub struct NormalizedLoad {
 }
 
 impl NormalizedLoad {
-    /// Of the eligible servers.
     pub fn of(pool: &Pool) -> Self {
         let alike = pool.totals().alike;
         let mut levels = Self { mean: pool.neutral_load(), offset: 0.0, mean_weight: 1.0, mean_speed: 1.0, alike };
@@ -35,7 +34,7 @@ impl NormalizedLoad {
         levels
     }
 
-    /// What a core of a server of that class with that load is compared by. In one class it never falls where loads rise.
+    /// Returns the compared value of a core with that class and load. In one class it never falls where loads rise.
     pub fn normalize(&self, class: Class, load: f64) -> f64 {
         if self.alike {
             return load;
@@ -43,17 +42,18 @@ impl NormalizedLoad {
         self.compared_at(self.level(class), load)
     }
 
-    /// The same in a pool whose cores are not all alike, where [`NormalizedLoad::level`] of the class is known.
+    /// Returns [`NormalizedLoad::normalize`] for cores that are not all alike, where [`NormalizedLoad::level`] of the
+    /// class is known.
     pub fn compared_at(&self, (level, speed): (f64, f64), load: f64) -> f64 {
         self.offset + self.mean - speed * (level - load)
     }
 
-    /// Whether all cores are level at the same load, and as fast.
+    /// Whether all cores have the same level and speed.
     pub fn alike(&self) -> bool {
         self.alike
     }
 
-    /// The load at which the cores of a class are level, and how fast they are, next to the mean.
+    /// Returns the level of a class, and its speed relative to the mean.
     pub fn level(&self, class: Class) -> (f64, f64) {
         if self.alike {
             return (self.mean, 1.0);
@@ -97,7 +97,6 @@ mod tests {
 
     #[test]
     fn a_fast_core_that_lacks_as_much_takes_more() {
-        // Both lack 0.1 to the mean but for a third one above it; the fast one's lack is twice the work.
         let servers = [server(1, 0.4, 1, Some(2.0)), server(2, 0.4, 1, Some(4.0)), server(3, 0.7, 1, Some(2.0))];
         let of = normalize(&servers);
         let pool = Pool::new(servers.to_vec(), 1);

@@ -1,7 +1,7 @@
-//! What a core-aware policy keeps from one table to the next, so that a table costs what has changed and not all that there is:
-//! tables are made after every few reports, and one report is of one server.
+//! State that a core-aware policy keeps between tables, so that a table costs only the changes: tables follow every few
+//! reports, and one report is of one server.
 //!
-//! All of it follows from the pool: who begins with nothing makes the same table, only later (the test below).
+//! The state follows from the pool: an empty cache gives the same table, only later (the test below).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,10 +14,9 @@ use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous};
 
-/// What one policy keeps.
+/// State of one policy.
 #[derive(Debug, Default)]
 pub struct PolicyCache {
-    /// By group.
     pub(super) groups: Vec<KeptGroup>,
     spreads: Spreads,
     passed_up: PassedUpSpreads,
@@ -27,14 +26,12 @@ pub struct PolicyCache {
 /// Of one group of servers.
 #[derive(Debug, Default)]
 pub struct KeptGroup {
-    /// Of servers whose loads are known here.
+    /// Loads of the group's servers that report here.
     pub reached: BucketLoads,
-    /// Of those that racks pass up.
     pub passed_up: RackAggregate,
 }
 
 impl PolicyCache {
-    /// How the known loads of the eligible servers are spread, by class.
     pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
         self.spreads.update(pool);
         let passed_up = self.passed_up.update(&pool.racks);
@@ -51,7 +48,8 @@ impl PolicyCache {
         Cow::Owned(all)
     }
 
-    /// The choice for connections without a cookie: it changes with the eligible servers and their weights alone.
+    /// Returns the choice for connections without a cookie. It changes with the eligible servers and their weights
+    /// alone.
     pub(super) fn consistent(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
         let is_same =
@@ -65,18 +63,17 @@ impl PolicyCache {
     }
 }
 
-/// See [`PolicyCache::consistent`].
 #[derive(Debug, Default)]
 struct Consistent {
     made_of: Option<(Vec<(ServerId, u32)>, BucketCount)>,
     choice: Vec<ServerId>,
 }
 
-/// Of the eligible servers whose cores are known here: a spread of whole numbers, from which cores can be taken out again.
+/// Spread of the eligible servers that report here, in whole numbers, from which cores can be taken out again.
 #[derive(Debug, Default)]
 struct Spreads {
     of_class: BTreeMap<Class, LoadSpread>,
-    /// What is in them, by id.
+    /// By id.
     counted: Vec<Counted>,
 }
 
@@ -154,7 +151,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Which servers are other ones than in the table before, or are gone (`None`).
+        /// Servers that changed since the table before, or left (`None`).
         fn change()(
             changed in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
             bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],
@@ -165,7 +162,6 @@ mod tests {
     }
 
     proptest! {
-        /// A table by what was kept is the one that is made without.
         #[test]
         fn cached_policy_state_equals_a_new_one(
             begin in prop::collection::vec(server(), 0..12),

@@ -1,4 +1,4 @@
-//! A service's servers, as policies see them.
+//! A service's servers as policies see them.
 
 use std::sync::{Arc, OnceLock};
 
@@ -8,33 +8,33 @@ use crate::ServerId;
 use crate::placement::mix;
 use crate::rss::{Rss, RssKey};
 
-/// A server of a pool, as far as a policy needs to know it.
+/// A server of a pool as policies see it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PoolServer {
     /// Its id.
     pub id: ServerId,
-    /// Takes new connections (neither draining nor unhealthy).
+    /// Whether it takes new connections (neither draining nor unhealthy).
     pub eligible: bool,
-    /// `None`: no fresh report, the server counts as neutral.
+    /// `None`: no fresh report; the server counts as neutral.
     pub loads: Option<Loads>,
-    /// Its NIC's key and table; `None`: not known, all its cores count as one.
+    /// Key and table of its NIC; `None`: unknown, all its cores count as one.
     pub rss: Option<Rss>,
     /// Open connections, of all services.
     pub open_connections: u32,
-    /// Its part of new connections, next to the others'. (One of weight 0 is not eligible.)
+    /// Its weight. (One of weight 0 is not eligible.)
     pub weight: Weight,
-    /// How much of its part it gets so far: 1 for all but servers that have joined a short time ago; above 0.
+    /// Fraction of its part during slow start, above 0; otherwise 1.
     pub ramp: f64,
-    /// How much it can do, as the operator says; `None`: as much as it has cores.
+    /// Capacity from the operator; `None`: its number of cores.
     pub capacity: Option<Capacity>,
-    /// What load balancers send to it; `None`: nobody has counted yet.
+    /// Traffic from load balancers; `None`: not counted yet.
     pub traffic: Option<TrafficRates>,
-    /// Whether what is known of its load is newer than the service's previous table. Without it connections assigned since
-    /// then are not in it, and a state that follows reports has seen it already.
+    /// Whether its load is newer than the service's previous table. If not, connections assigned since then are not in
+    /// it, and smoothing has seen it already.
     pub fresh: bool,
 }
 
-/// What goes to a server, of all services and load balancers together.
+/// Traffic to a server, of all services and load balancers together.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrafficRates {
     /// Packets per second.
@@ -43,10 +43,11 @@ pub struct TrafficRates {
     pub bytes: f64,
 }
 
-/// A server that reports more cores than this times the pool's median counts as this many, unless the operator states its capacity.
+/// A server that reports more cores than this times the pool's median counts as this many, unless the operator states
+/// its capacity.
 pub const MOST_TIMES_THE_MEDIAN: u32 = 8;
 
-/// The pool of one service at the moment of a table.
+/// The pool of one service at the time of a table.
 #[derive(Debug, Clone)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
@@ -55,20 +56,18 @@ pub struct Pool {
     pub(super) opened_connections: Option<u64>,
     pub(super) of_requests: bool,
     pub(super) new_interval: bool,
-    /// Of each id its position in `servers`; empty until somebody looks for one.
+    /// Position in `servers` by id; empty until the first look-up.
     positions: Vec<Option<u16>>,
-    /// Whether each server is in one rack's summary at most, and has its loads from there: what a rack passes up next then takes their
-    /// place.
+    /// Whether each server is in one rack's summary at most, and has its loads from there: the rack's next summary then
+    /// replaces them.
     in_one_rack: bool,
     totals: OnceLock<Totals>,
 }
 
-/// What is added up over all servers: once for a table, and not for all who ask.
+/// Sums over all servers, computed once per table.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Totals {
-    /// See [`Pool::neutral_load`].
     neutral_load: f64,
-    /// See [`Pool::has_loads`].
     has_loads: bool,
     /// Whether all eligible servers are of one class.
     pub alike: bool,
@@ -77,7 +76,7 @@ pub(super) struct Totals {
 }
 
 impl Pool {
-    /// `load_balancers`: how many of them share the service's new connections (0 counts as 1).
+    /// Returns a pool. `load_balancers`: number of those that share the service's new connections (0 counts as 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
         servers.sort_by_key(|server| server.id);
         let load_balancers = load_balancers.max(1);
@@ -94,25 +93,24 @@ impl Pool {
         }
     }
 
-    /// The same moment with these servers.
+    /// Returns the pool at the same time with these servers.
     pub fn of_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self { load_balancers, opened_connections, of_requests, new_interval, racks, .. } = self;
         let pool = Self { opened_connections, of_requests, new_interval, ..Self::new(servers, load_balancers) };
         pool.behind_racks(racks)
     }
 
-    /// The same servers at the moment of the next table, as [`Pool::new`] would have them.
+    /// Returns the pool at the time of the next table, as [`Pool::new`] would.
     pub fn for_next_table(self, load_balancers: u32) -> Self {
         let load_balancers = load_balancers.max(1);
         Self { load_balancers, opened_connections: None, of_requests: false, new_interval: true, ..self }
     }
 
-    /// This is what is known of one of its servers now, without what racks pass up; of one that is not in it nothing happens.
+    /// Replaces a server, without the racks' data. A server that is not in the pool is ignored.
     pub fn renew(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
         let passed_up = match (&server.loads, &known.loads) {
             (None, Some(loads)) if !matches!(loads, Loads::Local(_)) => known.loads.take(),
-            // Whether a rack passes its loads up is to be looked for.
             (None, Some(_)) => {
                 self.in_one_rack = false;
                 None
@@ -123,7 +121,7 @@ impl Pool {
         self.totals = OnceLock::new();
     }
 
-    /// Whether what is known of the server's load is newer than the previous table.
+    /// Sets whether the server's load is newer than the previous table.
     pub fn set_fresh(&mut self, id: ServerId, fresh: bool) {
         if let Some(position) = self.position(id) {
             self.servers[position].fresh = fresh;
@@ -142,8 +140,8 @@ impl Pool {
         self.positions.get(usize::from(id.get())).copied().flatten().map(usize::from)
     }
 
-    /// The same pool, in which the loads of the racks' servers are what the racks pass up, where none are known yet.
-    /// In a pool that is behind racks already only what they pass up anew is looked at.
+    /// Returns the pool with the loads from racks, where no other loads are known. In a pool that is behind racks
+    /// already, only new summaries are processed.
     pub fn behind_racks(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
         let before = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
@@ -163,7 +161,7 @@ impl Pool {
         self
     }
 
-    /// Nothing holds of what the rack has passed up of its servers.
+    /// Removes the loads of the rack's summary.
     fn forget(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             if let Some(position) = self.position(reduced.id) {
@@ -173,7 +171,7 @@ impl Pool {
         }
     }
 
-    /// A rack passes that up: the first one that names a server is heard.
+    /// Adds a rack's summary. The first summary that names a server wins.
     fn hear(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             let Some(position) = self.position(reduced.id) else { continue };
@@ -185,23 +183,23 @@ impl Pool {
         }
     }
 
-    /// What racks pass up of servers with this RSS key.
+    /// Returns the racks' lists for servers with this RSS key.
     pub(super) fn lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
         self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
     }
 
-    /// The same pool, in which so many connections were opened in the last whole report interval.
+    /// Returns the pool with the number of connections opened in the last whole report interval.
     pub fn with_opened_connections(self, connections: u64) -> Self {
         Self { opened_connections: Some(connections), ..self }
     }
 
-    /// The same pool, within a report interval for which there was a table already.
+    /// Returns the pool within a report interval that has had a table.
     pub fn within_interval(self) -> Self {
         Self { new_interval: false, ..self }
     }
 
-    /// The same pool, in which a "connection" is one request, as it is for UDP services whose every datagram is placed on its
-    /// own: nothing of it is left when the next table is made.
+    /// Returns the pool in which a "connection" is one request, for UDP services that place each datagram on its own:
+    /// no request is left at the next table.
     pub fn of_requests(self) -> Self {
         Self { of_requests: true, ..self }
     }
@@ -216,14 +214,14 @@ impl Pool {
         self.servers.iter().filter(|server| server.eligible)
     }
 
-    /// The same pool with other loads of these servers.
+    /// Returns the pool with other loads of these servers.
     pub(super) fn with_servers(&self, servers: Vec<PoolServer>) -> Self {
         Self { servers, racks: self.racks.clone(), positions: Vec::new(), totals: OnceLock::new(), ..*self }
     }
 
     pub(super) fn totals(&self) -> &Totals {
         self.totals.get_or_init(|| {
-            // From -0 on, as sums of iterators begin.
+            // Starts at -0, as sums of iterators do.
             let (mut cores, mut sum, mut alike, mut first) = (0u64, -0.0, true, None);
             for server in self.eligible() {
                 if let Some(loads) = &server.loads {
@@ -247,19 +245,19 @@ impl Pool {
         self.totals().has_loads
     }
 
-    /// Mean load of all cores whose load is known: what a server without a fresh report counts as.
+    /// Returns the mean load of all cores with known load: the neutral load of a server without a fresh report.
     pub fn neutral_load(&self) -> f64 {
         self.totals().neutral_load
     }
 
-    /// What every eligible server has of new connections, next to the others: weight x ramp.
+    /// Returns the share of every eligible server in new connections: weight x ramp.
     pub fn shares(&self) -> Vec<(ServerId, f64)> {
         self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.ramp)).collect()
     }
 
-    /// The capacity of each eligible server: what the operator says, or its number of cores, of which at most
-    /// [`MOST_TIMES_THE_MEDIAN`] the pool's median count: nobody but the server itself says how many it has. One of which nothing is known
-    /// counts as the mean of the others, and in a pool of such servers as 1.
+    /// Returns the capacity of each eligible server: the operator's value, or its number of cores. That number counts
+    /// up to [`MOST_TIMES_THE_MEDIAN`] times the pool's median, because only the server itself reports it. A server
+    /// without data counts as the mean of the others, and in a pool of such servers as 1.
     pub fn capacities(&self) -> Vec<f64> {
         let mut counts: Vec<u32> = self.eligible().filter_map(PoolServer::core_count).collect();
         counts.sort_unstable();
@@ -274,7 +272,8 @@ impl Pool {
         self.eligible().map(|server| of(server).unwrap_or(mean)).collect()
     }
 
-    /// The fair part of each eligible server in new connections: by weight, and by capacity where `by_capacity`; 1 in all.
+    /// Returns the fair part of each eligible server in new connections: by weight, and with `by_capacity` by capacity;
+    /// the sum is 1.
     pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
         let weights = self.eligible().map(|server| f64::from(server.weight.get()));
         let parts: Vec<f64> = match by_capacity {
@@ -285,33 +284,33 @@ impl Pool {
         self.eligible().zip(parts).map(|(server, part)| (server.id, part / sum)).collect()
     }
 
-    /// Whether all servers take part in the bucket's connections, or which: one that has joined a short time ago in as many
-    /// buckets as its ramp says, always the same ones.
+    /// Whether the server takes part in the bucket's connections. In slow start it does in a fraction of the buckets,
+    /// always the same ones.
     pub fn takes_part(&self, server: &PoolServer, bucket: u32) -> bool {
         server.ramp >= 1.0 || part_of(bucket, server.id) < server.ramp
     }
 
-    /// Load that a connection brings, on average: all load over all open connections.
+    /// Returns the mean load of a connection: all load over all open connections.
     pub fn load_per_connection(&self) -> f64 {
         let known = self.servers.iter().filter(|server| server.loads.is_some());
         let connections: u64 = known.map(|server| u64::from(server.open_connections)).sum();
         if connections == 0 { 0.0 } else { self.load() / connections as f64 }
     }
 
-    /// The loads of all cores that are known, together.
+    /// Returns the sum of all known loads of cores.
     pub fn load(&self) -> f64 {
         self.servers.iter().filter_map(|server| server.loads.as_ref()).map(Loads::sum).sum()
     }
 }
 
-/// A number from 0 to 1 that is the bucket's and the server's own.
+/// Returns a number from 0 to 1 that depends on bucket and server.
 fn part_of(bucket: u32, server: ServerId) -> f64 {
     let bits = mix(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 impl PoolServer {
-    /// An eligible server of which nothing more is known.
+    /// Returns an eligible server without further data.
     pub fn new(id: ServerId) -> Self {
         Self {
             id,
@@ -327,27 +326,26 @@ impl PoolServer {
         }
     }
 
-    /// The load of core `core`; of a queue beyond the cores that report the mean of these, and `neutral` where none does.
+    /// Returns the load of core `core`. A queue beyond the reporting cores has their mean, or `neutral` without any.
     pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
         let known = self.loads.as_ref().and_then(Loads::cores).and_then(|loads| loads.get(usize::from(core)));
         known.copied().unwrap_or_else(|| self.mean_load(neutral))
     }
 
-    /// What its cores are compared by.
     pub(super) fn class(&self) -> Class {
-        // How fast one core is: what the operator says of all of them, by their number.
+        // The speed of one core: the operator's capacity divided by the number of cores.
         let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
         Class { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
-    /// How many cores it has, by its reports or by its NIC's table; `None` when neither is known.
+    /// Returns the number of cores by its reports or by its NIC's table; `None` when both are unknown.
     pub fn core_count(&self) -> Option<u32> {
         let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
         let reported = self.loads.as_ref().map(Loads::count);
         reported.or_else(|| self.rss.as_ref().and_then(by_table))
     }
 
-    /// The mean load of all its cores, or `neutral` when it is not known.
+    /// Returns the mean load of all its cores, or `neutral` when it is unknown.
     pub fn mean_load(&self, neutral: f64) -> f64 {
         self.loads.as_ref().and_then(Loads::mean).unwrap_or(neutral)
     }
@@ -386,7 +384,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Loads that are reported here, of some servers, and summaries of some racks, which may name the same server.
+        /// Local loads of some servers, and summaries of some racks, which may name the same server.
         fn step()(
             here in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
             racks in prop::collection::vec((0usize..5, prop::collection::vec((0u64..12, 1u32..9), 0..5)), 0..3),
@@ -415,7 +413,6 @@ mod tests {
     }
 
     proptest! {
-        /// A pool that goes on from table to table is the one that would be made anew.
         #[test]
         fn refreshed_pool_equals_a_new_one(steps in prop::collection::vec(step(), 1..10)) {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();

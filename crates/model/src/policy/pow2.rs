@@ -1,6 +1,6 @@
-//! `pow2`: of two servers drawn at random the one whose cores are less loaded on average, by reports of the same rate as
-//! `crossrss` gets (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001). `pow2:connections` and so
-//! on compare something else. Servers are drawn by weight.
+//! `pow2`: the less loaded of two servers drawn by weight, by the mean load of their cores, with reports at the same
+//! rate as `crossrss` (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001).
+//! `pow2:connections` and so on compare another metric.
 
 use super::wrr_schedule::turns;
 use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_of};

@@ -1,17 +1,17 @@
-//! What a rack controller passes up of its servers (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation, as the minimal
-//! load of a group of servers is the same as the minimal load of any server").
+//! Summary that a rack controller passes up of its servers (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation, as
+//! the minimal load of a group of servers is the same as the minimal load of any server").
 //!
-//! A table needs the k least loaded cores of each bucket. Whoever is among the k least of all is among the k least of its rack,
-//! as fewer are before it there; so the k least of what the racks pass up are the k least of all, and in the same order, if
-//! equals are told apart by something that all agree on: the server's id. What cores are compared by may be another thing than
-//! their load ([`super::levels`]), and depends on the whole pool, but in one [`Class`] it never falls where loads rise. So
-//! a rack passes up the k least of each class, and needs to know nothing of other racks.
+//! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
+//! rack, because fewer are before it there. So the k least of the racks' lists are the k least of all, in the same
+//! order if the server's id breaks ties. Cores may be compared by another value than their load
+//! ([`super::normalized_load`]), which depends on the whole pool. In one [`Class`] that value never falls where loads
+//! rise. So a rack passes up the k least of each class and needs no knowledge of other racks.
 //!
-//! Beside cores, policies go by each server's mean load (with the number of its cores: the mean of all, too) and by what is
-//! missing in all to a level, which is known when all are: [`LoadSpread`]. All that adds up to the last bit. Servers whose loads
-//! nobody knows, and those in their slow start, who take part in some buckets only, are left to the controller.
+//! Policies also use each server's mean load with its number of cores, and the work missing in all to a level, which is
+//! known once all loads are: [`LoadSpread`]. All sums are exact to the last bit. Servers with unknown loads and those
+//! in slow start, which take part in some buckets only, are left to the controller.
 //!
-//! `crates/model/tests/integration/racks.rs` holds every policy's tables against those of the same pool without racks.
+//! `crates/model/tests/integration/racks.rs` compares every policy's tables with those of the same pool without racks.
 
 use std::collections::BTreeMap;
 
@@ -23,26 +23,26 @@ use crate::ServerId;
 use crate::placement::{BucketCount, Core};
 use crate::rss::RssKey;
 
-/// No policy has more candidates for a bucket: the data plane looks at no more.
+/// Candidates of a bucket, at most: the limit of the data plane.
 pub const MOST_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 
-/// One service's servers in one rack, of those whose loads are known.
+/// One service's servers in one rack whose loads are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackSummary {
     /// By id.
     pub servers: Vec<ReducedServer>,
-    /// How the loads of the eligible reduced ones are spread.
+    /// Load spread of the eligible aggregated servers, by class.
     pub spreads: Vec<(Class, SpreadBins)>,
-    /// The least loaded cores of the eligible reduced ones: a list for each RSS key and class.
+    /// The least loaded cores of the eligible aggregated servers: a list for each RSS key and class.
     pub lists: Vec<CandidateList>,
 }
 
-/// A server, as far as it matters beside the lists.
+/// A server's entry beside the lists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedServer {
     /// Its id.
     pub id: ServerId,
-    /// [`Loads::Aggregated`]; of one in its slow start [`Loads::Relayed`].
+    /// [`Loads::Aggregated`]; in slow start [`Loads::Relayed`].
     pub loads: Loads,
 }
 
@@ -51,14 +51,14 @@ pub struct ReducedServer {
 pub struct CandidateList {
     /// The key.
     pub key: RssKey,
-    /// How many there are for each bucket, at least 1.
+    /// Candidates of each bucket, at least 1.
     pub per_bucket: usize,
-    /// By bucket, the least loaded first (ties: lowest id); each with its load.
+    /// By bucket, the least loaded first (ties: lowest id), each with its load.
     pub candidates: Vec<(Core, f64)>,
 }
 
 impl CandidateList {
-    /// Those of a bucket; none where the list is for fewer buckets.
+    /// Returns the candidates of a bucket; none where the list is for fewer buckets.
     pub fn of_bucket(&self, bucket: u32) -> &[(Core, f64)] {
         let start = bucket as usize * self.per_bucket;
         self.candidates.get(start..start + self.per_bucket).unwrap_or_default()
@@ -66,9 +66,9 @@ impl CandidateList {
 }
 
 impl RackSummary {
-    /// What a rack with these servers passes up, with at most `most` candidates for each bucket: fewer than
-    /// [`Policy::max_candidates_per_bucket`] lose something. To be called once per table, as the policy may
-    /// remember loads.
+    /// Returns the summary of a rack with these servers, with at most `most` candidates for each bucket; fewer than
+    /// [`Policy::max_candidates_per_bucket`] lose information. To be called once per table, because the policy may
+    /// smooth loads.
     pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
         let most = policy.max_candidates_per_bucket(buckets).min(most);
         let read = policy.read(pool);
@@ -113,7 +113,7 @@ fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize
         let mut least = Least::new(per_bucket);
         for server in servers {
             let rss = server.rss.as_ref().expect("servers are listed by their key");
-            // All loads are known: there is nothing that is neutral.
+            // All loads are known: no neutral value is needed.
             let (core, load) = reached(server, rss, bucket, buckets, 0.0);
             least.offer(load, load, Core { server: server.id, core });
         }

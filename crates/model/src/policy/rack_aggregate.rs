@@ -1,5 +1,4 @@
-//! What racks pass up, put together and kept from one table to the next: each table comes after one rack's summary or a few, of
-//! perhaps hundreds.
+//! Merged summaries of racks, kept between tables: each table follows one rack's summary or a few, of perhaps hundreds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,12 +9,12 @@ use super::{CandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
 
-/// Which summaries have been put together.
+/// Summaries that have been merged.
 #[derive(Debug, Default)]
 struct Known(Vec<Arc<RackSummary>>);
 
 impl Known {
-    /// These are the newest. Gives those that are others now, with what was known there; `None`: all are.
+    /// Stores the newest summaries. Returns the positions of changed ones with the previous ones; `None`: all changed.
     fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
         let before = std::mem::replace(&mut self.0, racks.to_vec());
         let same_racks = before.len() == racks.len();
@@ -25,7 +24,6 @@ impl Known {
     }
 }
 
-/// How the loads of all racks' servers are spread, by class.
 #[derive(Debug, Default)]
 pub struct PassedUpSpreads {
     known: Known,
@@ -33,7 +31,7 @@ pub struct PassedUpSpreads {
 }
 
 impl PassedUpSpreads {
-    /// As it is now.
+    /// Updates to these summaries.
     pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<Class, LoadSpread> {
         match self.known.update(racks) {
             Some(changed) => {
@@ -59,19 +57,18 @@ impl PassedUpSpreads {
     }
 }
 
-/// The least loaded cores of each bucket, of all racks' servers with one RSS key, by their loads.
+/// The least loaded cores of each bucket, of all racks' servers with one RSS key.
 #[derive(Debug, Default)]
 pub struct RackAggregate {
     known: Known,
     key: Option<RssKey>,
-    /// How many the racks pass up of each bucket, together.
     count: usize,
     /// By bucket.
     least: Vec<LeastLoaded>,
 }
 
 impl RackAggregate {
-    /// As it is now. `most`: how many of each bucket are wanted.
+    /// Updates to these summaries. `most`: number needed of each bucket.
     pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
         let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
         match self.known.update(racks) {
@@ -110,12 +107,12 @@ impl RackAggregate {
         }
     }
 
-    /// The least of the bucket, at least as many as were wanted, as far as there are.
+    /// Returns the least loaded of the bucket, at least as many as needed, if there are.
     pub fn least(&self, bucket: u32) -> &[RankedCore] {
         self.least.get(bucket as usize).map_or(&[], LeastLoaded::places)
     }
 
-    /// Whether that is all there is.
+    /// Whether no further cores exist.
     pub fn is_all(&self, places: &[RankedCore]) -> bool {
         places.len() >= self.count
     }

@@ -1,14 +1,14 @@
-//! Policies whose table depends on the pool alone: hash, consistent-hash, maglev. They differ in how buckets are shared out.
+//! Policies whose table depends on the pool alone: hash, consistent-hash, maglev. They differ in how they share
+//! buckets.
 
 use super::{Policy, Pool, by_bucket, independent_key};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-/// For each of so many buckets the position of its server in the list of servers and their shares; empty without servers.
+/// Returns for each bucket the position of its server in the list of servers and shares; empty without servers.
 type SharesOut = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 
-/// One of them.
 pub struct StaticPolicy {
     name: &'static str,
     shares_out: SharesOut,

@@ -1,23 +1,22 @@
-//! What an operator says of a server's share.
+//! An operator's settings for a server's share.
 
-/// A server's part of new connections, next to the others' weights: 0 to 100; 0 is none.
+/// A server's part of new connections, relative to the others' weights: 0 to 100; 0 is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Weight(u8);
 
-/// A weight that there is not.
+/// A weight out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("weight {0}: expected 0 (no new connections) to {max}", max = Weight::LARGEST)]
 pub struct WeightError(pub u64);
 
 impl Weight {
-    /// Ratios beyond can be reached by giving the others less.
+    /// Larger ratios are possible with smaller weights of the others.
     pub const LARGEST: u8 = 100;
 
-    /// As much as any other server that says nothing.
+    /// The default weight.
     pub const ONE: Weight = Weight(1);
 
-    /// # Errors
-    /// When `weight` is above 100.
+    /// Fails when `weight` is above 100.
     pub fn new(weight: u64) -> Result<Self, WeightError> {
         u8::try_from(weight).ok().filter(|weight| *weight <= Self::LARGEST).map(Self).ok_or(WeightError(weight))
     }
@@ -34,18 +33,17 @@ impl Default for Weight {
     }
 }
 
-/// How much a server can do: in cores of the usual speed, above 0, at most a million.
+/// Capacity of a server in cores of the usual speed: above 0, at most a million.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity(f64);
 
-/// A capacity that no server has.
+/// A capacity out of range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("capacity {0}: expected a number above 0, at most 1000000: cores of the usual speed")]
 pub struct CapacityError(pub f64);
 
 impl Capacity {
-    /// # Errors
-    /// When `capacity` is not above 0, or above a million.
+    /// Fails when `capacity` is not above 0, or above a million.
     pub fn new(capacity: f64) -> Result<Self, CapacityError> {
         if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(CapacityError(capacity)) }
     }

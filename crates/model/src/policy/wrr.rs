@@ -36,7 +36,6 @@ impl Policy for WeightedRoundRobin {
     }
 }
 
-/// The share of each eligible server.
 fn shares(pool: &Pool) -> Vec<f64> {
     pool.shares().into_iter().zip(pool.capacities()).map(|((_, share), capacity)| share * capacity).collect()
 }
@@ -69,7 +68,7 @@ mod tests {
         };
         assert_eq!(shares(&Pool::new(vec![told], 1)), [3.75]);
 
-        // How many cores there are only the server itself says.
+        // Only the server itself reports its number of cores.
         let lying = server(4, Some(vec![0.0; 4096]), None);
         let pool =
             Pool::new(vec![server(1, None, Some(4)), server(2, None, Some(4)), server(3, None, Some(4)), lying], 1);

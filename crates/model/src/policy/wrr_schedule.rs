@@ -9,7 +9,7 @@ use super::{Pool, table_of};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
-/// A table in which the members have their turns by `shares`: one per eligible server of the pool, by id, above 0.
+/// Returns a table with turns by `shares`: one per eligible server of the pool, by id, above 0.
 pub fn weighted_turns(
     pool: &Pool,
     buckets: BucketCount,
@@ -22,10 +22,10 @@ pub fn weighted_turns(
     table
 }
 
-/// Turns per unit of share where shares are no whole numbers.
+/// Turns per unit of share where shares are not whole numbers.
 const STEPS: f64 = 64.0;
 
-/// Positions in `shares`, each as often as its share, evenly spread.
+/// Returns positions in `shares`, each as often as its share, evenly spread.
 pub fn turns(shares: &[f64]) -> Vec<usize> {
     let whole = shares.iter().all(|share| share.fract() == 0.0);
     let scale = if whole { 1.0 } else { STEPS };
@@ -33,7 +33,7 @@ pub fn turns(shares: &[f64]) -> Vec<usize> {
     interleaved(&scale_to_fit(&weights))
 }
 
-/// The weights in lowest terms; scaled down, at least to 1, where the turns would not fit the data plane.
+/// Returns the weights in lowest terms; scaled down, at least to 1, where the turns would not fit the data plane.
 fn scale_to_fit(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
     let total: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
@@ -41,7 +41,7 @@ fn scale_to_fit(weights: &[u32]) -> Vec<u32> {
     if total <= most {
         return weights.iter().map(|weight| weight / divisor).collect();
     }
-    // One turn each is kept back for those that scaling would leave with none.
+    // One turn each is reserved for those that scaling would leave with none.
     let shared = most - (weights.len() as u64).min(most);
     weights.iter().map(|weight| 1 + (u64::from(weight / divisor) * shared / total) as u32).collect()
 }
@@ -50,11 +50,12 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// Each position as often as its weight and, after any number of turns, within one turn of its share: the schedule of R. Tijdeman,
-/// "The chairman assignment problem" (Discrete Mathematics 32, 1980), whose bound for n servers is 1 - d, d = 1 / (2n - 2).
+/// Returns each position as often as its weight. After any number of turns, each is within one turn of its share: the
+/// schedule of R. Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980), whose bound for n
+/// servers is 1 - d, d = 1 / (2n - 2).
 ///
-/// Turn k (from 0) of a server of share r keeps the bound if it comes after (k + d) / r turns at the earliest and not after more than
-/// (k + 1 - d) / r. Of those whose time has come the one with the least left is taken: such a schedule exists, so this one finds it.
+/// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Of those
+/// that may have a turn, the one with the nearest end is taken: such a schedule exists, so this rule finds it.
 fn interleaved(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];
@@ -122,7 +123,8 @@ mod tests {
     }
 
     proptest! {
-        /// Both ends of a stretch are within less than one turn of every server's share; also across the end of the list.
+        /// Both ends of a stretch are within less than one turn of every server's share; also across the end of the
+        /// list.
         #[test]
         fn every_stretch_is_fair(weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500) {
             let turns = turns(&weights);

@@ -1,13 +1,13 @@
-//! What a NIC does to a packet's addresses and ports before it hashes them.
+//! Transformation of the RSS input.
 
 use coreward_intf as intf;
 
 use super::INPUT_BYTES;
 
-/// What a NIC does to a packet's addresses and ports before it hashes them (`input_xfrm` of `struct ethtool_rxfh`).
+/// Transformation of a packet's addresses and ports before the NIC hashes them (`input_xfrm` of `struct ethtool_rxfh`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum InputTransform {
-    /// Nothing.
+    /// None.
     #[default]
     None,
     /// Source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR), so that both directions hash alike.
@@ -16,7 +16,7 @@ pub enum InputTransform {
     SymmetricOrXor,
 }
 
-/// A transform that is not known.
+/// An unknown transform.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
 pub struct UnknownInputTransform(pub u32);
@@ -24,7 +24,6 @@ pub struct UnknownInputTransform(pub u32);
 impl TryFrom<u32> for InputTransform {
     type Error = UnknownInputTransform;
 
-    /// As ethtool numbers them.
     fn try_from(number: u32) -> Result<Self, UnknownInputTransform> {
         let found = Self::ALL.into_iter().find(|input| u32::from(input.number()) == number);
         found.ok_or(UnknownInputTransform(number))
@@ -32,10 +31,10 @@ impl TryFrom<u32> for InputTransform {
 }
 
 impl InputTransform {
-    /// All of them.
+    /// All transforms.
     pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
 
-    /// As ethtool numbers them.
+    /// The number in ethtool.
     pub fn number(self) -> u8 {
         match self {
             Self::None => intf::RSS_INPUT_AS_IT_IS as u8,
@@ -44,7 +43,7 @@ impl InputTransform {
         }
     }
 
-    /// As ethtool prints them.
+    /// The name in ethtool.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -53,7 +52,7 @@ impl InputTransform {
         }
     }
 
-    /// A source byte and the destination byte at the same place.
+    /// Transforms a source byte and the destination byte at the same offset.
     pub(super) fn of_bytes(self, source: u8, destination: u8) -> (u8, u8) {
         match self {
             Self::None => (source, destination),
@@ -62,7 +61,7 @@ impl InputTransform {
         }
     }
 
-    /// Addresses and ports of IPv4 (12 bytes) or IPv6 (36), transformed; anything else is taken as addresses alone.
+    /// Transforms addresses and ports of IPv4 (12 bytes) or IPv6 (36); any other length is addresses alone.
     pub(super) fn apply(self, tuple: &[u8]) -> Vec<u8> {
         let mut tuple = tuple.to_vec();
         let addresses = match tuple.len() {
