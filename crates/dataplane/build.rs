@@ -31,7 +31,6 @@ fn main() {
     std::fs::write(out.join("skeletons.rs"), modules).unwrap();
 }
 
-/// Returns the sources by the name of their program.
 fn programs(sources: &Path) -> BTreeMap<String, PathBuf> {
     let list = |folder: &Path| {
         let entries = std::fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));

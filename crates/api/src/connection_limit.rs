@@ -24,7 +24,6 @@ pub(crate) struct ConnectionSlots {
     connections: Mutex<Connections>,
 }
 
-/// Of one connection each, by its number.
 #[derive(Default)]
 struct Connections {
     by_number: BTreeMap<u64, Connection>,

@@ -17,7 +17,6 @@ use subtle::ConstantTimeEq as _;
 const LIFE: Duration = Duration::from_secs(12 * 3600);
 /// At a time; the oldest ends when there would be more.
 const MAX_SESSIONS: usize = 256;
-/// The cookie's name.
 const COOKIE: &str = "coreward_session";
 
 /// All of them.

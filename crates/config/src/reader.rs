@@ -34,7 +34,6 @@ struct Found {
 #[derive(Default)]
 struct Syntax {
     is_wrong: bool,
-    /// Lines with errors.
     lines: BTreeSet<usize>,
     /// From this line on tables may be wrong.
     doubtful_from: Option<usize>,

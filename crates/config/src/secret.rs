@@ -19,7 +19,7 @@ pub struct Secret<T>(T);
 
 /// Secret written as text. Its parser's error is not shown, as it may quote the secret.
 pub trait SecretText: FromStr {
-    /// Expected content.
+    /// Expected content, for errors.
     const EXPECTED: &'static str;
 }
 

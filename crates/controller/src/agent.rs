@@ -34,7 +34,6 @@ pub struct Agent {
     reports: Option<TokenBucket>,
 }
 
-/// An agent that is connected.
 #[derive(Debug)]
 pub struct LiveSession {
     /// Different for every session.
@@ -43,7 +42,6 @@ pub struct LiveSession {
     pub heard: Duration,
     /// After this much silence another agent may take over.
     pub time_to_live: Duration,
-    /// The agent's version.
     pub version: String,
     /// Name of the rack through which it speaks; `None`: it speaks by itself.
     pub rack: Option<Arc<str>>,
@@ -75,7 +73,6 @@ pub struct Details {
     pub warnings: Vec<String>,
     /// As reported.
     pub dispatch: Vec<v1::DispatchedService>,
-    /// The newest count of connections, as reported.
     pub connections: Option<Counted>,
     /// What of its configuration the agent cannot use.
     pub refused: Vec<v1::RefusedUpdate>,
@@ -89,14 +86,12 @@ impl Details {
     }
 }
 
-/// A count of connections.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counted {
     /// When it began (since the controller's start).
     pub at: Duration,
     /// Of the agent's configuration that was in force then.
     pub configuration_generation: u64,
-    /// By the name of the service.
     pub services: BTreeMap<String, u32>,
 }
 
@@ -121,7 +116,6 @@ impl Counted {
 #[derive(Debug, Default)]
 pub struct KnownRss {
     generation: Option<u64>,
-    /// As last reported.
     pub reported: Option<ReportedRss>,
     /// Why it is not known, where that is the agent's fault.
     pub problem: Option<String>,
@@ -171,7 +165,6 @@ impl Agent {
         self.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic)
     }
 
-    /// Whether it may report once more.
     pub fn may_report(&mut self, interval: Duration, now: Now) -> bool {
         let quota = reports_allowed(interval);
         self.reports.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)

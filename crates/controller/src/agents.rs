@@ -57,7 +57,6 @@ impl Agents {
         self.by_name.get(name).map(|position| &mut self.known[*position])
     }
 
-    /// That of the server with that id, if it ever had one.
     pub fn get(&self, id: ServerId) -> Option<&Agent> {
         self.by_id.get(usize::from(id.get())).copied().flatten().map(|position| &self.known[position])
     }

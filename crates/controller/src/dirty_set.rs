@@ -14,7 +14,6 @@ struct Server {
     generation: u64,
 }
 
-/// Of all servers of a service.
 #[derive(Debug, Default)]
 pub struct DirtySet {
     /// By id.
@@ -44,7 +43,6 @@ impl DirtySet {
         self.server(id).more = true;
     }
 
-    /// Its rack passes up new loads of it.
     pub fn mark_passed_up(&mut self, id: ServerId) {
         if !std::mem::replace(&mut self.server(id).load, true) {
             self.marked.push(id);
@@ -66,7 +64,6 @@ impl DirtySet {
         self.get(id).more
     }
 
-    /// A table of that generation has all that is new.
     pub fn is_in_table(&mut self, generation: u64) {
         std::mem::swap(&mut self.before, &mut self.marked);
         self.marked.clear();

@@ -28,7 +28,6 @@ pub enum NotExplained {
     UnknownService {
         /// What was asked for.
         address: ServiceAddress,
-        /// What there is.
         known: String,
     },
     /// Client and VIP cannot talk.
@@ -42,7 +41,6 @@ pub struct ServiceView {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
     pool: Pool,
-    /// Of all servers, also of other services.
     names: HashMap<ServerId, String>,
     cookie_keys: FleetKeys,
     /// Of connection tables.
@@ -69,7 +67,6 @@ impl Controller {
         })
     }
 
-    /// One server for the view.
     pub fn viewed_server(&self, view: &ServiceView, id: ServerId, name: &str, now: Now) -> ViewedServer {
         let service = self.positions.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.fleet().members.contains_key(&id));
@@ -98,7 +95,6 @@ impl Controller {
 }
 
 impl ServiceView {
-    /// The same, with its servers.
     pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
         let mut members = Vec::with_capacity(servers.len());
         for (id, name, member) in servers {
@@ -120,7 +116,6 @@ impl ServiceView {
     }
 }
 
-/// One connection to one service.
 struct Case<'a> {
     view: &'a ServiceView,
     tuple: FourTuple,

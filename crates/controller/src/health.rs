@@ -13,7 +13,6 @@ use super::load_balancers::{LoadBalancers, START_GRACE};
 use coreward_fleet::fleet::{Fleet, FleetService};
 use coreward_fleet::records::Membership;
 
-/// A server as a member of a service.
 pub type Target = (ServiceIndex, ServerId);
 
 /// What is known of servers' health.
@@ -21,7 +20,6 @@ pub type Target = (ServiceIndex, ServerId);
 pub struct Health {
     /// Of every target that somebody checks; one of which nothing is known is up.
     verdicts: BTreeMap<Target, Verdict>,
-    /// Checks that this controller makes itself.
     agents: BTreeMap<Target, AgentCheck>,
     /// What the verdicts were last made of: the configuration, and who has said what.
     made_of: Option<(u64, Vec<(String, u64)>)>,
@@ -89,7 +87,6 @@ impl Health {
     }
 }
 
-/// All that load balancers are to check.
 fn checked_by_load_balancers(fleet: &Fleet) -> BTreeSet<Target> {
     let by_them = |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
     let services = fleet.services.iter().filter(by_them);

@@ -23,7 +23,6 @@ impl Shard {
         self.0 * SHARD_SIZE..(self.0 + 1) * SHARD_SIZE
     }
 
-    /// Those of `members` that are in the shard.
     pub fn members<T>(self, members: &BTreeMap<ServerId, T>) -> impl Iterator<Item = ServerId> {
         let ids = self.ids();
         let first = ServerId::try_from(ids.start).expect("a shard begins with the id of a server");

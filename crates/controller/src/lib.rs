@@ -103,7 +103,6 @@ pub struct Session {
 }
 
 impl Session {
-    /// The server that it speaks for.
     pub fn server(&self) -> &str {
         &self.server
     }
@@ -119,7 +118,6 @@ impl Session {
 pub struct NewTable {
     /// Whose first packets it places.
     pub service: ServiceIndex,
-    /// The table.
     pub table: Arc<PlacementTable>,
 }
 
@@ -131,7 +129,6 @@ pub struct Indexed {
 }
 
 impl Indexed {
-    /// Those of this fleet.
     pub fn of(fleet: &Fleet) -> Self {
         let positions = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
         let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
@@ -168,9 +165,7 @@ pub struct Controller {
     sessions: u64,
     /// Where the service with that index stands in `services`.
     positions: HashMap<ServiceIndex, usize>,
-    /// Positions of the services that a server is a member of.
     services_of: HashMap<ServerId, Vec<usize>>,
-    /// Services whose table is due, the longest first.
     due: VecDeque<ServiceIndex>,
     /// Which tables load balancers use.
     pub table_acks: TableAcks,
@@ -308,7 +303,6 @@ impl Controller {
         self.fleet.for_load_balancers(|name| self.load_balancers.is_alive(name, now))
     }
 
-    /// Which load balancers are alive now, by name.
     pub fn alive(&self, now: Now) -> BTreeSet<String> {
         let alive = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
         alive.map(|(name, _)| name.clone()).collect()
@@ -332,7 +326,6 @@ impl Controller {
         self.traffic_changed(now);
     }
 
-    /// A load balancer says what it sees.
     pub fn load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
         self.load_balancers.state(session, state, self.fleet.generation, now);
     }
@@ -345,7 +338,6 @@ impl Controller {
         }
     }
 
-    /// The session of the agent that speaks for the server, if one does.
     pub fn agent_session(&self, id: ServerId) -> Option<u64> {
         Some(self.agent(id)?.session.as_ref()?.number)
     }

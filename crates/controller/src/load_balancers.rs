@@ -74,7 +74,6 @@ struct SaidHealth {
     at: Duration,
     /// How often the verdicts have changed.
     changes: u64,
-    /// Whether it has said anything.
     said: bool,
 }
 
@@ -225,7 +224,6 @@ impl LoadBalancers {
         newly
     }
 
-    /// What all of them have sent to the server, by load balancer.
     pub fn totals(&self, server: ServerId) -> Totals {
         let of = |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.total(server)?));
         Totals(self.known.iter().filter_map(of).collect())

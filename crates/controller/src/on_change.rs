@@ -32,17 +32,14 @@ pub struct InputCursor {
     shards: VecDeque<Shard>,
 }
 
-/// A table, and what made it due.
 #[derive(Debug, Clone)]
 pub struct DueTable {
-    /// The table.
     pub new: NewTable,
     /// What had waited longest for it.
     pub trigger: TableTrigger,
 }
 
 impl Controller {
-    /// To be called when services or their members have changed.
     pub(super) fn services_changed(&mut self) {
         self.racks.changes += 1;
         let (positions, services) = (&self.positions, &self.services);
@@ -50,7 +47,6 @@ impl Controller {
         self.table_acks.retain(|index| positions.contains_key(&index));
     }
 
-    /// A server's load has changed.
     pub(super) fn load_changed(&mut self, id: ServerId, trigger: TableTrigger) {
         let Some(positions) = self.services_of.get(&id) else { return };
         for position in positions {
@@ -70,7 +66,6 @@ impl Controller {
         }
     }
 
-    /// A rack has passed up loads of servers of the service.
     pub(super) fn loads_passed_up(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
         let Some(position) = self.positions.get(&service) else { return };
         let service = &mut self.services[*position];
@@ -179,7 +174,6 @@ impl Controller {
         hasher.finish()
     }
 
-    /// The same, of these servers.
     fn server_inputs(&self, position: usize, shard: Shard, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
@@ -209,7 +203,6 @@ impl Controller {
         }
     }
 
-    /// Whether any table is due.
     pub fn is_due(&self) -> bool {
         !self.due.is_empty()
     }

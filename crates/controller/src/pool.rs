@@ -17,7 +17,6 @@ use super::{Controller, NewTable, Now};
 use coreward_fleet::fleet::FleetService;
 
 impl Controller {
-    /// The table of the service at this position, as things are now.
     pub(super) fn place(&mut self, position: usize, now: Now) -> NewTable {
         let pool = match self.services[position].take_cached_pool() {
             Some(known) => self.refreshed(position, known, now),
@@ -61,7 +60,6 @@ impl Controller {
         servers.len() < before + count
     }
 
-    /// Returns the pool of the service at this position with these servers.
     pub fn pool_of(&self, position: usize, servers: Vec<PoolServer>, now: Now) -> Option<Pool> {
         Some(self.with_context(self.services.get(position)?, Pool::new(servers, 1), now))
     }

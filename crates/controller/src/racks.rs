@@ -48,14 +48,12 @@ struct Rack {
     version: String,
     /// When it last said something (since the controller's start).
     heard: Duration,
-    /// By the number of the agent's stream at the rack.
     agents: BTreeMap<u64, Session>,
     /// Grows when others speak through it. (With hundreds of racks it costs a quarter of a CPU to tell all of them of each agent.)
     changes: u64,
     summaries: BTreeMap<ServiceIndex, PassedUp>,
 }
 
-/// What a rack has passed up of one service.
 #[derive(Debug)]
 struct PassedUp {
     summary: Arc<RackSummary>,
@@ -81,7 +79,6 @@ impl Rack {
 pub struct RackRelay {
     /// The rack's session.
     pub rack: u64,
-    /// Its name.
     pub name: Arc<str>,
     /// The agent's stream there.
     pub stream: u64,
@@ -103,7 +100,6 @@ impl Racks {
         self.known.values_mut().find(|rack| rack.session == Some(session))
     }
 
-    /// The rack that is connected by that session, and its name.
     fn connected(&self, session: u64) -> Option<(&String, &Rack)> {
         self.known.iter().find(|(_, rack)| rack.session == Some(session))
     }
@@ -120,7 +116,6 @@ impl Racks {
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
-    /// Whose loads are passed up now for the service, by id.
     pub fn passed_up(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
         let mut passed_up = Vec::new();
         for server in self.summaries(service, now).flat_map(|summary| &summary.servers) {

@@ -29,7 +29,6 @@ pub enum Rejection {
         silence.as_millis()
     )]
     DuplicateSession {
-        /// The server.
         server: String,
         /// How long the other one has been silent.
         silence: Duration,
@@ -40,7 +39,6 @@ pub enum Rejection {
         silence.as_millis()
     )]
     DuplicateLoadBalancer {
-        /// The name.
         name: String,
         /// How long the other one has been silent.
         silence: Duration,
@@ -51,7 +49,6 @@ pub enum Rejection {
         silence.as_millis()
     )]
     DuplicateRack {
-        /// The name.
         name: String,
         /// How long the other one has been silent.
         silence: Duration,
@@ -68,7 +65,6 @@ pub enum Rejection {
         racks.iter().map(|rack| format!("rack {rack:?}, ")).collect::<String>() + if racks.is_empty() { "" } else { "or " }
     )]
     ForeignRack {
-        /// The server.
         server: String,
         /// Who spoke for it.
         rack: String,

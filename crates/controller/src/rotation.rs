@@ -178,7 +178,6 @@ impl Controller {
         }
     }
 
-    /// Returns the agent of that server if the keys wait for it.
     pub fn keys_wait_for(&self, id: ServerId, server: &FleetServer, now: Now) -> Option<String> {
         self.unconfirmed_agent(id, server, self.keys_skip_disconnected(), now)
     }

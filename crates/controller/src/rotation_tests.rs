@@ -205,7 +205,6 @@ impl Harness {
         stamping.into_iter().all(|(keys, slot)| self.balancers.iter().all(|balancer| holds(balancer, slot, &keys)))
     }
 
-    /// One event out of all that can happen.
     fn happen(&mut self, event: u8, n: usize) {
         let (balancer, agent) = (n % self.balancers.len(), n % SERVERS);
         match event {

@@ -13,7 +13,6 @@ use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 const BY_COMMAND: &str = "`coreward drain` says so";
 
-/// A state, and what is to be said of it.
 pub(super) struct StateReason {
     pub state: ServerState,
     /// Empty: nothing.

@@ -33,7 +33,6 @@ pub enum Eligibility {
     Unreachable,
     /// Somebody does not want it to.
     Drained,
-    /// It is in the service no more.
     Left,
 }
 
@@ -49,7 +48,6 @@ impl Eligibility {
     }
 }
 
-/// Where a server stands in a service.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerStatus {
     /// Now.
@@ -62,13 +60,11 @@ pub struct ServerStatus {
     joined: Option<Duration>,
 }
 
-/// A service of the fleet.
 pub struct Service {
     fleet: FleetService,
     policy: Box<dyn Policy>,
     generation: u64,
     newest: Option<(Arc<PlacementTable>, Duration)>,
-    /// Where its servers stand.
     statuses: BTreeMap<ServerId, ServerStatus>,
     /// Whether servers that are down take new connections, as no other one does.
     failing_open: bool,
@@ -238,17 +234,14 @@ impl Service {
         self.policy.reads_traffic()
     }
 
-    /// The server's load is new.
     pub fn load_is_new(&mut self, server: ServerId) {
         self.dirty.mark(server);
     }
 
-    /// The server's rack passes up new loads of it.
     pub fn load_is_passed_up(&mut self, server: ServerId) {
         self.dirty.mark_passed_up(server);
     }
 
-    /// All loads are new.
     pub fn loads_are_new(&mut self) {
         self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
     }
@@ -294,7 +287,6 @@ impl Service {
         self.new_interval = true;
     }
 
-    /// The pool with what is known of the last report interval.
     pub fn with_interval(&self, pool: Pool) -> Pool {
         let pool = match self.opened {
             Some(opened) => pool.with_opened_connections(opened),
@@ -313,7 +305,6 @@ impl Service {
         self.fingerprints.next(&self.fleet.members, all)
     }
 
-    /// The table for this pool.
     pub fn place(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.generation += 1;
         let mut table = self.policy.place(pool, self.fleet.buckets, self.generation);
@@ -332,7 +323,6 @@ impl Service {
         NewTable { service: self.fleet.index, table }
     }
 
-    /// Returns the servers that are down and take no new connections, by id.
     fn down(&self) -> impl Iterator<Item = ServerId> {
         let is_down = |status: &ServerStatus| status.eligibility.state() == ServerState::Down;
         let down = self.statuses.iter().filter(move |(_, status)| is_down(status) && !self.admits(status.eligibility));
@@ -375,12 +365,10 @@ impl Service {
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
     }
 
-    /// Name and history, when it has changed since the last call.
     pub fn changed_history(&mut self) -> Option<(String, BucketHistory)> {
         std::mem::take(&mut self.history_changed).then(|| (self.fleet.name.clone(), self.history.clone()))
     }
 
-    /// The table of the last tick.
     pub fn newest(&self) -> Option<NewTable> {
         self.newest.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }

@@ -121,7 +121,6 @@ impl Controller {
         })
     }
 
-    /// A server, for the overview.
     pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
@@ -139,7 +138,6 @@ impl Controller {
         }
     }
 
-    /// All load balancers.
     pub fn load_balancer_status(&self, now: Now) -> Vec<LoadBalancer> {
         self.load_balancers
             .iter()

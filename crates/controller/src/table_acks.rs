@@ -57,7 +57,6 @@ impl TableAcks {
         self.confirmed.retain(|(of, _), _| *of != session);
     }
 
-    /// Only these services are left.
     pub fn retain(&mut self, is_there: impl Fn(ServiceIndex) -> bool) {
         self.made.retain(|service, _| is_there(*service));
         self.confirmed.retain(|(_, service), _| is_there(*service));

@@ -12,7 +12,6 @@ use coreward_model::placement::PlacementTable;
 use super::service::Service;
 use super::{Controller, Now};
 
-/// Out of fixed point.
 fn load(fixed_point: u32) -> f64 {
     f64::from(fixed_point) / f64::from(intf::LOAD_ONE)
 }
@@ -33,7 +32,6 @@ impl Controller {
         Tables { tables: self.services.iter().map(summary).collect() }
     }
 
-    /// Returns the position of the service of that name.
     pub fn service_position(&self, name: &str) -> Option<usize> {
         self.services.iter().position(|known| known.fleet().name == name)
     }

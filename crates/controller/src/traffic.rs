@@ -37,7 +37,6 @@ pub struct Traffic {
 /// Connections that were opened since a load balancer's message before.
 #[derive(Debug, Default)]
 pub struct NewlyOpened {
-    /// By service.
     pub services: Vec<(ServiceIndex, u64)>,
     /// By server, of all services together.
     pub servers: Vec<(ServerId, u64)>,
@@ -109,7 +108,6 @@ impl Traffic {
         self.said = None;
     }
 
-    /// What it has sent to the server.
     pub fn total(&self, server: ServerId) -> Option<ServerTraffic> {
         self.totals.get(&server).copied()
     }

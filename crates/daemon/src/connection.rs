@@ -32,7 +32,6 @@ const WINDOW_BYTES: u32 = 1 << 20;
 /// snapshot) may count terms from the start.
 const TERM_MEMORY: Duration = Duration::from_secs(60);
 
-/// Connection of a daemon to its controllers.
 pub struct Connection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
@@ -179,7 +178,6 @@ pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
 enum End {
     /// The controller is unreachable, or does not lead.
     Lost,
-    /// The controller rejects this daemon, or another one has its name.
     Rejected,
     /// Index of the leader that the controller named.
     NotTheLeader(usize),

@@ -4,7 +4,6 @@ use anyhow::Context as _;
 use caps::{CapSet, Capability, CapsHashSet};
 use nix::sys::prctl;
 
-/// A daemon, by its command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Daemon {
     /// `coreward controller`

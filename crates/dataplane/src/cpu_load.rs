@@ -13,7 +13,7 @@ use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
 type Cpus = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
-/// Counts busy time of the CPUs until it is dropped.
+/// Counter of the CPUs' busy time, until it is dropped.
 #[derive(Debug)]
 pub struct CpuLoad {
     cpus: MmapArray<Cpus>,
@@ -21,12 +21,12 @@ pub struct CpuLoad {
 }
 
 impl CpuLoad {
-    /// Starts to count on all CPUs. Fails when the kernel refuses the program (it needs BTF).
+    /// Starts counting on all CPUs. Fails when the kernel refuses the program (it needs BTF).
     pub fn start() -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/server/cpu_load.bpf.c")?;
         let skeleton = open.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
-        // Ends before begins: an interrupt that was seen to begin is seen to end.
+        // Ends before begins: an interrupt that was seen to begin is also seen to end.
         let programs = [
             &skeleton.progs.interrupt_ends,
             &skeleton.progs.softirq_ends,

@@ -1,6 +1,6 @@
-//! The driver by the ethtool ioctl: requests, and its counters.
+//! Driver settings and counters by the ethtool ioctl.
 //!
-//! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer, headed by its number.
+//! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer that begins with its number.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -12,8 +12,8 @@ const ETHTOOL_GSTRINGS: u32 = 0x1b;
 const ETHTOOL_GSTATS: u32 = 0x1d;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 
-/// One ethtool request; `request` holds it as 32-bit words and gets the answer. Fails when there is no such device, or
-/// its driver refuses the request.
+/// Sends one ethtool request; `request` holds it as 32-bit words and receives the answer. Fails when there is no such
+/// device, or its driver rejects the request.
 ///
 /// # Safety
 /// `request` must have the length that its header gives: the kernel writes so much.
@@ -26,7 +26,7 @@ pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A request about a device, with its name.
+/// Returns a request about a device, with its name.
 pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a struct of integers and pointers, for which zero is a value.
     let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -39,8 +39,8 @@ pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
     Ok(ifreq)
 }
 
-/// Names of one of the driver's string sets, at most `limit`. Fails when there is no such device, or its driver has no
-/// such set.
+/// Returns names of one of the driver's string sets, at most `limit`. Fails when there is no such device, or its driver
+/// has no such set.
 pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
     const NAME_WORDS: usize = 8;
     // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
@@ -60,7 +60,7 @@ pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>>
     Ok(names[3..].chunks(NAME_WORDS).take(count as usize).map(text).collect())
 }
 
-/// Counters of the driver (`ethtool -S`), by name. Empty: it has none.
+/// Returns the driver's counters (`ethtool -S`) by name; empty without any.
 pub fn counters(interface: &str) -> Vec<(String, u64)> {
     const ETH_SS_STATS: u32 = 1;
     // A NIC has some thousand.

@@ -15,7 +15,7 @@ use zerocopy::IntoBytes as _;
 use crate::skeleton::health::HealthSkelBuilder;
 use crate::tc::{self, Direction, Held};
 
-/// How many connections there may be at once: each needs two entries.
+/// Limit of concurrent connections: each needs two entries.
 pub const PATHS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
 
 /// One connection of a health check.
@@ -23,16 +23,16 @@ pub const PATHS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
 pub struct NatEntry {
     /// The server's own address, to which the load balancer connects.
     pub server: Ipv4Addr,
-    /// What the server is asked as.
+    /// Destination address at the server.
     pub vip: Ipv4Addr,
     /// The server's port.
     pub port: u16,
-    /// The load balancer's.
+    /// The load balancer's port.
     pub own_port: u16,
 }
 
 impl NatEntry {
-    /// Key and value of each direction: as packets carry them.
+    /// Key and value of each direction, in packet byte order.
     fn entries(&self) -> [(intf::checked_path, Ipv4Addr); 2] {
         let key = |address: Ipv4Addr| intf::checked_path {
             address: u32::from_ne_bytes(address.octets()),
@@ -43,14 +43,14 @@ impl NatEntry {
     }
 }
 
-/// The programs at the device; they end with this value.
+/// The programs at the device, until this is dropped.
 #[derive(Debug)]
 pub struct CheckedPaths {
     paths: Arc<NatTable>,
     _held: [Held; 2],
 }
 
-/// Which connections reach a server at the VIP.
+/// Connections that reach a server at the VIP.
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
@@ -70,14 +70,14 @@ impl CheckedPaths {
         Ok(Self { paths: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
     }
 
-    /// For whoever makes the connections, in any thread.
+    /// Returns the table, for use from any thread.
     pub fn paths(&self) -> &Arc<NatTable> {
         &self.paths
     }
 }
 
 impl NatTable {
-    /// From now on this connection's packets reach the server at the VIP. Fails when there are [`PATHS`] already.
+    /// Adds a connection, whose packets then reach the server at the VIP. Fails when there are [`PATHS`] already.
     pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
         for (key, to) in path.entries() {
             self.0.update(key.as_bytes(), &to.octets(), MapFlags::ANY).context("a path for a health check")?;
@@ -85,7 +85,7 @@ impl NatTable {
         Ok(())
     }
 
-    /// From now on they do not.
+    /// Removes a connection.
     pub fn remove(&self, path: &NatEntry) {
         for (key, _) in path.entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {

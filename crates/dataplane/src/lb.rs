@@ -1,21 +1,21 @@
 //! `bpf/lb/lb.bpf.c` at the load balancer's device: loaded, attached, pinned, taken over, filled, read.
 //!
-//! What packets need is pinned below `lb/` of the configured directory and outlives the process:
+//! The state of packets is pinned below `lb/` of the configured directory and outlives the process:
 //!
 //! ```text
-//! lb/state                 struct lb_state: keys, services, where their tables stand
-//! lb/servers               where every server is
-//! lb/membership            which servers each service knows, and which of them take new connections
+//! lb/state                 struct lb_state: keys, services, offsets of their tables
+//! lb/servers               address of every server
+//! lb/membership            servers of each service, and the eligible ones
 //! lb/placement_memory      the tables of all services
-//! lb/recent_first_packets  so that a retransmitted SYN reaches the same server
-//! lb/flow_table            connections that carry no cookie
-//! lb/corrected_servers     where servers' answers come from, and their clocks, for `timestamps = "lb"`
-//! lb/fragments             where a datagram's later fragments go
+//! lb/recent_first_packets  servers of recent SYNs, for their retransmissions
+//! lb/flow_table            connections without a cookie
+//! lb/corrected_servers     source addresses and clocks of servers, for `timestamps = "lb"`
+//! lb/fragments             destinations of later fragments
 //! lb/connections           the connection table of stateful services
 //! lb/connection_stacks     its free places
-//! lb/recent_connections    so that a retransmitted SYN finds its entry
+//! lb/recent_connections    entries of recent SYNs, for their retransmissions
 //! lb/counters
-//! lb/server_traffic        what went to each server
+//! lb/server_traffic        traffic to each server
 //! lb/link                  the program at the device
 //! ```
 
@@ -66,18 +66,18 @@ use variant::{EnabledFeatures, Variant};
 pub struct PacketRate {
     /// Packets per second, at least 1.
     pub per_second: u32,
-    /// How many may come at once, at least 1.
+    /// Burst in packets, at least 1.
     pub burst: u32,
 }
 
-/// How often packets may go to all servers of a service for one reason (`bpf/lb/broadcast.h`).
+/// Rate limits of broadcasts for one reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
-    /// From one source address. Some sources share a bucket.
+    /// Limit of one source address. Some sources share a bucket.
     pub by_source: PacketRate,
-    /// Of one service.
+    /// Limit of one service.
     pub by_service: PacketRate,
-    /// Of the whole load balancer.
+    /// Limit of the load balancer.
     pub of_all: PacketRate,
 }
 
@@ -92,14 +92,14 @@ impl BroadcastRates {
         Self { by_source: rate(by_source), by_service: rate(by_service), of_all: rate(of_all) }
     }
 
-    /// One rate for sources, services and all.
+    /// Returns one rate for sources, services and the load balancer.
     pub const fn uniform(rate: PacketRate) -> Self {
         Self { by_source: rate, by_service: rate, of_all: rate }
     }
 
-    /// 60,000 packets a second in all. A quarter of a service's rate is one source's. ICMP errors without a cookie have the
-    /// largest rate: nothing tells a genuine one from a forged one, whose sender may write any source. Packets whose connection
-    /// table is lost cost one delivery per connection until it has healed, and come all at once.
+    /// 60,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
+    /// have the largest rate, because forged ones with any source look the same. Packets with a lost connection table
+    /// cost one delivery per connection until it has healed, and come all at once.
     pub const DEFAULT: Broadcast = {
         let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut rates = [small; intf::BROADCAST_REASON_COUNT as usize];
@@ -109,23 +109,23 @@ impl BroadcastRates {
     };
 }
 
-/// Most entries of the flow table: 256 MB of kernel memory.
+/// Limit of the flow table's entries: 256 MB of kernel memory.
 pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 
-/// How the load balancer is to run.
+/// Options of a load balancer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Where to pin; below a BPF file system. `None`: everything ends with the process.
+    /// Pin directory, below a BPF file system. `None`: everything ends with the process.
     pub pin_directory: Option<PathBuf>,
-    /// How often packets may go to all servers.
+    /// Rate limits of broadcasts.
     pub broadcast: Broadcast,
-    /// Room for connections that carry no cookie, 16 bytes each: 1 to [`MAX_FLOW_TABLE_ENTRIES`], in whole sets of 8. A table that
-    /// is taken over keeps the size it has.
+    /// Capacity for connections without a cookie, 16 bytes each: 1 to [`MAX_FLOW_TABLE_ENTRIES`], in whole sets of 8. A
+    /// table that is taken over keeps its size.
     pub flow_table_entries: u32,
-    /// By which clock servers' timestamps are restored.
+    /// Clock that restores servers' timestamps.
     pub correction_clock: CorrectionClock,
-    /// Room for connections of stateful services, 64 bytes each. A table of another size that is taken over is replaced
-    /// when it is empty, and refused otherwise.
+    /// Capacity for connections of stateful services, 64 bytes each. A table of another size that is taken over is
+    /// replaced when it is empty, and rejected otherwise.
     pub connection_table: TableSize,
 }
 
@@ -141,17 +141,17 @@ impl Default for Options {
     }
 }
 
-/// By which clock a load balancer that stamps itself restores servers' timestamps.
+/// Clock of LB-side stamping that restores servers' timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CorrectionClock {
     /// The kernel's (CLOCK_MONOTONIC).
     #[default]
     Kernel,
-    /// What [`LoadBalancer::tick`] last told: for comparisons with the model. It stands still without a daemon.
+    /// The last time of [`LoadBalancer::tick`]: for comparisons with the model. It stands still without a daemon.
     Ticks,
 }
 
-/// Where in the kernel the program is to run.
+/// Requested XDP mode of the program.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
     /// In the driver, or not at all.
@@ -163,36 +163,36 @@ pub enum XdpMode {
     Auto,
 }
 
-/// Where in the kernel the program runs.
+/// Actual XDP mode of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attachment {
     /// In the driver.
     Native,
-    /// After the driver: slower, with any device.
+    /// After the driver: slower, on any device.
     Generic,
 }
 
-/// A service's place in the data plane's tables.
+/// Index of a service in the data plane's tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
-    /// As entries of the connection table name it.
+    /// Returns the index in entries of the connection table.
     pub fn get(self) -> u16 {
         self.0
     }
 }
 
-/// A server as the data plane knows it.
+/// A server in the data plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// `None`: not resolved; nothing is sent to it.
+    /// `None`: not resolved; it gets no packets.
     pub mac: Option<MacAddress>,
-    /// Takes new connections. Without it (draining, unhealthy) only established ones reach it.
+    /// Whether it takes new connections. Without it (draining, unhealthy) only established ones reach it.
     pub eligible: bool,
 }
 
-/// The program, its maps and its link. Dropping this leaves what is pinned at work.
+/// The program, its maps and its link. After a drop, pinned objects continue to work.
 #[derive(Debug)]
 pub struct LoadBalancer {
     pins: Option<PathBuf>,
@@ -202,28 +202,28 @@ pub struct LoadBalancer {
     link: Option<XdpLink>,
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
-    /// By place, as far as one was used since this process came: the service that has it.
+    /// Services by index, as far as one was used since the start of the process.
     places: Vec<Option<ServiceAddress>>,
-    /// Where the answers of servers come from that are stamped here, as it was last known.
+    /// Last known source address of the answers of servers with LB-side stamping.
     corrected: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     grace_periods: GracePeriods,
-    /// When programs were told to leave the idle half of the service directory.
+    /// Time at which programs were told to leave the idle half of the service directory.
     directory_retired_at: GraceTicket,
-    /// The position in the connection table that is looked at next.
+    /// Position in the connection table of the next sweep.
     next_swept: u32,
-    /// How many of the connection table's entries are in use.
+    /// Entries of the connection table in use.
     occupancy: Occupancy,
     taken_over: bool,
-    /// The device's link while a program of another version, with another layout, is at work there.
+    /// Link of a program of another version with another layout, which still forwards.
     beside: Option<XdpLink>,
 }
 
 impl LoadBalancer {
-    /// Loads the program. What is pinned from before is taken over, with its keys, services, servers, tables and
-    /// counters, and goes on forwarding all the while. What another version pinned, with another layout, forwards until
-    /// [`switch_over`](Self::switch_over). Fails when the pin directory is not on a BPF file system, the connection
-    /// table that is pinned there cannot be given the size wanted, the flow table's size is out of range, or the kernel
-    /// refuses the program.
+    /// Loads the program. Objects pinned by an earlier process are taken over with keys, services, servers, tables and
+    /// counters, and continue to forward. Those of another version with another layout forward until
+    /// [`switch_over`](Self::switch_over). Fails when the pin directory is not on a BPF file system, the pinned
+    /// connection table cannot get the requested size, the flow table's size is out of range, or the kernel refuses the
+    /// program.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         ensure!(
             (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entries),
@@ -235,7 +235,7 @@ impl LoadBalancer {
         if let (Some(pins), None) = (&pins, &link)
             && program::any_pinned(pins)
         {
-            // Nothing forwards by these: a start that was cut short, or a link that somebody removed.
+            // Unused leftovers: of an interrupted start, or of a link that was removed.
             tracing::warn!(event = "pins-removed", directory = %pins.display(), "maps without a link are removed");
             program::unpin(pins)?;
             std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
@@ -292,7 +292,7 @@ impl LoadBalancer {
         Ok(Self {
             occupancy: Occupancy::count(&maps),
             places,
-            // What was taken over may have been left just now: the first write waits for a grace period.
+            // Objects may have been released just before the take-over: the first write waits for a grace period.
             directory_retired_at: grace_periods.now(),
             grace_periods,
             pins,
@@ -309,7 +309,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Loads another variant and, if a program is at the device, puts the new one in its place atomically.
+    /// Loads another variant and, if a program is at the device, replaces it atomically.
     fn change_variant(&mut self, variant: Variant) -> anyhow::Result<()> {
         if variant == self.variant {
             return Ok(());
@@ -325,13 +325,13 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether a program of another version is still at work, and this one waits for [`switch_over`](Self::switch_over).
+    /// Whether a program of another version still works, and this one waits for [`switch_over`](Self::switch_over).
     pub fn is_upgrade_pending(&self) -> bool {
         self.beside.is_some()
     }
 
-    /// Takes the place of another version's program, if that was left at work: to be called when this one has its
-    /// tables. No packet falls between the two. Fails when the kernel refuses the program, or the pins.
+    /// Replaces another version's program, if one still works. To be called when this one has its tables. No packet is
+    /// lost in between. Fails when the kernel refuses the program or the pins.
     pub fn switch_over(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.beside.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
@@ -343,13 +343,12 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether [`load`](Self::load) found a load balancer at work.
+    /// Whether [`load`](Self::load) took over a working load balancer.
     pub fn taken_over(&self) -> bool {
         self.taken_over
     }
 
-    /// The program now in use, for test runs. Another one after a table whose rule, or a service
-    /// whose mode, was not in use.
+    /// Returns the program in use, for test runs. It changes with the set of rules and modes in use.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
@@ -362,7 +361,7 @@ impl LoadBalancer {
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);
     }
 
-    /// Takes the program from the device and removes all pins: forwarding ends. Fails when a pin cannot be removed.
+    /// Removes the program from the device and all pins: forwarding ends. Fails when a pin cannot be removed.
     pub fn detach(mut self) -> anyhow::Result<()> {
         if let Some(pins) = &self.pins {
             link::unpin(&pins.join("link"))?;
@@ -396,7 +395,7 @@ impl LoadBalancer {
 
 const SERVER_FLAGS_SHIFT: u32 = 48;
 
-/// Where the entry of a server stands in an array of all servers.
+/// Returns the offset of a server's entry in an array of all servers.
 fn entry_at<T>(id: u16) -> usize {
     usize::from(id) * size_of::<T>()
 }

@@ -63,7 +63,6 @@ pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BT
     candidates.iter().map(at).find(|found| !found.is_empty()).unwrap_or_default()
 }
 
-/// The sockets in that state of /proc/net/FILE.
 fn sockets_in(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     // Not /proc/net: that is the namespace of the process's first thread.
     let path = format!("/proc/thread-self/net/{file}");
@@ -114,7 +113,6 @@ pub fn waiting(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     Ok(found.into_values().collect())
 }
 
-/// Members of all epoll sets of a process: inode and descriptor.
 fn epoll_members(process: &Path) -> std::io::Result<Vec<(Inode, i32)>> {
     let mut members = Vec::new();
     for entry in fs::read_dir(process.join("fd"))?.flatten() {
@@ -159,7 +157,6 @@ pub fn holding(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     Ok(found.into_values().collect())
 }
 
-/// All sockets that a process has open: inode and descriptor.
 fn open_sockets(process: &Path) -> std::io::Result<Vec<(Inode, i32)>> {
     let socket = |entry: fs::DirEntry| {
         let target = fs::read_link(entry.path()).ok()?;

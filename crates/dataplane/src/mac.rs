@@ -7,7 +7,7 @@ use std::fmt;
 pub struct MacAddress(pub [u8; 6]);
 
 impl MacAddress {
-    /// All stations.
+    /// The broadcast address.
     pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
 
     /// Whether frames to it reach more than one station (IEEE 802.3, Sect. 3.2.3: the first bit sent).
@@ -15,13 +15,13 @@ impl MacAddress {
         self.0[0] & 1 != 0
     }
 
-    /// As the low 48 bits of a word read from a frame.
+    /// Returns the address in the low 48 bits of a word read from a frame.
     pub(crate) fn word(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
     }
 
-    /// The reverse of [`word`](Self::word); the upper 16 bits do not count.
+    /// Returns the address in the low 48 bits; the upper 16 bits are ignored.
     pub(crate) fn from_word(word: u64) -> Self {
         let [a, b, c, d, e, f, ..] = word.to_le_bytes();
         Self([a, b, c, d, e, f])

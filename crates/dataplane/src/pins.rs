@@ -1,4 +1,4 @@
-//! The directory in which a daemon's data plane is pinned: on a BPF file system, and one process's at a time.
+//! Pin directory of a daemon's data plane: on a BPF file system, and locked by one process at a time.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -11,23 +11,23 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
-/// A directory that this process alone changes, until this is dropped or the process ends in whatever way.
+/// Lock of a pin directory, released when this is dropped or the process ends.
 ///
-/// Two daemons on the same pins would both free entries of one connection table and undo each other's configuration; the
-/// controller refuses the second one only after it has taken over. Who only reads (`coreward connections`) needs none of this.
+/// Two daemons on the same pins would both free entries of one connection table and undo each other's configuration;
+/// the controller rejects the second one only after its take-over. Readers (`coreward connections`) need no lock.
 #[derive(Debug)]
 pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
-/// A process that has just ended, and a child of it that has not yet become another program, hold its claim for a moment.
+/// A process that has just ended, and its child before execve(2), hold the lock for a short time.
 const TIMEOUT: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How many folders deep pin directories are looked for.
+/// Depth of the search for pin directories.
 const DEEPEST: usize = 5;
 
 impl PinLock {
-    /// Makes the directory if it is missing. Fails when it is not on a BPF file system, or another process has claimed
-    /// it for two seconds from now on.
+    /// Locks the directory and creates it if it is missing. Fails when it is not on a BPF file system, or another
+    /// process holds the lock for two seconds.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         ensure_bpf_file_system(directory)?;
@@ -49,8 +49,8 @@ impl PinLock {
     }
 }
 
-/// The other directories of the same BPF file system in which `file` (with its folder) is pinned; those that this process may not
-/// read are left out. (What is at a device cannot be asked by name: that takes CAP_SYS_ADMIN, which daemons do not have.)
+/// Returns the other directories of the same BPF file system in which `file` (with its folder) is pinned, except
+/// unreadable ones. (Programs at a device have no names without CAP_SYS_ADMIN, which daemons lack.)
 pub fn others(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
         return Vec::new();
@@ -68,8 +68,7 @@ pub fn others(directory: &Path, file: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Removes a pin directory; one with something else in it, which is somebody else's, stays. Fails when it cannot be
-/// removed.
+/// Removes an empty pin directory; one with other content stays. Fails when it cannot be removed.
 pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     match fs::remove_dir(directory) {
         Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),

@@ -1,5 +1,5 @@
-//! RCU grace periods, waited for by a thread of their own: who switches programs from one memory to another goes on at once,
-//! and uses the old memory again when a grace period that began afterwards has ended.
+//! RCU grace periods, awaited by a separate thread. A writer that switches programs to another memory continues at
+//! once, and reuses the old memory after a grace period that began later.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// A map of maps that no program uses: every update of its one element waits for an RCU grace period.
+/// A map of maps without user: every update of its one element waits for an RCU grace period.
 static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 
 /// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
@@ -20,7 +20,7 @@ static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 pub fn wait_for_programs() -> anyhow::Result<()> {
     let (outer, inner) = match MAP_OF_MAPS.get() {
         Some(maps) => maps,
-        // Of two threads that come here first one's maps are used, the other's are closed.
+        // If two threads come here first, one's maps are used and the other's are closed.
         None => {
             let maps = map_of_maps()?;
             MAP_OF_MAPS.get_or_init(|| maps)
@@ -45,11 +45,11 @@ fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     Ok((outer, inner))
 }
 
-/// A moment: what programs were told to leave before it they have left when [`GracePeriods::has_passed`].
+/// Time of a switch: see [`GracePeriods::has_passed`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GraceTicket(u64);
 
-/// The thread. It ends with this value.
+/// The thread, which ends when this is dropped.
 #[derive(Debug)]
 pub struct GracePeriods(Arc<Shared>);
 
@@ -64,7 +64,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Wishes {
-    /// The last period that somebody wants to end.
+    /// The last period that is awaited.
     wanted: u64,
     over: bool,
     failed: Option<String>,
@@ -112,9 +112,9 @@ impl GracePeriods {
         Ok(Self(shared))
     }
 
-    /// Now, after programs were told to leave something. A grace period is waited for.
+    /// Returns a ticket after programs were switched, and requests a grace period.
     pub fn now(&self) -> GraceTicket {
-        // What was stored before is seen by all that begins after this.
+        // Earlier stores are visible to everything that begins after this.
         fence(Ordering::SeqCst);
         let moment = self.0.begun.load(Ordering::SeqCst) + 1;
         let mut wishes = self.0.wishes();
@@ -124,12 +124,12 @@ impl GracePeriods {
         GraceTicket(moment)
     }
 
-    /// Whether all programs that ran at that moment have ended.
+    /// Whether all programs that ran at the ticket's time have ended.
     pub fn has_passed(&self, moment: GraceTicket) -> bool {
         self.0.ended.load(Ordering::SeqCst) >= moment.0
     }
 
-    /// Returns when they have. Fails when the kernel has refused to wait for one.
+    /// Waits for [`has_passed`](Self::has_passed). Fails when the kernel has refused to wait for a grace period.
     pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
         let mut wishes = self.0.wishes();
         while !self.has_passed(moment) {

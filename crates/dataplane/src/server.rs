@@ -72,7 +72,6 @@ pub struct ServerPrograms {
     beside: Option<[OwnedFd; MAPS.len()]>,
 }
 
-/// The first layout with keys as they are today.
 const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
 
 type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];

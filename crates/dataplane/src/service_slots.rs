@@ -86,7 +86,6 @@ pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_s
     Ok(directory)
 }
 
-/// The slots of `most` services at most.
 fn keys(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::service_slot>, DirectoryError> {
     if services.len() > most as usize {
         return Err(DirectoryError::TooMany(services.len(), most));
@@ -117,7 +116,6 @@ fn keys(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::servi
     Ok(slots)
 }
 
-/// A seed that gives every tail a slot of its own.
 fn seed(tails: &[u64]) -> Option<u64> {
     let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
     (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1).find(|seed| {

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use libbpf_rs::libbpf_sys;
 
-/// Whether this process may load BPF programs; says that `test` was skipped when not. scripts/test sets the variable when
-/// scripts/capabilities found that something is missing.
+/// Whether this process may load BPF programs; prints that `test` was skipped when not. scripts/test sets the variable
+/// when scripts/capabilities found that something is missing.
 pub fn may_load_bpf(test: &str) -> bool {
     let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     if !allowed {
@@ -16,7 +16,7 @@ pub fn may_load_bpf(test: &str) -> bool {
     allowed
 }
 
-/// What a run gave.
+/// Result of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     /// The program's return value.
@@ -27,7 +27,7 @@ pub struct Outcome {
     pub duration: Duration,
 }
 
-/// A receive queue of a device in the calling thread's network namespace: what the program takes its packets to come from.
+/// A receive queue of a device in the calling thread's network namespace, as the packets' origin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueue {
     /// The device's index.
@@ -36,7 +36,7 @@ pub struct ReceiveQueue {
     pub queue: u32,
 }
 
-/// How much longer than before a packet may come out.
+/// Room for a packet that grows.
 const HEADROOM: usize = 256;
 
 /// Runs `program` on `packet` (an Ethernet frame of at least 14 bytes).
@@ -47,8 +47,8 @@ pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Ou
     run_from(program, packet, repeat, None)
 }
 
-/// The same, the packet coming from a certain receive queue; `None`: from the loopback device's first. Fails as [`run`]
-/// does, and when there is no such queue.
+/// [`run`] with packets from a certain receive queue; `None`: the loopback device's first. Fails as [`run`] does, and
+/// when there is no such queue.
 pub fn run_from(
     program: BorrowedFd<'_>,
     packet: &[u8],
@@ -62,15 +62,15 @@ pub fn run_from(
     Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
 }
 
-/// One run of `program` on `packet`, for callers that do many: its return value, and how many bytes of `out` the packet
-/// takes afterwards. Fails as [`run`] does, and when the packet does not fit into `out`.
+/// One run of `program` on `packet`, for callers with many: returns the program's return value, and the packet's new
+/// length in `out`. Fails as [`run`] does, and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
     let options = run_with(program, packet, 1, None, out)?;
     Ok((options.retval as i32, options.data_size_out as usize))
 }
 
-/// Runs an XDP program on `frames` frames that the kernel makes of `frame` and treats as live ones: it does what the program
-/// returns (`BPF_F_TEST_XDP_LIVE_FRAMES`). Frames are reused, with what the program and others have written into them.
+/// Runs an XDP program on `frames` live copies of `frame`, for which the kernel executes the program's action
+/// (`BPF_F_TEST_XDP_LIVE_FRAMES`). Frames are reused with all changes.
 pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,

@@ -90,7 +90,6 @@ impl Service {
         }
     }
 
-    /// What it listens at.
     pub fn listen(&self) -> SocketAddr {
         self.config.options.service
     }
@@ -210,7 +209,6 @@ pub fn pins(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
     pin_directory.join(format!("{address}_{}", listen.port()))
 }
 
-/// The directories of all services.
 pub fn all_pins(pin_directory: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(pin_directory).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();

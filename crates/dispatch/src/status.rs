@@ -12,18 +12,14 @@ use serde_json::{Value, json};
 /// So many looks may be late before somebody is told.
 const LATE: Duration = POLL_INTERVAL.saturating_mul(20);
 
-/// What is known of one service.
 #[derive(Debug, Clone)]
 pub struct ServiceStatus {
-    /// What it listens at.
     pub listen: SocketAddr,
-    /// By which policy its requests are dispatched.
     pub policy: &'static str,
     /// How long ago somebody looked after it.
     pub since_last_look: Duration,
     /// Every slot that has or had a worker.
     pub workers: Vec<WorkerCounts>,
-    /// Of the whole service, by name.
     pub counters: Vec<(&'static str, u64)>,
 }
 

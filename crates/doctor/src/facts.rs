@@ -283,7 +283,6 @@ pub struct Service {
 }
 
 impl Service {
-    /// Returns its IPv4 VIP.
     pub fn vip(&self) -> Option<Ipv4Addr> {
         match self.address.socket.ip() {
             IpAddr::V4(vip) => Some(vip),
@@ -343,7 +342,6 @@ impl Facts {
         self.settings.interface.as_deref().unwrap_or_default()
     }
 
-    /// Returns a numeric sysctl.
     pub fn sysctl(&self, path: &str) -> Option<u32> {
         self.sysctls.get(path)?.trim().parse().ok()
     }
@@ -354,7 +352,6 @@ impl Facts {
         Some((of("all")?, of(self.interface())?))
     }
 
-    /// Returns the VIPs of the services.
     pub fn vips(&self) -> BTreeSet<Ipv4Addr> {
         self.services.iter().filter_map(Service::vip).collect()
     }

@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
@@ -28,10 +27,8 @@ impl Severity {
     }
 }
 
-/// Finding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// Severity.
     pub severity: Severity,
     /// Observation.
     pub found: String,
@@ -44,7 +41,6 @@ pub struct Finding {
 /// Step of a repair.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remediation {
-    /// Shell command.
     pub command: String,
     /// Equivalent that `--fix` may execute.
     pub fix: Option<Fix>,
@@ -57,12 +53,10 @@ pub enum Fix {
     Sysctl {
         /// Path below /proc/sys.
         path: String,
-        /// New value.
         value: &'static str,
     },
     /// Writes a file of /sys, until the next boot.
     Write {
-        /// Path.
         path: PathBuf,
         /// Content.
         value: &'static str,
@@ -78,22 +72,18 @@ impl Finding {
         Self { severity, found: found.into(), why: why.to_owned(), remedy: Vec::new() }
     }
 
-    /// Returns an `Ok`.
     pub fn ok(found: impl Into<String>) -> Self {
         Self::new(Severity::Ok, found, "")
     }
 
-    /// Returns an `Unknown`.
     pub fn unknown(found: impl Into<String>) -> Self {
         Self::new(Severity::Unknown, found, "")
     }
 
-    /// Returns a warning.
     pub fn warning(found: impl Into<String>, why: &str) -> Self {
         Self::new(Severity::Warning, found, why)
     }
 
-    /// Returns a fault.
     pub fn fault(found: impl Into<String>, why: &str) -> Self {
         Self::new(Severity::Fault, found, why)
     }
@@ -123,7 +113,6 @@ impl Finding {
 }
 
 impl Fix {
-    /// Returns the shell command.
     pub fn command(&self) -> String {
         match self {
             // With slashes, as names of devices may have dots.

@@ -41,7 +41,6 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
     text
 }
 
-/// Returns the JSON object.
 pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
     let remedy = |finding: &Finding| -> Vec<Value> {
         let step =

@@ -30,7 +30,6 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Key and value of an election.
 #[derive(Debug, Clone)]
 pub struct Candidate {
-    /// Prefix of all keys.
     pub prefix: String,
     /// Content of the leader's key, for followers.
     pub value: String,
@@ -41,7 +40,6 @@ pub struct Candidate {
 /// Result of reading the leader's key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeaderState {
-    /// There is no leader.
     Nobody,
     /// Content of the leader's key.
     Leader(String),
@@ -103,7 +101,6 @@ impl Candidate {
         }
     }
 
-    /// Reads the leader's key.
     pub async fn read_leader(&self, cluster: &Cluster) -> Result<LeaderState, EtcdError> {
         let found = self.leader_of(cluster).await?;
         let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());

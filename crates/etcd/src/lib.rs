@@ -30,7 +30,6 @@ pub enum EtcdError {
     /// No member answered in time: the outcome is unknown.
     #[error("etcd at {endpoints}: {problem}")]
     Unreachable {
-        /// All endpoints.
         endpoints: String,
         /// Reason given by the last member.
         problem: String,
@@ -44,7 +43,6 @@ pub enum EtcdError {
     /// A record of another program or a later version.
     #[error("{key} in etcd: {problem}")]
     Content {
-        /// Key of the record.
         key: String,
         /// Reason.
         problem: String,

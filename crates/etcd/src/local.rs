@@ -5,12 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Addresses of a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
     /// Unique name.
     pub name: String,
-    /// Address for clients.
     pub client: SocketAddr,
     /// Address for other members.
     pub peer: SocketAddr,
@@ -21,9 +19,7 @@ pub struct Member {
 pub struct ClientTls {
     /// Authorities of clients' certificates.
     pub ca: PathBuf,
-    /// Certificate.
     pub certificate: PathBuf,
-    /// Key of the certificate.
     pub key: PathBuf,
 }
 
@@ -59,7 +55,6 @@ impl Member {
         self.command_for(members, directory, &self.endpoint())
     }
 
-    /// Returns the same command with TLS for clients.
     pub fn secure_command(&self, members: &[Member], directory: &Path, tls: &ClientTls) -> Command {
         let mut command = self.command_for(members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");

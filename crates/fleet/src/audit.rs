@@ -20,7 +20,6 @@ const CHANGE_LIMIT: usize = 150;
 const CHANGES_LIMIT: usize = 400;
 const CUT_NOTE: usize = 32;
 
-/// Author of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
     /// As [`AuditEntry::who`].
@@ -35,7 +34,6 @@ impl Author {
         Self { who: "controller".to_owned(), from: String::new() }
     }
 
-    /// Returns the author of changes by signals.
     pub fn signal() -> Self {
         Self { who: "SIGHUP".to_owned(), from: String::new() }
     }

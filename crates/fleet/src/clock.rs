@@ -4,7 +4,6 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Clock of the records.
 #[derive(Debug, Clone, Copy)]
 pub struct RecordClock {
     base: Duration,

@@ -9,7 +9,6 @@ use crate::config::FleetConfig;
 use crate::fleet::{AdminState, Fleet, FleetService};
 use crate::records::{Membership, Records, whole_seconds};
 
-/// Drain of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrainRecord {
     /// Time of the last change (whole seconds since 1970, by the records' clock).
@@ -21,7 +20,6 @@ pub struct DrainRecord {
 }
 
 impl DrainRecord {
-    /// Returns whether the server is drained in the service.
     pub fn covers(&self, service: &str) -> bool {
         self.services.as_ref().is_none_or(|services| services.contains(service))
     }
@@ -30,7 +28,6 @@ impl DrainRecord {
 /// Request to drain a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedDrain {
-    /// Name of the server.
     pub server: String,
     /// Services to drain; `None`: all.
     pub services: Option<BTreeSet<String>>,
@@ -47,19 +44,14 @@ pub enum NotDrained {
     /// The server is not in the service.
     #[error("server {server:?} is not in service {service:?}: expected {expected}")]
     NotInService {
-        /// Name of the server.
         server: String,
-        /// Name of the service.
         service: String,
         /// Its services, as text.
         expected: String,
     },
     /// The last server of these services.
     #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
-    LastOne {
-        /// Names of the services.
-        services: Vec<String>,
-    },
+    LastOne { services: Vec<String> },
 }
 
 impl WantedDrain {
@@ -93,7 +85,6 @@ impl WantedDrain {
     }
 }
 
-/// Returns the id of a server in the document.
 pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, NotDrained> {
     let id = fleet.id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
     id.ok_or_else(|| NotDrained::UnknownServer(server.to_owned()))

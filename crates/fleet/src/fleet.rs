@@ -31,15 +31,12 @@ use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRe
 pub struct Fleet {
     /// Grows with every change.
     pub generation: u64,
-    /// Interval of reports.
     pub report_interval: Duration,
-    /// Timing of tables.
     pub tables: TableTiming,
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// The cookie keys.
     pub key_ring: KeyRing,
     /// Interval of rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
@@ -55,11 +52,9 @@ pub struct Fleet {
     pub allowed_load_balancers: Option<BTreeSet<String>>,
     /// Services in the order of the document.
     pub services: Vec<FleetService>,
-    /// Load balancers that are connected or may return, by name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     /// Document as written by the operator.
     pub document: Document,
-    /// Audit log, the oldest entry first.
     pub audit: Arc<Vec<AuditEntry>>,
     /// File of the document; `None`: it was applied.
     pub file: Option<PathBuf>,
@@ -67,33 +62,28 @@ pub struct Fleet {
     ids: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
-/// Server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetServer {
     /// Name in the document.
     pub name: String,
     /// Address for load balancers.
     pub address: IpAddr,
-    /// Administrative state.
     pub admin_state: AdminState,
     /// Share of new connections.
     pub weight: Weight,
     /// Capacity; `None`: its cores.
     pub capacity: Option<Capacity>,
-    /// Drain by command.
     pub drain: Option<DrainRecord>,
     /// Racks that may report for it; `None`: those of the fleet.
     racks: Option<BTreeSet<String>>,
 }
 
 impl FleetServer {
-    /// Returns whether it is drained in the service by command.
     pub fn is_drained_in(&self, service: &str) -> bool {
         self.drain.as_ref().is_some_and(|drain| drain.covers(service))
     }
 }
 
-/// Administrative state of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
     /// Takes new connections.
@@ -104,16 +94,13 @@ pub enum AdminState {
     Left,
 }
 
-/// A service.
 #[derive(Debug, Clone)]
 pub struct FleetService {
     /// Name in the document.
     pub name: String,
     /// VIP, protocol and port.
     pub address: ServiceAddress,
-    /// Index in tables.
     pub index: ServiceIndex,
-    /// Consistency mode.
     pub mode: ServiceMode,
     /// Load balancer of `mode.transfer`.
     pub other_balancer: Option<OtherBalancer>,
@@ -125,11 +112,9 @@ pub struct FleetService {
     pub check: Option<Arc<Check>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
-    /// Duration of slow start.
     pub slow_start: Duration,
     /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
     pub seed: u64,
-    /// Number of buckets.
     pub buckets: BucketCount,
     /// Servers of the pool, and former ones.
     pub members: BTreeMap<ServerId, Membership>,
@@ -159,7 +144,6 @@ impl FleetService {
     }
 }
 
-/// Numbers of servers by rack.
 #[derive(Debug, Default)]
 pub struct ServersByRack<'a> {
     of_any: u32,
@@ -167,7 +151,6 @@ pub struct ServersByRack<'a> {
 }
 
 impl ServersByRack<'_> {
-    /// Returns the number for a rack.
     pub fn of(&self, rack: &str) -> u32 {
         self.of_any + self.of_these.get(rack).copied().unwrap_or(0)
     }
@@ -225,7 +208,6 @@ impl Fleet {
         Self { file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 
-    /// Returns the id of a server, also of one that left.
     pub fn id(&self, name: &str) -> Option<ServerId> {
         self.ids.get(name).copied()
     }
@@ -235,7 +217,6 @@ impl Fleet {
         self.servers[&id].racks.as_ref().or(self.racks.as_ref())
     }
 
-    /// Returns whether the agent may use the rack.
     pub fn may_speak_through(&self, id: ServerId, rack: &str) -> bool {
         self.racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
@@ -269,18 +250,15 @@ impl Fleet {
             || services.peek().is_some() && !services.any(|service| self.eligible(service, id))
     }
 
-    /// Returns whether the server left the service or the fleet.
     pub fn has_left(&self, service: &FleetService, id: ServerId) -> bool {
         service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
     }
 
-    /// Returns whether the server stamps cookies.
     pub fn stamps(&self, id: ServerId) -> bool {
         let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
         self.services.iter().filter(by_servers).any(|service| service.members.contains_key(&id))
     }
 
-    /// Returns the configuration of load balancers. `alive`: whether a load balancer is alive.
     pub fn for_load_balancers(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];

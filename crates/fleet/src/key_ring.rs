@@ -25,15 +25,12 @@ use crate::records::whole_seconds;
 pub struct KeyRing {
     /// Keys for load balancers and agents.
     pub keys: FleetKeys,
-    /// Generation with these keys.
     pub generation: u64,
     /// Time since which the current key stamps (whole seconds since 1970, as stored).
     pub current_since: Duration,
-    /// Phase of the rotation.
     pub phase: KeyPhase,
 }
 
-/// Phase of a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyPhase {
     /// No rotation.
@@ -56,7 +53,6 @@ impl KeyPhase {
 }
 
 impl KeyRing {
-    /// Draws the keys of a new fleet.
     pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
         let keys = FleetKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }

@@ -23,30 +23,22 @@ use crate::config::FleetConfig;
 use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
 
-/// All records.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Records {
     /// Grows with every change of the records or the configuration.
     pub generation: u64,
-    /// The cookie keys.
     pub key_ring: KeyRing,
-    /// RSS key of the fleet, unless the configuration has one.
     pub rss_key: RssKey,
-    /// Services by name.
     pub services: BTreeMap<String, ServiceRecord>,
-    /// Servers by id.
     pub servers: BTreeMap<ServerId, ServerRecord>,
-    /// Load balancers by name.
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     /// Document as written by the operator.
     pub document: Document,
-    /// Audit log, the oldest entry first.
     pub audit: Arc<Vec<AuditEntry>>,
     /// Time of the last write by the records' clock (whole seconds since 1970); `None`: unknown.
     pub clock: Option<Duration>,
 }
 
-/// Truncates to whole seconds, as stored.
 pub fn whole_seconds(moment: Duration) -> Duration {
     Duration::from_secs(moment.as_secs())
 }
@@ -60,21 +52,17 @@ pub struct Document {
     pub text: Arc<str>,
 }
 
-/// Record of a load balancer, from its first registration on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
     /// Number of its connection table in cookies; `None`: all numbers were taken.
     pub owner: Option<OwnerNumber>,
-    /// Address for other load balancers, as last registered.
     pub address: Option<IpAddr>,
     /// Time of the disconnection (whole seconds since 1970); `None`: connected.
     pub left_at: Option<Duration>,
 }
 
-/// Record of a service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceRecord {
-    /// Index in tables.
     pub index: ServiceIndex,
     /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
     pub seed: u64,
@@ -82,24 +70,20 @@ pub struct ServiceRecord {
     pub buckets: BucketHistory,
 }
 
-/// Record of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerRecord {
     /// Name in the document.
     pub name: String,
-    /// Address.
     pub address: IpAddr,
     /// False: it left the document.
     pub in_file: bool,
     /// Services whose cookies may carry its id.
     pub services: BTreeMap<String, Membership>,
-    /// Drain by command.
     pub drain: Option<DrainRecord>,
     /// Racks that may report for it, as last in the document; `None`: those of the fleet.
     pub racks: Option<BTreeSet<String>>,
 }
 
-/// Membership of a server in a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Membership {
     /// In the pool.
@@ -109,7 +93,6 @@ pub enum Membership {
 }
 
 impl Records {
-    /// Draws the secrets of a new fleet.
     pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
         Self {
             generation: 0,

@@ -26,7 +26,6 @@ pub const CHECKS_AT_ONCE: usize = 1024;
 /// Limit of the random delay of a target's first check; its interval if that is shorter.
 const FIRST_WITHIN: Duration = Duration::from_millis(500);
 
-/// Targets of one service.
 pub struct Service<K> {
     /// Kind, interval and expectation.
     pub check: Arc<Check>,
@@ -48,9 +47,7 @@ pub struct Found {
     pub error: String,
     /// Duration of the newest answer; zero if there was none.
     pub latency: Duration,
-    /// Finished checks.
     pub checks: u64,
-    /// Failed checks.
     pub failures: u64,
 }
 
@@ -99,7 +96,6 @@ impl Drop for Thread {
 
 struct Shared<K> {
     found: Mutex<BTreeMap<K, Found>>,
-    /// Number of changed verdicts.
     changes: watch::Sender<u64>,
     at_once: Semaphore,
 }
@@ -140,7 +136,6 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         self.shared.found().iter().map(|(key, found)| (*key, found.clone())).collect()
     }
 
-    /// Returns a receiver that changes with every verdict.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.shared.changes.subscribe()
     }

@@ -39,7 +39,6 @@ pub trait NatTable: Send + Sync {
     /// Adds an entry; fails if the table is full.
     fn add(&self, path: &Path) -> anyhow::Result<()>;
 
-    /// Removes an entry.
     fn remove(&self, path: &Path);
 }
 
@@ -70,7 +69,6 @@ pub enum ProbeError {
 }
 
 impl ProbeError {
-    /// Returns whether the fault is local.
     pub fn is_local(&self) -> bool {
         matches!(self, Self::Local(_))
     }
@@ -119,12 +117,10 @@ impl Prober {
         Self { check, vip, tls, paths }
     }
 
-    /// Returns the check.
     pub fn check(&self) -> &Check {
         &self.check
     }
 
-    /// Checks one server.
     pub async fn ask(&self, server: Ipv4Addr) -> Result<(), ProbeError> {
         let limit = self.check.timeout;
         tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(ProbeError::Silent(limit)))

@@ -120,7 +120,6 @@ impl Drop for Announcer {
     }
 }
 
-/// The VIP that a route of this table announces, if it is one of ours.
 fn vip_of(route: &RouteMessage, table: u32) -> Option<Ipv4Addr> {
     let in_attribute = route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Table(table) => Some(*table),

@@ -89,7 +89,6 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref().is_some_and(|error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-/// The service with that name or that address.
 pub(crate) fn service_named(wanted: &str, known: &[(ServiceAddress, String)]) -> anyhow::Result<ServiceAddress> {
     let is_it = |(address, name): &&(ServiceAddress, String)| {
         let written = address.to_string();

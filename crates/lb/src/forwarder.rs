@@ -80,7 +80,6 @@ pub struct Forwarder {
     interface: String,
     /// What is wrong with this machine or with servers that it stamps for, as it was last logged.
     problems: BTreeSet<String>,
-    /// From a table that has come to the table in force.
     table_to_kernel: LatencyHistogram,
     /// VIPs that are announced; `None`: not by this daemon.
     announced: Option<usize>,
@@ -92,7 +91,6 @@ pub struct Forwarder {
     down: BTreeSet<Target>,
     /// Those of them that get no new connections from here, whatever the controller says.
     masked: BTreeSet<Target>,
-    /// When the first configuration came.
     configured_at: Option<Duration>,
     /// What of the controller's updates cannot be used.
     refusals: Refusals,

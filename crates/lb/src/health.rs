@@ -19,7 +19,6 @@ const SAY_AGAIN: Duration = Duration::from_secs(2);
 
 const _: () = assert!(CHECKS_AT_ONCE <= health_check_nat::PATHS);
 
-/// A server of a service.
 pub type Target = (ServiceIndex, ServerId);
 
 /// The checks of this load balancer. The fields are dropped in this order: connections end before their paths.
@@ -37,7 +36,6 @@ pub struct Health {
     problem: Option<String>,
 }
 
-/// The data plane's.
 struct DataPlane(Arc<health_check_nat::NatTable>);
 
 fn checked(path: &Path) -> NatEntry {

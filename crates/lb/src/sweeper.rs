@@ -152,7 +152,6 @@ impl Sweeper {
         Some(SocketQuery { number: self.number, asker: 0, server, service, clients })
     }
 
-    /// The connections that the answer says have no socket.
     pub fn answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
         let Some(asked) = self.take(answer.number) else { return Vec::new() };
         if answer.is_away() {

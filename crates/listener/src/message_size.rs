@@ -12,7 +12,6 @@ use tower_service::Service;
 
 /// Load balancers and racks: the traffic counts of 16,384 servers are the largest message.
 const MESSAGE_BYTES: usize = 4 << 20;
-/// Path of the agents' stream.
 const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 
 /// A [`ControlServer`] that takes smaller messages from agents than from others. A larger message ends the stream before its body
@@ -23,7 +22,6 @@ pub struct SizedControl<T> {
 }
 
 impl<T: Control> SizedControl<T> {
-    /// Serves these methods.
     pub fn new(methods: T) -> Self {
         let methods = Arc::new(methods);
         let limited = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);

@@ -103,7 +103,6 @@ impl Security {
     }
 }
 
-/// The API's.
 #[derive(Clone)]
 pub struct ApiDoor(Arc<ConnectionAcceptor>);
 
@@ -136,7 +135,6 @@ impl Acceptor for ApiDoor {
 
 /// Who asks; what is refused to it is counted and logged.
 pub struct AuthenticatedPeer {
-    /// Who it is.
     pub caller: Caller,
     security: Arc<Security>,
 }

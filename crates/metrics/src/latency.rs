@@ -13,7 +13,6 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    /// Adds a duration.
     pub fn observe(&mut self, took: Duration) {
         let seconds = took.as_secs_f64();
         let class = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());

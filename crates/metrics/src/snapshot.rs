@@ -20,7 +20,6 @@ pub const OTHERS: &str = "(others)";
 /// Values by labels.
 type Series = Vec<(Vec<String>, f64)>;
 
-/// Snapshot of values, by metric and labels.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     series: BTreeMap<&'static str, Series>,
@@ -56,7 +55,6 @@ impl Snapshot {
         self.latencies.insert(metric.unwrap_or_else(|| panic!("no histogram {name}")).name, latencies);
     }
 
-    /// Returns the names of metrics with a value.
     pub fn names(&self) -> impl Iterator<Item = &'static str> + '_ {
         self.series.keys().chain(self.latencies.keys()).copied()
     }

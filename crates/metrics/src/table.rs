@@ -38,7 +38,6 @@ pub enum Kind {
     Counter,
     /// Number of things; combined by the sum.
     Gauge,
-    /// Histogram of durations.
     Histogram,
     /// Age, fraction or generation; combined by the largest.
     MaxGauge,
@@ -55,14 +54,10 @@ impl Kind {
     }
 }
 
-/// A metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metric {
-    /// Name.
     pub name: &'static str,
-    /// Kind.
     pub kind: Kind,
-    /// Names of its labels.
     pub labels: &'static [&'static str],
     /// Daemons that serve it.
     pub parts: &'static [Component],
@@ -86,7 +81,6 @@ const fn metric(
 const ALL: &[Component] = &[Controller, Lb, Agent, Dispatch, Orchestrate, Rack];
 const DISPATCHING: &[Component] = &[Controller, Agent, Dispatch];
 
-/// All metrics.
 pub const METRICS: &[Metric] = &[
     metric("coreward_build_info", Gauge, &["part", "version"], ALL, "1"),
     metric(

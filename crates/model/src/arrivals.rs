@@ -30,7 +30,6 @@ const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
 /// The first of the client's addresses in the demo's network.
 const FIRST_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
-/// The VIP in the demo's network.
 const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// One connection: request `i` is due at `start_us + i * interval_us`, whether or not earlier ones were answered.

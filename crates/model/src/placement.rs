@@ -152,7 +152,6 @@ pub struct PlacementTable {
 pub struct CountedTable {
     /// [`PlacementTable::generation`].
     pub generation: u64,
-    /// Slot of each core's count.
     slots: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 

@@ -129,19 +129,28 @@ mod tests {
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
 
-    /// An event of a connection.
     #[derive(Debug, Clone, Copy)]
     enum Event {
-        /// Direction, and whether it is lost.
-        Packet { from_server: bool, lost: bool },
+        Packet {
+            from_server: bool,
+            lost: bool,
+        },
         /// The oldest packet in flight arrives.
-        Arrival { at_server: bool },
+        Arrival {
+            at_server: bool,
+        },
         /// Everything arrives, then nothing happens for so long.
-        Silence { milliseconds: u32 },
+        Silence {
+            milliseconds: u32,
+        },
         /// A little time passes; packets stay in flight.
-        Pause { milliseconds: u32 },
+        Pause {
+            milliseconds: u32,
+        },
         /// The other key becomes the current one for TSvals from so much later on.
-        Switch { later: u32 },
+        Switch {
+            later: u32,
+        },
     }
 
     fn events() -> impl Strategy<Value = Vec<Event>> {

@@ -2,7 +2,6 @@
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-/// A request in a buffer.
 #[derive(Debug, Clone)]
 pub struct Buffer {
     /// Address and port of the client.
@@ -15,7 +14,6 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// The payload.
     pub fn payload(&self) -> &[u8] {
         &self.data[..self.length]
     }
@@ -58,7 +56,6 @@ impl Buffers {
         self.incoming = self.free.pop().expect("a buffer for each request that waits, and one more");
     }
 
-    /// The request with that handle.
     #[inline]
     pub fn get(&self, handle: u32) -> &Buffer {
         &self.all[handle as usize]

@@ -3,9 +3,7 @@
 /// Bytes at a place of the payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pattern {
-    /// Offset in the payload.
     pub offset: usize,
-    /// The bytes there.
     pub bytes: Vec<u8>,
 }
 
@@ -25,7 +23,6 @@ pub struct Classifier {
 }
 
 impl Classifier {
-    /// Returns the first service that matches.
     #[inline]
     pub fn service(&self, payload: &[u8]) -> Option<u8> {
         let matches = |pattern: &Option<Pattern>| pattern.as_ref().is_none_or(|pattern| pattern.matches(payload));

@@ -26,7 +26,6 @@ const SPIN: u64 = 20_000;
 /// Receive buffer of a socket in bytes, as far as the kernel allows it.
 const RECEIVE_BUFFER: usize = 4 << 20;
 
-/// The daemon.
 #[derive(Debug)]
 pub struct Daemon {
     engine: Engine,

@@ -20,7 +20,6 @@ use crate::buffers::Buffers;
 /// Responses and messages of one core in a row.
 const BATCH: usize = 64;
 
-/// Configuration of the engine.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// Cores that can have a worker.
@@ -39,7 +38,6 @@ pub struct EngineConfig {
     pub stall_after: Duration,
 }
 
-/// A service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceConfig {
     /// Address and priority, which its workers register.
@@ -384,17 +382,14 @@ impl Engine {
         &self.balancer
     }
 
-    /// The counters of each service.
     pub fn service_counters(&self) -> Vec<ServiceCounters> {
         self.services.iter().map(|service| service.counters).collect()
     }
 
-    /// Workers that are attached.
     pub fn attached_workers(&self) -> usize {
         self.cores.iter().filter(|core| core.has_worker).count()
     }
 
-    /// The counters of the cores.
     pub fn core_counters(&self) -> &CoreCounters {
         &self.counters
     }

@@ -12,11 +12,8 @@ use crate::engine::{CoreCounters, ServiceCounters};
 /// All counters and gauges.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
-    /// By service.
     pub services: Vec<ServiceReport>,
-    /// Events of cores.
     pub cores: CoreCounters,
-    /// Workers that are attached.
     pub workers: usize,
     /// Datagrams that match no service.
     pub unclassified: u64,
@@ -29,7 +26,6 @@ pub struct Report {
 pub struct ServiceReport {
     /// Its address and port.
     pub listen: SocketAddrV4,
-    /// Its counters.
     pub counters: ServiceCounters,
     /// Requests that no core takes.
     pub waiting: u64,
@@ -61,7 +57,6 @@ impl Report {
         ]
     }
 
-    /// Returns the report for programs.
     pub fn json(&self) -> Value {
         let service = |service: &ServiceReport| {
             let mut value = json!({
@@ -77,7 +72,6 @@ impl Report {
         value
     }
 
-    /// Returns the report for Prometheus.
     pub fn snapshot(&self) -> Snapshot {
         let mut snapshot = component::begin(Component::Orchestrate);
         for (number, service) in self.services.iter().enumerate() {

@@ -52,12 +52,9 @@ struct Up {
     handed_on: Vec<v1::FromAgent>,
 }
 
-/// Counters for Prometheus.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Whether a controller is connected.
     pub connected: bool,
-    /// Connected agents.
     pub agents: usize,
 }
 
@@ -79,7 +76,6 @@ impl Shared {
         self.up.lock()
     }
 
-    /// Returns the counters.
     pub fn counts(&self) -> Counts {
         let up = self.up();
         Counts { connected: up.is_some(), agents: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }

@@ -57,7 +57,6 @@ impl Reducer {
         }
     }
 
-    /// Replaces the configuration.
     pub fn configure(&mut self, configuration: RackConfiguration) {
         let policies = &mut self.policies;
         policies.retain(|index, policy| {
@@ -100,7 +99,6 @@ impl Reducer {
         self.agents.remove(&stream);
     }
 
-    /// Returns the number of connected agents.
     pub fn agent_count(&self) -> usize {
         self.agents.len()
     }

@@ -44,12 +44,10 @@ impl Wanted {
         Ok(Self { client: client.clone(), document, looked })
     }
 
-    /// Whether the text is the one in force.
     pub fn is_in_force(&self) -> bool {
         self.looked.in_force
     }
 
-    /// What it would change.
     pub fn changes(&self) -> &[FleetChange] {
         &self.looked.changes
     }

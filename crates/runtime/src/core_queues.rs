@@ -11,23 +11,19 @@ use crate::message::{HintMessage, Message};
 use crate::ring::{Consumer, DamagedCursor, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
 
-/// Header of a request in a core's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {
     /// Address and port of the client.
     pub client: SocketAddrV4,
-    /// The service.
     pub service: u8,
     /// Arrival in nanoseconds of the orchestrator's clock.
     pub arrived: u64,
 }
 
-/// Header of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResponseHeader {
     /// Address and port of the client.
     pub client: SocketAddrV4,
-    /// The service.
     pub service: u8,
     /// Requests of the service that it completes.
     pub completed: u32,
@@ -47,7 +43,6 @@ pub(crate) fn reserved(
     slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?.ok_or(RuntimeError::RingFull { core, ring })
 }
 
-/// The queues of all cores.
 #[derive(Debug)]
 pub struct CoreQueues {
     segment: Segment,
@@ -90,7 +85,6 @@ impl CoreQueues {
         self.segment.is_locked(LockByte::Core(core)).unwrap_or(true)
     }
 
-    /// Whether a worker waits to be accepted at the core.
     #[inline]
     pub fn has_new_worker(&self, core: u16) -> bool {
         self.segment.core(core).worker_tails.worker.load(Acquire) != self.rings[usize::from(core)].worker

@@ -17,7 +17,6 @@ pub enum RuntimeError {
         action: &'static str,
         /// File of the memory.
         path: PathBuf,
-        /// Error of the kernel.
         error: io::Error,
     },
     /// The file has other contents.
@@ -59,7 +58,6 @@ pub enum RuntimeError {
     /// The orchestrator runs and does not answer.
     #[error("core {core}: the orchestrator did not accept the worker within {timeout:?}")]
     NotAccepted {
-        /// Core of the worker.
         core: u16,
         /// Time that the worker waited.
         timeout: Duration,
@@ -70,7 +68,6 @@ pub enum RuntimeError {
     /// No such core.
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange {
-        /// Core of the call.
         core: u16,
         /// Last core.
         last: u16,
@@ -80,27 +77,16 @@ pub enum RuntimeError {
     CoreTaken(u16),
     /// No such service in the orchestrator's configuration.
     #[error("service {service}: the orchestrator has {services} services")]
-    UnknownService {
-        /// Service of the call.
-        service: u8,
-        /// Number of services.
-        services: u32,
-    },
+    UnknownService { service: u8, services: u32 },
     /// A process has registered the service.
     #[error("service {0} is registered already")]
     RegisteredTwice(u8),
     /// A core is enabled for a service that no process has registered.
     #[error("core {core}: service {service} is not registered")]
-    NotRegistered {
-        /// Service of the call.
-        service: u8,
-        /// Core of the call.
-        core: u16,
-    },
+    NotRegistered { service: u8, core: u16 },
     /// A priority that has no queue.
     #[error("priority {priority}: expected 0 to {last}")]
     PriorityOutOfRange {
-        /// Priority of the call.
         priority: u8,
         /// Lowest priority.
         last: u8,
@@ -108,11 +94,8 @@ pub enum RuntimeError {
     /// The orchestrator's configuration differs.
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
     OtherService {
-        /// Service of the call.
         service: u8,
-        /// Address of the call.
         address: SocketAddrV4,
-        /// Priority of the call.
         priority: u8,
         /// Address and priority in the configuration.
         expected: String,
@@ -127,18 +110,8 @@ pub enum RuntimeError {
     },
     /// The other side does not empty a ring.
     #[error("core {core}: the ring of {ring} is full")]
-    RingFull {
-        /// Core of the ring.
-        core: u16,
-        /// Contents of the ring.
-        ring: &'static str,
-    },
+    RingFull { core: u16, ring: &'static str },
     /// The other side stored a cursor that is impossible.
     #[error("core {core}: {cursors}")]
-    Damaged {
-        /// Core of the ring.
-        core: u16,
-        /// Cursors of the ring.
-        cursors: DamagedCursor,
-    },
+    Damaged { core: u16, cursors: DamagedCursor },
 }

@@ -21,7 +21,6 @@ pub const LAYOUT_VERSION: u32 = 1;
 pub(crate) const LINE: usize = 64;
 /// Priorities, at most (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
-/// Cores, at most.
 pub const MAX_CORES: u16 = 256;
 /// Requests in a queue of one core and priority, at most.
 pub const MAX_SLOTS: u32 = 1024;
@@ -75,7 +74,6 @@ pub(crate) struct Heads {
     pub messages: AtomicU32,
 }
 
-/// The cursors of a core.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct CoreLines {
@@ -91,7 +89,6 @@ pub(crate) struct CoreLines {
 pub(crate) struct SlotHeader {
     /// IPv4 address of the client.
     pub address: u32,
-    /// Port of the client.
     pub port: u16,
     pub service: u16,
     /// Bytes of the payload.
@@ -102,7 +99,6 @@ pub(crate) struct SlotHeader {
     pub arrived: u64,
 }
 
-/// A message in a ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C, align(32))]
 pub(crate) struct RawMessage {
@@ -205,13 +201,11 @@ impl Geometry {
         self.uplink_message(core, slot) + Self::messages_bytes()
     }
 
-    /// Offset of a slot of responses.
     pub(crate) fn response(&self, core: u16, slot: u32) -> usize {
         let first = self.core(core) + size_of::<CoreLines>() + 2 * Self::messages_bytes();
         first + slot as usize * self.slot_bytes as usize
     }
 
-    /// Offset of a slot of requests.
     pub(crate) fn request(&self, core: u16, priority: u8, slot: u32) -> usize {
         self.response(core, self.response_slots() + u32::from(priority) * self.slots + slot)
     }

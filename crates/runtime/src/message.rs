@@ -19,48 +19,30 @@ pub enum Trigger {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Message {
     /// The core runs the service from now on.
-    EnableService {
-        /// The service.
-        service: u8,
-        /// The core.
-        core: u16,
-    },
+    EnableService { service: u8, core: u16 },
     /// The core takes no new requests of the service.
-    DisableService {
-        /// The service.
-        service: u8,
-        /// The core.
-        core: u16,
-    },
+    DisableService { service: u8, core: u16 },
     /// The core has completed requests of the service without a response.
     LoadFeedback {
-        /// The service.
         service: u8,
-        /// The core.
         core: u16,
         /// Completed requests.
         count: u32,
     },
     /// The load monitor of the service sends hints by this condition.
     EnableLoadMonitor {
-        /// The service.
         service: u8,
         /// Condition; times in nanoseconds.
         trigger: Trigger,
     },
     /// The cores have acted on the last hint of the service.
-    RearmLoadMonitor {
-        /// The service.
-        service: u8,
-    },
+    RearmLoadMonitor { service: u8 },
 }
 
 /// A message from the orchestrator to the worker of the least loaded core of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HintMessage {
-    /// The service.
     pub service: u8,
-    /// The hint.
     pub hint: LoadHint,
     /// Services with requests that no core takes: bit s is service s.
     pub waiting: u64,

@@ -29,7 +29,6 @@ impl Cursor for AtomicU32 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
 pub struct DamagedCursor {
-    /// Slots of the ring.
     pub slots: u32,
     /// Slots in use by the two cursors.
     pub used: u32,
@@ -41,7 +40,6 @@ fn checked(used: u32, slots: u32) -> Result<u32, DamagedCursor> {
     if used <= slots { Ok(used) } else { Err(DamagedCursor { slots, used }) }
 }
 
-/// The producer's side of a ring.
 #[derive(Debug, Clone)]
 pub struct Producer {
     slots: u32,
@@ -90,7 +88,6 @@ impl Producer {
     }
 }
 
-/// The consumer's side of a ring.
 #[derive(Debug, Clone)]
 pub struct Consumer {
     slots: u32,

@@ -204,7 +204,6 @@ impl Segment {
         self.is_locked(LockByte::Orchestrator).unwrap_or(false)
     }
 
-    /// The entry of a service, if there is one.
     pub fn service(&self, service: u8) -> Result<ServiceEntry, RuntimeError> {
         let services = self.header().services.load(Relaxed);
         if u32::from(service) >= services {

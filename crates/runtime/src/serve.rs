@@ -20,18 +20,14 @@ use crate::worker::Worker;
 /// Time that a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
 pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
 
-/// A request in a handler.
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
     /// Address and port of the client.
     pub client: SocketAddrV4,
-    /// The service.
     pub service: u8,
-    /// Payload of the datagram.
     pub payload: &'a [u8],
 }
 
-/// The end of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
     /// The response is sent to the client.
@@ -74,7 +70,6 @@ impl Default for ServeOptions {
     }
 }
 
-/// Counters of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServeCounters {
     /// Requests that ended.
@@ -85,7 +80,6 @@ pub struct ServeCounters {
     pub too_long: u64,
 }
 
-/// Interval at which an idle worker checks that the orchestrator runs.
 const ORCHESTRATOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Serves the queues of one core.

@@ -33,7 +33,6 @@ impl Runtime {
         Ok(Self { path: path.to_owned(), segment: Segment::open(path)?, registered: Mutex::default() })
     }
 
-    /// Number of cores that can have a worker.
     pub fn cores(&self) -> u16 {
         self.segment.geometry.cores
     }
@@ -148,19 +147,16 @@ pub(crate) struct Rings {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TakenRequest {
     header: SlotHeader,
-    /// Payload of the datagram.
     pub payload: Vec<u8>,
 }
 
 impl TakenRequest {
-    /// The service.
     pub fn service(&self) -> u8 {
         self.header.service as u8
     }
 }
 
 impl Worker<'_> {
-    /// Its core.
     pub fn core(&self) -> u16 {
         self.core
     }
@@ -264,7 +260,6 @@ impl Worker<'_> {
         Ok((header, payload))
     }
 
-    /// Returns the oldest slot of a priority to the orchestrator.
     pub(crate) fn return_slot(&mut self, priority: u8) {
         let head = &self.segment.core(self.core).worker_heads.data[usize::from(priority)];
         let consumer = &mut self.rings.requests[usize::from(priority)];

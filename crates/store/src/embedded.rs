@@ -29,7 +29,6 @@ const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document"
 
 /// Audit entries by id.
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
-/// The only row of [`FLEET`].
 const FLEET_ROW: &str = "fleet";
 
 /// Open file.

@@ -25,7 +25,6 @@ const LOAD_BALANCERS: &str = "load_balancers";
 const SERVICE: &str = "service/";
 const SERVERS: &str = "servers/";
 const DOCUMENT: &str = "document/";
-/// Generation of the document's pieces.
 const DOCUMENT_GENERATION: &str = "document_generation";
 
 /// Audit entries, grouped by id.

@@ -39,23 +39,18 @@ impl Store {
     }
 }
 
-/// Failure of the store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// It cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
     File {
-        /// Path of the file.
         path: PathBuf,
         /// Cause.
         source: std::io::Error,
     },
     /// Another process has it open.
     #[error("store {} is in use: expected one controller per store", path.display())]
-    InUse {
-        /// Path of the file.
-        path: PathBuf,
-    },
+    InUse { path: PathBuf },
     /// It is damaged, no store, or on a failing disk.
     #[error("store {store}: {problem}")]
     Content {

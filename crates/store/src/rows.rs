@@ -21,15 +21,12 @@ use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records,
 /// Version of the layout; others are rejected.
 const FORMAT: u32 = 4;
 
-/// All rows.
 #[derive(Debug)]
 pub struct Rows {
     pub fleet: FleetRow,
-    /// By name.
     pub services: BTreeMap<String, ServiceRow>,
     /// By id.
     pub servers: BTreeMap<u16, ServerRow>,
-    /// By name.
     pub load_balancers: BTreeMap<String, LoadBalancerRow>,
     pub document: Document,
     /// By id.

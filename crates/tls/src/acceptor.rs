@@ -33,7 +33,6 @@ use crate::verify::{ClientVerifier, RevocationList};
 
 /// Interval of checks of open connections' certificates.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Queue of accepted connections.
 const ACCEPT_QUEUE: usize = 64;
 /// Pause after an error of the listening socket, such as too many open files.
 const PAUSE: Duration = Duration::from_millis(10);
@@ -43,9 +42,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 pub struct Limits {
     /// Time from the connection to the end of the handshake.
     pub handshake: Duration,
-    /// Concurrent handshakes.
     pub handshakes: usize,
-    /// Concurrent handshakes of one address.
     pub handshakes_per_address: usize,
     /// Concurrent connections of one certificate's owner.
     pub connections_per_identity: usize,
@@ -62,7 +59,6 @@ impl Default for Limits {
     }
 }
 
-/// Acceptor of connections, with or without TLS.
 #[derive(Debug)]
 pub struct ConnectionAcceptor {
     protection: Option<Protection>,
@@ -80,7 +76,6 @@ struct Protection {
     revoked: RevocationList,
     /// Credentials at the last check of open connections.
     believed: Mutex<Arc<Credentials>>,
-    /// Server configuration, with the credentials that it was made of.
     config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
 
@@ -97,7 +92,6 @@ struct Connections {
 struct TrackedConnection {
     identity: Identity,
     fingerprint: Fingerprint,
-    /// Certificate with its chain to an authority.
     chain: Vec<CertificateDer<'static>>,
     not_after: Duration,
     closed: AtomicBool,
@@ -129,7 +123,6 @@ impl TrackedConnection {
 }
 
 impl ConnectionAcceptor {
-    /// Accepts every connection, without TLS.
     pub fn open(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
@@ -403,7 +396,6 @@ impl Drop for ConnectionGuard {
     }
 }
 
-/// Accepted connection.
 #[derive(Debug)]
 pub struct AcceptedConnection {
     io: Io,

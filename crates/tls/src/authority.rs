@@ -84,7 +84,6 @@ impl Authority {
         Ok(authority)
     }
 
-    /// Opens the authority of a directory.
     pub fn open(directory: &Path) -> anyhow::Result<Self> {
         let authority = Self { directory: directory.to_owned() };
         let file = authority.path("authority.key");
@@ -131,7 +130,6 @@ impl Authority {
         write(&self.ca(), &all?.concat())
     }
 
-    /// Returns the fleet of its certificate.
     pub fn fleet(&self) -> anyhow::Result<Name> {
         let der = CertificateDer::from_pem_slice(self.read("authority.crt")?.as_bytes())?;
         let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
@@ -221,7 +219,6 @@ impl Authority {
         KeyPair::from_pem(&text).with_context(|| self.path(file).display().to_string())
     }
 
-    /// Returns whether key and certificate belong together.
     fn belongs(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
         let der = CertificateDer::from_pem_slice(self.read(certificate)?.as_bytes())?;
         let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;

@@ -10,11 +10,9 @@ use crate::identity::{Identity, Role};
 /// Peer of a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
-    /// Address.
     pub address: SocketAddr,
     /// Identity of its certificate; `None`: no TLS, or a token instead.
     pub identity: Option<Identity>,
-    /// Whether the connection is protected by TLS.
     pub is_protected: bool,
 }
 

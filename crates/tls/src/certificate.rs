@@ -9,7 +9,6 @@ use x509_parser::prelude::{FromDer as _, X509Certificate};
 
 use crate::identity::{Identity, SCHEME};
 
-/// Parsed certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
     /// Subject, such as `CN=coreward CA`.
@@ -18,7 +17,6 @@ pub struct Certificate {
     pub identity: Option<Identity>,
     /// Other names and addresses.
     pub addresses: Vec<String>,
-    /// Whether it is an authority's.
     pub is_authority: bool,
     /// Begin of validity (since 1970).
     pub not_before: Duration,
@@ -83,7 +81,6 @@ fn address(name: &GeneralName<'_>) -> Option<String> {
 pub struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
-    /// Returns the fingerprint of DER.
     pub fn of(der: &CertificateDer<'_>) -> Self {
         Self::of_bytes(der)
     }

@@ -15,7 +15,6 @@ use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
 use crate::verify::{ClientVerifier, Host, RevocationList, ServerVerifier};
 
-/// Files of `[tls]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
     /// Certificates of trusted authorities (PEM).
@@ -30,7 +29,6 @@ pub struct Files {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CredentialError {
-    /// Key in `[tls]`.
     pub key: &'static str,
     /// File, problem and expectation.
     pub message: String,
@@ -40,10 +38,8 @@ fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Disp
     CredentialError { key, message: format!("{}: {problem}", path.display()) }
 }
 
-/// Client certificates of a listener.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientCertificates {
-    /// Required.
     Required,
     /// Optional: clients may authenticate otherwise.
     Accepted,
@@ -52,11 +48,8 @@ pub enum ClientCertificates {
 /// Content of the files.
 #[derive(Debug)]
 pub struct Credentials {
-    /// Own identity.
     pub identity: Identity,
-    /// Own certificate.
     pub own: Certificate,
-    /// Certificates of the authorities.
     pub authorities: Vec<Certificate>,
     roots: Arc<RootCertStore>,
     chain: Vec<CertificateDer<'static>>,
@@ -64,7 +57,6 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Returns all problems of the files.
     pub fn problems(files: &Files) -> Vec<CredentialError> {
         let each = [
             authorities(&files.ca).err(),
@@ -78,7 +70,6 @@ impl Credentials {
         }
     }
 
-    /// Reads the files.
     pub fn load(files: &Files) -> Result<Self, CredentialError> {
         let (roots, authorities) = authorities(&files.ca)?;
         let path = &files.certificate;
@@ -106,7 +97,6 @@ impl Credentials {
         Ok(completed(config, protocol))
     }
 
-    /// Returns the verifier of clients of these roles.
     pub fn client_verifier(
         &self,
         accepted: &[Role],
@@ -203,7 +193,6 @@ fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Credent
     Ok((roots, read))
 }
 
-/// Reads and parses the certificates of a file.
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
     let all = certificates("certificate", path)?;
     let read = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());

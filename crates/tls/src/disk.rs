@@ -61,7 +61,6 @@ pub(crate) mod interruption {
         static CHANGES_LEFT: Cell<Option<usize>> = const { Cell::new(None) };
     }
 
-    /// Runs `run` with an interruption after `changes` changes.
     pub(crate) fn after<T>(changes: usize, run: impl FnOnce() -> T) -> T {
         CHANGES_LEFT.set(Some(changes));
         let outcome = run();

@@ -16,17 +16,13 @@ const LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// Reason for rejecting a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
-    /// Handshake timeout.
     Timeout,
     /// No TLS, or not 1.3.
     NotTls,
-    /// No certificate.
     NoCertificate,
     /// Certificate of an authority that is not in `ca`.
     UnknownAuthority,
-    /// Expired certificate.
     Expired,
-    /// Certificate that is not valid yet.
     NotYetValid,
     /// Certificate without an identity.
     NoIdentity,
@@ -36,7 +32,6 @@ pub enum Reason {
     WrongRole,
     /// Name or host that differs from the certificate's.
     WrongName,
-    /// Revoked certificate.
     Revoked,
     /// The peer rejects our certificate.
     RefusedByPeer,
@@ -47,7 +42,6 @@ pub enum Reason {
 }
 
 impl Reason {
-    /// All reasons.
     pub const ALL: [Self; 14] = [
         Self::Timeout,
         Self::NotTls,
@@ -94,30 +88,13 @@ pub enum NotAccepted {
     NoIdentity(String),
     /// Of another fleet.
     #[error("its certificate is for {identity} of fleet {}: expected fleet {ours}", identity.fleet)]
-    OtherFleet {
-        /// Its identity.
-        identity: Identity,
-        /// Our fleet.
-        ours: Name,
-    },
+    OtherFleet { identity: Identity, ours: Name },
     /// Of a role that is not accepted.
     #[error("its certificate is for {identity}: expected {}", roles(expected))]
-    WrongRole {
-        /// Its identity.
-        identity: Identity,
-        /// Accepted roles.
-        expected: Vec<Role>,
-    },
+    WrongRole { identity: Identity, expected: Vec<Role> },
     /// Of another host than expected.
     #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
-    OtherHost {
-        /// Its identity.
-        identity: Identity,
-        /// Its hosts and addresses.
-        hosts: Vec<String>,
-        /// Expected host.
-        expected: String,
-    },
+    OtherHost { identity: Identity, hosts: Vec<String>, expected: String },
     /// Revoked.
     #[error("the certificate of {0} is on the deny list")]
     Revoked(Identity),
@@ -146,7 +123,6 @@ impl NotAccepted {
 /// Failed connection.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// Reason.
     pub reason: Reason,
     /// Text for the operator.
     pub message: String,
@@ -161,7 +137,6 @@ impl fmt::Display for Failure {
 impl std::error::Error for Failure {}
 
 impl Failure {
-    /// Returns the failure of a TLS or I/O error.
     pub fn of(error: &std::io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::of_tls(error),
@@ -262,7 +237,6 @@ impl Failures {
         tracing::warn!(event = "connection-rejected", %peer, reason, error = %failure, more, "connection rejected");
     }
 
-    /// Returns the failures since the start, by reason.
     pub fn counts(&self) -> Vec<(Reason, u64)> {
         let all = self.lock();
         Reason::ALL.into_iter().map(|reason| (reason, all.get(&reason).map_or(0, |counted| counted.count))).collect()

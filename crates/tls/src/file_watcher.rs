@@ -15,7 +15,6 @@ pub struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Watches these files.
     pub fn of<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
         let watcher = Self { paths: paths.into_iter().cloned().collect(), known: Mutex::default() };
         watcher.take();

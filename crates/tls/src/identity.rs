@@ -18,7 +18,6 @@ const LONGEST: usize = 64;
 pub enum Role {
     /// Controller, trusted by all others.
     Controller,
-    /// Agent of the server of its name.
     Agent,
     /// Load balancer: gets the cookie keys and tables.
     Lb,
@@ -93,19 +92,15 @@ impl FromStr for Name {
     }
 }
 
-/// Identity in a certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity {
-    /// Fleet.
     pub fleet: Name,
-    /// Role.
     pub role: Role,
     /// Name of the server in the document, or of the load balancer in its file; otherwise for logs.
     pub name: Name,
 }
 
 impl Identity {
-    /// Returns the URI.
     pub fn uri(&self) -> String {
         let escaped = |name: &Name| utf8_percent_encode(&name.0, ESCAPED).to_string();
         format!("{SCHEME}{}/{}/{}", escaped(&self.fleet), self.role, escaped(&self.name))

@@ -15,9 +15,7 @@ use crate::failure::Failure;
 /// Byte stream of a connection.
 #[derive(Debug)]
 pub enum Io {
-    /// Without TLS.
     Plain(TcpStream),
-    /// With TLS.
     Tls(Box<TlsStream<TcpStream>>),
 }
 

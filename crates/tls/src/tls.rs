@@ -23,7 +23,6 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Reads the files.
     pub fn load(files: Files) -> Result<Arc<Self>, CredentialError> {
         let watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
         let credentials = Arc::new(Credentials::load(&files)?);
@@ -40,7 +39,6 @@ impl Tls {
         self.credentials.borrow().clone()
     }
 
-    /// Returns the own identity.
     pub fn identity(&self) -> Identity {
         self.credentials().identity.clone()
     }

@@ -26,12 +26,10 @@ use crate::identity::{Identity, Name, Role};
 pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
 
 impl RevocationList {
-    /// Replaces the list.
     pub fn set(&self, fingerprints: impl IntoIterator<Item = Fingerprint>) {
         *self.0.write() = fingerprints.into_iter().collect();
     }
 
-    /// Returns whether it is on the list.
     pub fn contains(&self, fingerprint: &Fingerprint) -> bool {
         self.0.read().contains(fingerprint)
     }
@@ -40,7 +38,6 @@ impl RevocationList {
 /// Expected host of a controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Host {
-    /// Any.
     Any,
     /// The given host, if the certificate has hosts.
     AskedFor,
@@ -101,7 +98,6 @@ fn refuse(not_accepted: NotAccepted) -> Error {
     Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(not_accepted))))
 }
 
-/// Verifier of the server.
 #[derive(Debug)]
 pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
@@ -171,7 +167,6 @@ impl ServerCertVerifier for ServerVerifier {
     signatures_of_tls13!();
 }
 
-/// Verifier of clients.
 #[derive(Debug)]
 pub struct ClientVerifier {
     chain: Arc<dyn ClientCertVerifier>,

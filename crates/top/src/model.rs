@@ -23,7 +23,6 @@ pub struct Model {
 pub enum ClientEvent {
     /// Everything except loads.
     Status(Box<Status>),
-    /// Loads.
     Loads(Loads),
     /// Error.
     Problem(String),
@@ -52,12 +51,10 @@ impl Model {
         }
     }
 
-    /// Returns the newest loads.
     pub fn loads(&self) -> Option<&Loads> {
         self.loads.back()
     }
 
-    /// Returns the newest loads by server.
     pub fn servers(&self) -> BTreeMap<&str, &ServerLoads> {
         self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
     }

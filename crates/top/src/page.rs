@@ -50,7 +50,6 @@ pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     frame.render_widget(Paragraph::new(foot_line(status, *view)), foot);
 }
 
-/// Returns the height of a page with everything.
 pub fn full_height(status: &Status) -> u16 {
     let lines = 6 + status.services.len() + status.load_balancers.len() + warnings(status).len() + status.servers.len();
     u16::try_from(lines).unwrap_or(u16::MAX)
@@ -260,7 +259,6 @@ fn per_second(rate: f64) -> String {
     }
 }
 
-/// Returns all warnings.
 fn warnings(status: &Status) -> Vec<String> {
     let services = status.services.iter().flat_map(|of| of.warnings.iter().map(|text| format!("{}: {text}", of.name)));
     let balancers = status.load_balancers.iter().flat_map(|of| {

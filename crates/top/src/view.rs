@@ -2,15 +2,12 @@
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-/// Order of servers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Order {
     /// Highest mean load first.
     Load,
-    /// By name.
     #[default]
     Name,
-    /// Most new connections first.
     NewConnections,
 }
 
@@ -28,7 +25,6 @@ impl Order {
 /// Choices of the user.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
-    /// Order of servers.
     pub order: Order,
     /// Servers above the page.
     pub skipped: usize,

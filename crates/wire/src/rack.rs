@@ -137,7 +137,6 @@ pub fn rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>
 }
 
 struct PackedMessages {
-    /// Of the last one.
     bytes: usize,
     messages: Vec<v1::RackMessage>,
 }
@@ -327,7 +326,6 @@ fn is_load(field: &str, load: f64) -> Result<(), WireError> {
     is_load_of(field, load, 1)
 }
 
-/// A sum of so many cores' loads.
 fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
     let most = MOST_LOAD * f64::from(cores);
     // What was smoothed may be rounded up.
@@ -392,7 +390,6 @@ mod tests {
         assert_eq!(rack_messages(vec![], vec![]), [v1::RackMessage::default()]);
     }
 
-    /// Another number at that position.
     fn change(numbers: &mut Bytes, position: usize, number: u64) {
         let mut all: Vec<u64> = packed::read(numbers).map(Option::unwrap).collect();
         all[position] = number;

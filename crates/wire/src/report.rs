@@ -36,7 +36,6 @@ pub struct Report {
     pub details: Option<ReportDetails>,
 }
 
-/// What an agent counts.
 const SERVER_COUNTERS: [&[&str]; 2] = [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES];
 
 /// Whether the service has an address: that is a label of metrics.

@@ -6,7 +6,6 @@ use coreward_intf as intf;
 
 use crate::v1;
 
-/// Characters.
 const MAX_CHARACTERS: usize = 512;
 /// Counters of one kind, or services: as many as there are indexes of services.
 const MAX_COUNTS: usize = 1024;

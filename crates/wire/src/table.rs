@@ -220,7 +220,6 @@ mod tests {
         }
     }
 
-    /// On the wire a table is the message that the proto file describes.
     #[test]
     fn bytes_are_the_message() {
         let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);

@@ -13,12 +13,10 @@ use tokio::sync::watch;
 /// Older ones are forgotten.
 pub const KEPT: usize = 1000;
 
-/// The newest events.
 pub struct EventLog {
     /// Different for every start of the controller.
     run: String,
     events: Mutex<VecDeque<Event>>,
-    /// The newest id.
     newest: watch::Sender<u64>,
     seen: Mutex<Option<Overview>>,
 }
@@ -101,7 +99,6 @@ impl EventLog {
     }
 }
 
-/// An event without its number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Happened {
     severity: Severity,

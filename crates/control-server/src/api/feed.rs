@@ -71,7 +71,6 @@ fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
     }
 }
 
-/// One who watches.
 pub struct Watcher {
     /// Every [`SHORTEST_INTERVAL`].
     pub loads: watch::Receiver<Text>,

@@ -174,7 +174,6 @@ mod tests {
     use coreward_store::Store;
     use coreward_store::embedded::EmbeddedStore;
 
-    /// A controller that leads, and the changes for its state manager.
     fn leader(directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<WantedChange>) {
         let (path, store) = (directory.join("controller.toml"), directory.join("store"));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();

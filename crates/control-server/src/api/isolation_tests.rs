@@ -193,7 +193,6 @@ fn filled(unit: &str) -> String {
     document(&unit.repeat((DOCUMENT_BODY - 100) / bytes))
 }
 
-/// The worst of each kind.
 fn worst() -> Vec<Request> {
     let fleet = fleet("");
     let check = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);

@@ -89,7 +89,6 @@ impl Api {
     }
 }
 
-/// The endpoints, each with whom it is for.
 fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
     let viewer = Role::Viewer;
     Endpoints::new(guard, "coreward controller", DESCRIPTION)

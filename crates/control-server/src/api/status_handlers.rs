@@ -15,7 +15,6 @@ use coreward_api::{Caller, Problem, ProblemKind, Role};
 use super::Api;
 use crate::server::controller_state::ControllerState;
 
-/// Which controller this is
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, description = "Its version", body = Version)))]
 pub async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION").to_owned(), api: "v1".to_owned() })
@@ -54,7 +53,6 @@ fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerS
     api.shared()
 }
 
-/// All services
 #[utoipa::path(get, path = "/v1/services", params(StatusQuery), responses((status = 200, description = "All", body = Services)))]
 pub async fn services(
     State(api): State<Api>,
@@ -122,7 +120,6 @@ pub async fn server(
     .await
 }
 
-/// All load balancers
 #[utoipa::path(get, path = "/v1/load-balancers", responses((status = 200, description = "All", body = LoadBalancers)))]
 pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;

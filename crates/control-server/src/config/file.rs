@@ -10,7 +10,6 @@ use coreward_tls::certificate::Fingerprint;
 use super::DEFAULT_API;
 use super::etcd::EtcdFile;
 
-/// What has moved out of the controller's file.
 const IN_THE_FLEETS_FILE: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
 
 config_struct! {

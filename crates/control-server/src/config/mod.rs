@@ -16,7 +16,6 @@ use coreward_tls::certificate::Fingerprint;
 use etcd::{EtcdConfig, Listens};
 use file::ControllerFile;
 
-/// Where the API is.
 pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
 
 /// What the controller itself is told.
@@ -24,9 +23,7 @@ pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHO
 pub struct ControllerConfig {
     /// Where agents, load balancers and `coreward status` connect to.
     pub listen: SocketAddr,
-    /// Where the HTTP API is.
     pub api: SocketAddr,
-    /// Where its tokens are.
     pub token_directory: PathBuf,
     /// Where everything is that must survive.
     pub store: StoreLocation,
@@ -54,7 +51,6 @@ pub enum StoreLocation {
 }
 
 impl StoreLocation {
-    /// Whether a controller may have been there before.
     pub fn may_hold_records(&self) -> bool {
         match self {
             Self::Embedded(file) => file.exists(),

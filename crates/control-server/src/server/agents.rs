@@ -28,7 +28,6 @@ pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
 
-/// Whose stream it is.
 pub enum ReportSource {
     /// The agent's own.
     Agent(AuthenticatedPeer),
@@ -212,7 +211,6 @@ struct RefusalLog {
     newest: Option<&'static str>,
     /// Whether the stream is not read now.
     is_delayed: bool,
-    /// Whether it ever was not.
     was_delayed: bool,
 }
 

@@ -39,7 +39,6 @@ pub struct ControllerState {
     leadership: Option<Arc<Leadership>>,
     /// What load balancers are to have.
     pub publisher: UpdatePublisher,
-    /// Tables are due.
     due: Notify,
     /// Whether it is their turn.
     pub table_budget: TableBudget,
@@ -49,7 +48,6 @@ pub struct ControllerState {
     pub sockets: Sockets,
     /// Whether this controller leads no more.
     deposed: watch::Sender<bool>,
-    /// To the state manager.
     changes: mpsc::Sender<WantedChange>,
     /// Whether tables are made: after a restart not at once.
     settled: AtomicBool,
@@ -64,9 +62,7 @@ pub struct ControllerState {
 
 /// A change of the records, and who waits for it.
 pub struct WantedChange {
-    /// What is to be changed.
     pub change: Change,
-    /// Who wants it.
     pub author: Author,
     /// Told when it is in force, or why it is not.
     pub done: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
@@ -91,7 +87,6 @@ pub struct ChangeOutcome {
 /// That are looked at without a pause: some hundred microseconds.
 const SERVERS_AT_ONCE: usize = 32;
 
-/// Changes that wait for the state manager.
 const CHANGES: usize = 64;
 
 #[derive(Default)]
@@ -227,7 +222,6 @@ impl ControllerState {
         self.each_server(named).into_iter().flatten().next_back()
     }
 
-    /// What there is to see of load balancers.
     pub fn load_balancers(&self) -> Vec<LoadBalancer> {
         let now = self.now();
         self.controller().load_balancer_status(now)
@@ -500,7 +494,6 @@ impl ControllerState {
         self.settled.store(true, Ordering::Relaxed);
     }
 
-    /// Changes with every configuration of agents.
     pub fn agent_configurations(&self) -> watch::Receiver<u64> {
         self.agent_configurations.subscribe()
     }

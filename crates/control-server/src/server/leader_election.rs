@@ -45,7 +45,6 @@ impl fmt::Display for Leader {
     }
 }
 
-/// What this controller is now.
 #[derive(Clone)]
 enum Role {
     Leads(Arc<ControllerState>),
@@ -59,7 +58,6 @@ pub struct LeaderElection {
     cluster: Option<Arc<Cluster>>,
     /// Who is let in, whoever leads.
     pub security: Arc<Security>,
-    /// Requests to the API.
     pub api_requests: Arc<RequestCounts>,
 }
 
@@ -74,7 +72,6 @@ impl LeaderElection {
         }
     }
 
-    /// This controller leads.
     pub fn become_leader(&self, shared: Arc<ControllerState>) {
         self.set(Role::Leads(shared));
     }
@@ -193,7 +190,6 @@ pub async fn campaign(
     campaign.await.context("the thread for etcd has ended")
 }
 
-/// This controller, as etcd sees it.
 pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     let value = serde_json::to_string(&Leader { address: config.advertise, api: config.api.clone() })?;
     Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })

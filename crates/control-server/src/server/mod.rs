@@ -109,7 +109,6 @@ pub(crate) fn lower_thread_priority(thread: &str) {
     }
 }
 
-/// A controller that listens.
 pub struct Server {
     path: PathBuf,
     config: ControllerConfig,
@@ -173,7 +172,6 @@ impl Server {
         self.election.clone()
     }
 
-    /// Where the API listens.
     pub fn api_address(&self) -> SocketAddr {
         self.api.address()
     }

@@ -56,7 +56,6 @@ impl Sockets {
         locked(&self.askers).remove(&asker);
     }
 
-    /// Asks the agent.
     pub fn ask(&self, agent: u64, query: SocketQuery) {
         let mut agents = locked(&self.agents);
         let Some(asked) = agents.get_mut(&agent) else { return };

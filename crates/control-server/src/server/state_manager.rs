@@ -96,7 +96,6 @@ impl Counts {
     }
 }
 
-/// A change of what is on record.
 pub enum Change {
     /// The files are to be read again.
     Reload,
@@ -106,14 +105,12 @@ pub enum Change {
     Retire,
     /// A load balancer has connected.
     Enrol {
-        /// Its name.
         name: String,
         /// Where others reach it.
         address: Option<IpAddr>,
     },
     /// A load balancer has disconnected.
     Departed {
-        /// Its name.
         name: String,
     },
     /// A server is to take no new connections.
@@ -122,19 +119,13 @@ pub enum Change {
     Undrain(String),
     /// The load balancer of this name is gone for good.
     Forget(String),
-    /// The cookie keys.
     Keys(KeyStep),
-    /// Buckets of these services have changed hands.
     Buckets(Vec<(String, BucketHistory)>),
 }
 
-/// A document that somebody wants to be in force.
 pub struct WantedDocument {
-    /// The document, or what is wrong with it.
     pub fleet: Result<FleetConfig, Diagnostics>,
-    /// What it changes, in words.
     pub changes: Vec<String>,
-    /// Of the document that it is to replace.
     pub generation: u64,
     /// Only whether it could be in force.
     pub dry_run: bool,

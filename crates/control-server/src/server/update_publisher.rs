@@ -42,7 +42,6 @@ pub struct PendingUpdates {
     pub tables: Vec<Bytes>,
 }
 
-/// A configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConfigUpdate {
     /// An encoded [`FleetConfiguration`].
@@ -55,7 +54,6 @@ pub enum ConfigUpdate {
 #[derive(Debug, Default)]
 pub struct Cursor {
     newest: u64,
-    /// The posting of the configuration.
     configuration: u64,
 }
 
@@ -97,7 +95,6 @@ impl UpdatePublisher {
         self.changes.send_replace(newest);
     }
 
-    /// New tables.
     pub fn publish_tables(&self, tables: impl IntoIterator<Item = (ServiceIndex, Bytes)>) {
         self.publish(|snapshot, number| {
             for (service, table) in tables {
@@ -121,7 +118,6 @@ impl UpdatePublisher {
         });
     }
 
-    /// Returns the updates since the cursor, and advances it.
     pub fn pending(&self, cursor: &mut Cursor) -> PendingUpdates {
         let snapshot = self.snapshot();
         let number = snapshot.configuration.number;

@@ -305,7 +305,6 @@ async fn watchers_miss_nothing() {
     assert!(!missed.contains("the controller has started"), "{missed}");
 }
 
-/// What the manual shows works as it is written.
 #[tokio::test]
 async fn the_manuals_examples_work() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;

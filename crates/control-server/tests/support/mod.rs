@@ -93,7 +93,6 @@ impl Home {
 /// A controller in a task of its own.
 pub struct Running {
     pub address: SocketAddr,
-    /// Where its HTTP API is.
     pub api: SocketAddr,
     /// An operator.
     pub asking: Client,

@@ -85,7 +85,6 @@ const fn worker_at(slot: u32) -> usize {
     offset_of!(intf::dispatch_state, workers) + slot as usize * size_of::<intf::dispatch_worker>()
 }
 
-/// An entry of `requests`.
 #[derive(Debug, Clone, Copy)]
 struct Entry(u64);
 

@@ -1,6 +1,6 @@
-//! `bpf/lb/capture.h`: what came to the load balancer and what it decided, packet by packet, while it works.
+//! `bpf/lb/capture.h`: captures packets and their decisions during operation.
 //!
-//! A variant of the program stands in the place of the one at the device as long as somebody watches.
+//! A variant of the program replaces the one at the device during a capture.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -24,35 +24,35 @@ use super::services::{names_of, services_of};
 use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
 
-/// What to watch.
+/// Options of a capture.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The load balancer's own: below a BPF file system.
+    /// The load balancer's pin directory, below a BPF file system.
     pub pin_directory: PathBuf,
     /// The service.
     pub service: ServiceAddress,
-    /// At most so many bytes of a frame, at least 1.
+    /// Limit of bytes of a frame, at least 1.
     pub capture_length: u32,
 }
 
-/// A packet and what was decided.
+/// A packet and its decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Captured {
-    /// When it came: CLOCK_MONOTONIC.
+    /// Time of arrival: CLOCK_MONOTONIC.
     pub time: Duration,
-    /// Length of the frame; more than what was captured if it was cut.
+    /// Length of the frame; more than the captured bytes if it was cut.
     pub length: u32,
-    /// The frame as it came.
+    /// The frame at its arrival.
     pub arrived: Vec<u8>,
     /// The frame as it left the program.
     pub left: Vec<u8>,
     /// The counter that counted it: one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
-    /// Where it went.
+    /// Destination of the packet.
     pub destination: Destination,
 }
 
-/// Where a packet went.
+/// Destination of the packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
     /// To the load balancer's own kernel.
@@ -65,7 +65,7 @@ pub enum Destination {
     LoadBalancer(u8),
     /// To all servers.
     AllServers,
-    /// To an address that no server has (any more).
+    /// To an address without server (any more).
     Unknown(MacAddress),
 }
 
@@ -81,17 +81,17 @@ pub struct Capture {
     records: Rc<RefCell<Records>>,
 }
 
-/// The variant at the device, and the program whose place it has taken.
+/// The variant at the device, and the program that it replaced.
 struct Attached {
     replaced: OwnedFd,
-    /// The variant's id: another one at the device is the daemon's newest.
+    /// Id of the variant: another id at the device is the daemon's newest program.
     program: u32,
     buffer: PerfBuffer<'static>,
-    /// The kernel takes the buffers out of the map when the descriptor is closed by which they came in.
+    /// The kernel removes the buffers from the map when the descriptor that inserted them is closed.
     _captured: MapHandle,
 }
 
-/// What came out of the perf buffer.
+/// Records from the perf buffer.
 #[derive(Default)]
 struct Records {
     /// By CPU, packets whose decision is still to come.
@@ -102,12 +102,12 @@ struct Records {
 
 /// Perf buffer per CPU.
 const BUFFER_PAGES: usize = 1024;
-/// How often the link is looked at for another program.
+/// Interval of checks for another program at the link.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
-    /// Puts the variant that watches in the place of the program of the load balancer pinned there. Fails when none is
-    /// at work there, it does not know the service, or was loaded by another version of coreward.
+    /// Replaces the program of the load balancer pinned there by the capturing variant. Fails when none is at work
+    /// there, it does not know the service, or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let pins = program::pins_at_work(&options.pin_directory)?;
@@ -128,19 +128,19 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Waits for packets, at most `timeout`, and hands each to `sink` in the order of its CPU. Fails when the load
+    /// Waits for packets, at most `timeout`, and passes each to `sink` in the order of its CPU. Fails when the load
     /// balancer was detached meanwhile.
     pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(Captured)) -> anyhow::Result<()> {
         if self.checked.elapsed() >= CHECK_INTERVAL {
             self.checked = Instant::now();
             if self.link.program()? != self.attached.program {
-                // The daemon may have put a connection table of another size in the place of the one before.
+                // The daemon may have replaced the connection table by one of another size.
                 self.maps = Maps::take_over(&program::pins_at_work(&self.options.pin_directory)?)?;
                 self.attached = Attached::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
             }
         }
         match self.attached.buffer.poll(timeout) {
-            // A signal has come: the caller knows what is to be done.
+            // A signal: the caller handles it.
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             outcome => outcome.context("reading what was captured")?,
         }
@@ -159,7 +159,7 @@ impl Capture {
         Ok(())
     }
 
-    /// Records that did not fit the buffer.
+    /// Returns the number of records that did not fit the buffer.
     pub fn lost(&self) -> u64 {
         self.records.borrow().lost
     }
@@ -226,7 +226,7 @@ impl Attached {
     }
 }
 
-/// The program that was there before stands there again, unless the daemon has put another one in the variant's place.
+/// Restores the previous program, unless the daemon has replaced the variant.
 impl Drop for Capture {
     fn drop(&mut self) {
         let put_back = || -> anyhow::Result<()> {
@@ -264,11 +264,11 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
     // SAFETY: takes a number.
     let result = unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) };
     ensure!(result >= 0, "program {id}: {}", std::io::Error::from_raw_os_error(-result));
-    // SAFETY: a new descriptor that nobody else knows.
+    // SAFETY: a new descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// The services of the load balancer pinned there, with the names that its daemon gave them. Fails when none is at work
+/// Returns the services of the load balancer pinned there, with the names from its daemon. Fails when none is at work
 /// there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = Maps::take_over(&program::pins_at_work(pin_directory)?)?;

@@ -1,5 +1,5 @@
-//! The connection table of stateful services: read, freed from, taken over. `bpf/lb/connection_table.h` says what
-//! packets do with it; what this side does to an entry is the code of [`coreward_model::connection_table::table`].
+//! The connection table of stateful services: reading, freeing, take-over. `bpf/lb/connection_table.h` has the
+//! operations of packets; this side's are in [`coreward_model::connection_table::table`].
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
@@ -26,7 +26,6 @@ use crate::mac::MacAddress;
 use crate::mmap_array::MmapArray;
 use crate::rcu::wait_for_programs;
 
-/// The memory that packets use, too.
 #[derive(Debug)]
 pub(super) struct SharedMemory {
     entries: MmapArray<[intf::connection]>,
@@ -34,7 +33,7 @@ pub(super) struct SharedMemory {
     size: TableSize,
 }
 
-/// The table that packets use, too.
+/// The table, shared with packets.
 pub(super) type Table = ConnectionTable<SharedMemory>;
 
 impl SharedMemory {
@@ -76,7 +75,7 @@ impl AtomicStorage for SharedMemory {
     }
 }
 
-/// The table in two maps of that size.
+/// Returns the table in two maps of that size.
 pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
     let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
     let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free places")?;
@@ -86,7 +85,7 @@ pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSi
 const CLOCK: usize = offset_of!(intf::lb_state, clock);
 const OWNERS: usize = offset_of!(intf::lb_state, owners);
 
-/// Makes new maps ready: a key of their own, all places free, no owner number.
+/// Prepares new maps: a key of their own, all places free, no owner number.
 pub(super) fn begin(maps: &Maps) {
     maps.connections.initialise();
     let mut random = UnwrapErr(SysRng);
@@ -100,13 +99,13 @@ fn connection_key(maps: &Maps) -> CookieKey {
     CookieKey { k0: key.k0, k1: key.k1 }
 }
 
-/// How many entries a source prefix holds, which packets add to.
+/// Returns the number of entries of a source prefix, which packets increment.
 fn held_by(maps: &Maps, shard: usize) -> &AtomicU64 {
     maps.takes.word(offset_of!(intf::connection_takes, held_by_source) + shard * size_of::<u64>())
 }
 
-/// Counts the entries in use, and corrects what each source prefix holds: a process before this one may have been
-/// killed between freeing and subtracting. A prefix that takes or frees meanwhile waits for the next count.
+/// Counts the entries in use, and corrects the count of each source prefix: an earlier process may have been killed
+/// between freeing and subtracting. A prefix that changes meanwhile waits for the next count.
 fn recount(maps: &Maps) -> u64 {
     let key = connection_key(maps);
     let shards = 0..intf::SOURCE_SHARDS as usize;
@@ -117,20 +116,20 @@ fn recount(maps: &Maps) -> u64 {
         counted[source_shard(&key, client)] += 1;
     }
     for shard in shards.filter(|shard| before[*shard] != counted[*shard]) {
-        // Its failure means that the prefix is not at rest.
+        // A failure means that the prefix is not at rest.
         let (before, counted) = (before[shard], counted[shard]);
         let _ = held_by(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
     }
     counted.iter().sum()
 }
 
-/// How many entries are not free.
+/// Returns the number of entries that are not free.
 pub(super) fn in_use(table: &Table) -> usize {
     table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }
 
-/// Pushes the places that a process before this one released but had no time to push. Fails when the kernel refuses to
-/// wait for a grace period.
+/// Pushes the places that an earlier process released but could not push. Fails when the kernel refuses to wait for a
+/// grace period.
 pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partitions() {
@@ -146,7 +145,7 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    // Some were about to be filled by a packet: it is through after this.
+    // Packets may be about to fill some; they have ended after this.
     wait_for_programs()?;
     let lost: Vec<_> = missing.into_iter().filter(|index| table.is_free(*index)).collect();
     lost.iter().for_each(|index| table.push(*index));
@@ -160,7 +159,7 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Owner and clock share a word, which only user space writes.
+/// Owner and clock share a word that only user space writes.
 fn set_owner_word(maps: &Maps, owner: Option<OwnerNumber>) {
     let number = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
     let clock = maps.state.load(CLOCK) as u32;
@@ -181,11 +180,11 @@ fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
     (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
-/// How many entries are in use: those of the last count, and what was taken and freed since.
+/// Number of entries in use: the last count, and the changes since.
 #[derive(Debug)]
 pub(super) struct Occupancy {
     counted: u64,
-    /// What packets had taken then.
+    /// Entries that packets had taken by then.
     taken: u64,
     freed: u64,
 }
@@ -211,13 +210,13 @@ impl Occupancy {
     }
 }
 
-/// The connections of one service.
+/// Returns the connections of one service.
 pub(super) fn of_service(table: &Table, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
     let all = table.size().indexes().filter_map(|index| table.connection(index));
     all.filter(move |connection| connection.identity.service == service.0)
 }
 
-/// The connection table of a load balancer at work, read while packets pass and without its daemon.
+/// The connection table of a working load balancer, read during operation and without its daemon.
 #[derive(Debug)]
 pub struct Pinned {
     maps: Maps,
@@ -229,22 +228,22 @@ impl Pinned {
         Ok(Self { maps: Maps::take_over(&program::pins_at_work(pin_directory)?)? })
     }
 
-    /// The services, with the names that the daemon gave them.
+    /// Returns the services, with the names from the daemon.
     pub fn services(&self) -> Vec<(ServiceAddress, String)> {
         names_of(&self.maps)
     }
 
-    /// How many entries the table has.
+    /// Returns the number of entries of the table.
     pub fn size(&self) -> TableSize {
         self.maps.connections.size()
     }
 
-    /// The time as packets see it.
+    /// Returns the time as packets see it.
     pub fn clock(&self) -> Clock {
         clock(&self.maps)
     }
 
-    /// The connections of a service that have an entry; none if there is no such service.
+    /// Returns the connections of a service with an entry; none without such a service.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
         let index = services_of(&self.maps).get(&service).map(|service| service.index);
         index.into_iter().flat_map(|index| of_service(&self.maps.connections, index))
@@ -252,88 +251,89 @@ impl Pinned {
 }
 
 impl LoadBalancer {
-    /// How many entries the connection table has.
+    /// Returns the number of entries of the table.
     pub fn connection_table_size(&self) -> TableSize {
         self.maps.connections.size()
     }
 
-    /// What places connections in the table: drawn when the maps were made.
+    /// Returns the key that hashes connections in the table: drawn when the maps were created.
     pub fn connection_key(&self) -> CookieKey {
         connection_key(&self.maps)
     }
 
-    /// Sets this load balancer's number among those with a connection table. With `None`, as at first, new connections of
-    /// stateful services get cookies of the stateless kind. Another number than before makes all entries another's.
+    /// Sets this load balancer's number among those with a connection table. With `None`, as at first, new connections
+    /// of stateful services get cookies of the stateless kind. Another number than before makes all entries another's.
     pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
         set_owner_word(&self.maps, owner);
     }
 
-    /// This load balancer's number.
+    /// Returns this load balancer's number.
     pub fn owner(&self) -> Option<OwnerNumber> {
         OwnerNumber::try_from(self.maps.state.load(CLOCK) >> 32).ok()
     }
 
-    /// Where packets go whose index is of another load balancer's table. `None`: that one is lost, and they go to all
-    /// servers, by a rate of their own ([`Options::broadcast`](super::Options::broadcast)).
+    /// Sets the destination of packets with an index of another load balancer's table. `None`: that one is lost, and
+    /// they are broadcast with a rate of their own ([`Options::broadcast`](super::Options::broadcast)).
     pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
         let flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let word = mac.map_or(0, MacAddress::word) | u64::from(flags) << SERVER_FLAGS_SHIFT;
         self.maps.state.store(owner_at(owner), word);
     }
 
-    /// Where packets go whose index is of that load balancer's table: after a take-over as the process before left it.
+    /// Returns the destination of packets with an index of that load balancer's table: after a take-over the previous
+    /// process's.
     pub fn owner_mac(&self, owner: OwnerNumber) -> Option<MacAddress> {
         let word = self.maps.state.load(owner_at(owner));
         let resolved = (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
         resolved.then(|| MacAddress::from_word(word))
     }
 
-    /// Nobody has that number, and nobody's connections do: indexes of it are forged, as far as packets can tell.
+    /// Removes an owner number without connections: packets with its indexes are treated as forged.
     pub fn forget_owner(&mut self, owner: OwnerNumber) {
         self.maps.state.store(owner_at(owner), 0);
     }
 
-    /// Tells packets the time: tenths of a second of the machine's monotonic clock. To be called as often.
+    /// Sets the time for packets: tenths of a second of the machine's monotonic clock. To be called as often.
     pub fn tick(&mut self, monotonic: Duration) {
         let owner = self.maps.state.load(CLOCK) & !u64::from(u32::MAX);
         self.maps.state.store(CLOCK, owner | u64::from(Clock::at(monotonic).0));
     }
 
-    /// The time as packets see it.
+    /// Returns the time as packets see it.
     pub fn clock(&self) -> Clock {
         clock(&self.maps)
     }
 
-    /// The connections of a service that have an entry, as they are while packets pass.
+    /// Returns the connections of a service with an entry, during operation.
     pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
         of_service(&self.maps.connections, service)
     }
 
-    /// Limits what one source prefix may hold of the connection table: to be called as often as [`tick`](Self::tick).
+    /// Limits the entries of one source prefix in the connection table: to be called as often as [`tick`](Self::tick).
     pub fn guard_connection_table(&mut self) {
         let limit = entries_per_source(self.maps.connections.size(), self.occupancy.now(&self.maps) as u32);
         self.maps.state.store(offset_of!(intf::lb_state, entries_per_source), limit.into());
     }
 
-    /// How many connections have an entry, by the last [`count_connections`](Self::count_connections) and what was taken and
-    /// freed since.
+    /// Returns the number of connections with an entry, by the last [`count_connections`](Self::count_connections) and
+    /// the changes since.
     pub fn occupancy(&self) -> u64 {
         self.occupancy.now(&self.maps)
     }
 
-    /// Reads the whole table, so that [`occupancy`](Self::occupancy) is exact again: rows that two CPUs share lose a
-    /// count now and then. The same for what source prefixes hold.
+    /// Reads the whole table, so that [`occupancy`](Self::occupancy) and the prefixes' counts are exact again: rows
+    /// that two CPUs share lose a count now and then.
     pub fn count_connections(&mut self) {
         self.occupancy = Occupancy::count(&self.maps);
     }
 
-    /// How many connections of all services have an entry.
+    /// Returns the number of connections of all services with an entry.
     pub fn connections_in_use(&self) -> usize {
         in_use(&self.maps.connections)
     }
 
-    /// What may be freed, and why, in the next `entries` entries of the table: a part of it per call makes no long
-    /// pause. After the last entry comes the first.
+    /// Returns connections that may be freed, with the reason, in the next `entries` entries of the table: a part of it
+    /// per call avoids a long pause. After the last entry comes the first.
     pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
         let all = self.maps.connections.size().entries();
         let (table, now) = (&self.maps.connections, self.clock());
@@ -348,9 +348,9 @@ impl LoadBalancer {
         found
     }
 
-    /// Frees entries that are still as given: one that changed hands, or whose client has sent another packet since,
-    /// stays. Returns how many were freed. Waits for an RCU grace period (some ms). Fails when the kernel offers no
-    /// grace period: the places are lost until the next process takes over.
+    /// Frees entries that are still as given; those that changed hands or had another packet stay. Returns the number
+    /// of freed ones. Waits for an RCU grace period (some ms). Fails when the kernel offers no grace period: the places
+    /// are lost until the next process takes over.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
         let unchanged = |connection: &&Connection| {
@@ -370,15 +370,14 @@ impl LoadBalancer {
         for connection in &released {
             self.maps.connections.push(connection.index);
             let held = held_by(&self.maps, source_shard(&key, *connection.client.ip()));
-            // A recount may have been late.
             let _ = held.fetch_update(Ordering::AcqRel, Ordering::Acquire, |held| held.checked_sub(1));
         }
         self.occupancy.freed += released.len() as u64;
         Ok(released.len())
     }
 
-    /// Frees all entries of services that are gone or not stateful any more; to be called when no packet looks for them
-    /// there.
+    /// Frees all entries of services that are gone or not stateful any more; to be called when no packet looks them up
+    /// any longer.
     pub(super) fn forget_connections(&mut self, services: &[ServiceIndex]) -> anyhow::Result<()> {
         for service in services {
             let connections: Vec<Connection> = self.connections(*service).collect();

@@ -1,4 +1,4 @@
-//! `timestamps = "lb"`: which MAC address is which server's, and what the program has learnt of the servers' clocks
+//! LB-side stamping (`timestamps = "lb"`): MAC addresses of servers, and their clocks as learned by the program
 //! (`bpf/lb/correction.h`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +18,7 @@ use super::{CorrectionClock, LoadBalancer, ServiceIndex, state_of};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
-/// What a server's SYN-ACKs have told of its clock.
+/// A server's clock by its SYN-ACKs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
     /// Connections in a row whose SYN-ACKs agreed, the newest included; at most [`AGREEING`].
@@ -27,18 +27,18 @@ pub struct ServerClock {
     pub opened: u64,
     /// SYN-ACKs that passed here.
     pub syn_acks: u64,
-    /// Those with timestamps.
+    /// SYN-ACKs with timestamps.
     pub with_timestamps: u64,
-    /// Those that did not agree with the one before.
+    /// SYN-ACKs that did not agree with the one before.
     pub disagreed: u64,
 }
 
-/// Whether a server's new connections are stamped.
+/// State of a server's clock, which decides whether its new connections are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClockState {
-    /// They are: all show one clock.
+    /// Stamped: all connections show one clock.
     Known,
-    /// It takes a few more connections to tell.
+    /// Undecided until a few more connections.
     Learning,
     /// None of its answers has passed here.
     Unseen,
@@ -49,7 +49,7 @@ pub enum ClockState {
 }
 
 impl ClockState {
-    /// The name as the controller shows it.
+    /// The name in the controller's output.
     pub fn name(self) -> &'static str {
         match self {
             ClockState::Known => "known",
@@ -62,7 +62,7 @@ impl ClockState {
 }
 
 impl ServerClock {
-    /// What follows from what was seen.
+    /// Returns the state that follows from the counts.
     pub fn state(&self) -> ClockState {
         if self.agreeing >= AGREEING {
             ClockState::Known
@@ -77,8 +77,8 @@ impl ServerClock {
         }
     }
 
-    /// Why the server's new connections are not stamped, and what was expected; `None`: they are, or it is too early to
-    /// tell.
+    /// Returns the reason why the server's new connections are not stamped, with the expectation; `None`: they are, or
+    /// it is too early.
     pub fn problem(&self) -> Option<String> {
         const INSTEAD: &str = "its connections stand in the flow table";
         match self.state() {
@@ -103,20 +103,20 @@ impl ServerClock {
     }
 }
 
-/// A server that no cookie of a load balancer can name.
+/// A server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = correction::SERVER_IDS - 1)]
 pub struct IdTooLarge(ServerId);
 
 impl LoadBalancer {
-    /// The key that masks the time part of a service's cookies: the same at all load balancers, and never changed while
+    /// Sets the key that masks the time part of a service's cookies: the same at all load balancers, and constant while
     /// the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
         let key = key.layout();
         self.maps.state.write(state_of(service) + offset_of!(intf::service_state, time_key), &key);
     }
 
-    /// From which of a server's TSvals on which key stamps, by this machine's clock.
+    /// Returns a server's TSval from which the current key stamps, by this machine's clock.
     pub(super) fn switch_ms(&self, new: &FleetKeys) -> u32 {
         let now_ms = match self.variant.correction_clock {
             CorrectionClock::Kernel => monotonic_ms(),
@@ -129,8 +129,8 @@ impl LoadBalancer {
         key_activation::switch_ms(&before, new, now_ms)
     }
 
-    /// What is known of each server's clock, by id. Of two ids with one MAC address (the operator changed it) the one
-    /// that takes new connections. Fails when the map cannot be read.
+    /// Returns each server's clock, by id. Of two ids with one MAC address (the operator changed it), the one that
+    /// takes new connections. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
         let entries = corrected_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
         let clock = |(_, known): (_, intf::corrected_server)| -> anyhow::Result<_> {
@@ -153,8 +153,7 @@ impl LoadBalancer {
         self.service(service).mode.timestamps == Timestamps::LoadBalancer
     }
 
-    /// A server's answers come from `mac` now and no longer from where they came from; `None`: nobody knows for the moment.
-    /// What is known of its clock goes along.
+    /// Moves a server with its clock to `mac`; `None`: unknown at present.
     pub(super) fn move_corrected_server(
         &mut self,
         service: ServiceIndex,
@@ -164,7 +163,7 @@ impl LoadBalancer {
     ) -> anyhow::Result<()> {
         let Some(mac) = mac.filter(|_| self.is_corrected(service)) else { return Ok(()) };
         if !correction::can_name(id) {
-            // One that left may have its id from when the service was another.
+            // An earlier server may have had its id with another mode.
             ensure!(!eligible, IdTooLarge(id));
             return Ok(());
         }
@@ -179,7 +178,7 @@ impl LoadBalancer {
         }
         let known = match read(map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
-            // Another id's: both lead here, and the one that takes new connections is stamped.
+            // Another id's: both have the address, and the one that takes new connections is stamped.
             Some(here) if !eligible && self.is_at(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
             None => known_there.unwrap_or_default(),
@@ -187,7 +186,7 @@ impl LoadBalancer {
         write(map, service, mac, &intf::corrected_server { server_id: id.get(), ..known })
     }
 
-    /// The server is no more. Another id that its machine has takes the address over.
+    /// Removes a server. Another id with its MAC address takes the address over.
     pub(super) fn forget_corrected_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
         let Some(mac) = self.corrected.remove(&(service, id)) else { return Ok(()) };
         let map = self.maps.corrected_servers();
@@ -209,7 +208,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// The id that stands at `mac` is there no more: another one that is has it, or nobody.
+    /// Removes the id at `mac`; another id with the address takes it over.
     fn leave_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
         let other = self.corrected.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other, read(map, service, mac)?) {
@@ -225,7 +224,7 @@ impl LoadBalancer {
     }
 }
 
-/// Which servers' answers come from where, in maps taken over.
+/// Returns servers by the source address of their answers, from maps taken over.
 pub(super) fn corrected_of(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
     let entries = corrected_servers(maps)?.into_iter();
     entries.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()

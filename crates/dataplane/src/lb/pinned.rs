@@ -1,4 +1,4 @@
-//! What an earlier process left, for those who only want to look.
+//! Pinned state of an earlier process, for read-only commands.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use super::servers::{mac_in, server_entry};
 use super::services::services_of;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
-/// What [`LoadBalancer::load`](super::LoadBalancer::load) would not take over of what is pinned below `pin_directory`;
-/// `None`: all is well, or nothing is at work there.
+/// Returns the reason why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state pinned below
+/// `pin_directory`; `None`: it would, or there is none.
 pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
     let directory = pin_directory.join("lb");
     if !directory.join("link").exists() {

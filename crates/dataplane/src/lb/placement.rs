@@ -12,10 +12,9 @@ use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
 impl LoadBalancer {
-    /// Installs a service's table by one atomic switch: every first packet is placed by the table before or by this
-    /// one. Does not wait for programs that still read the one before. Fails when the table cannot be held
-    /// ([`TableError`]), there is no more memory for tables, or the kernel refuses the program for its rule: the table
-    /// before stays then.
+    /// Installs a service's table by one atomic switch: every first packet is placed by the old table or by this one.
+    /// Does not wait for programs that still read the old one. Fails when the table cannot be held ([`TableError`]),
+    /// memory for tables is exhausted, or the kernel refuses the program for its rule: the old table stays then.
     ///
     /// # Panics
     /// When `service` is none of [`services`](Self::services).
@@ -68,12 +67,12 @@ impl LoadBalancer {
         if was_in_use == rule {
             return Ok(());
         }
-        // What no table uses any more need not be compiled in. The new variant may find the old table for a moment:
-        // a first packet on another CPU that read where the old one is; it runs in the old program.
+        // Features that no table uses need not be compiled in. The new variant may find the old table for a short time,
+        // in a first packet on another CPU that had read its offset; that packet runs in the old program.
         self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })
     }
 
-    /// The table in the memory, which is made larger if there is no room.
+    /// Writes the table into the memory, which grows if there is no room.
     fn write_table(
         &mut self,
         service: ServiceIndex,
@@ -92,7 +91,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Twice as much memory for tables: another map, which another program takes over.
+    /// Doubles the memory for tables: another map, for another program.
     fn grow_memory(&mut self) -> anyhow::Result<()> {
         let bytes = self.maps.placement_memory_bytes() * 2;
         ensure!(
@@ -113,20 +112,20 @@ impl LoadBalancer {
                 },
             )?;
         self.program = program;
-        // Programs that still run mask offsets with the old size. They must end before a table stands beyond it.
+        // Programs that still run mask offsets with the old size. They must end before a table lies beyond it.
         self.grace_periods.wait(self.grace_periods.now())?;
         tracing::info!(event = "table-memory-grown", mib = bytes >> 20, "placement tables have more memory");
         Ok(())
     }
 
-    /// The generation of a service's table; `None`: it has none, or one without members.
+    /// Returns the generation of a service's table; `None`: it has none, or one without members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let at = self.maps.state.load(table_at(service)) as u32;
         tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
     }
 }
 
-/// Where the word stands that says where a service's table stands.
+/// Returns the offset of the word with the offset of a service's table.
 pub(super) fn table_at(service: ServiceIndex) -> usize {
     state_of(service) + offset_of!(intf::service_state, table_at)
 }

@@ -92,7 +92,6 @@ pub(super) struct Maps {
     pub takes: MmapArray<intf::connection_takes>,
 }
 
-/// Names of the pins.
 const MAP_NAMES: [&str; 15] = [
     "state",
     "servers",

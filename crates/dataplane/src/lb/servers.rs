@@ -1,4 +1,4 @@
-//! The servers of the services: where they are, and what went to each.
+//! Servers of the services: addresses, flags and traffic.
 
 use std::collections::BTreeSet;
 use std::mem::offset_of;
@@ -12,7 +12,7 @@ use super::variant::Variant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
 use crate::mac::MacAddress;
 
-/// The flags that follow from the configuration.
+/// Flags from the configuration.
 const CONFIGURED: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// The MAC address in a `struct server_entry`, if it is resolved.
@@ -21,7 +21,7 @@ pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
     (flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
-/// The word with the flags of a service's server, and where in it they stand.
+/// Returns the offset of the word with the flags of a service's server, and their mask in it.
 fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
@@ -29,19 +29,17 @@ fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
     (word * size_of::<u64>(), shift)
 }
 
-/// A server as programs see it for a service: server_at() of `bpf/lb/placement.h`.
+/// Returns a server as programs see it for a service: server_at() of `bpf/lb/placement.h`.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_at(service, id.get());
     let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
     maps.servers.load(entry_at::<intf::server_entry>(id.get())) | flags << SERVER_FLAGS_SHIFT
 }
 
-/// The ids of the servers that a service knows.
 pub(super) fn members(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
     with_flag(maps, service, intf::SERVER_KNOWN)
 }
 
-/// The ids of a service's servers with that flag.
 pub(super) fn with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
     let first = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
     let mut ids = Vec::new();
@@ -56,7 +54,7 @@ pub(super) fn with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<Se
 }
 
 impl LoadBalancer {
-    /// Sets those of a service's server's flags that are in `mask`. Only this process writes them.
+    /// Sets the flags in `mask` of a service's server. Only this process writes them.
     fn set_member(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (at, shift) = member_at(service, id.get());
         let word = self.maps.membership.load(at);
@@ -66,7 +64,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Marks the servers that the service's placement table calls down, and no others.
+    /// Marks the servers that are down by the service's placement table, and no others.
     pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
         let down: BTreeSet<ServerId> = down.iter().copied().collect();
         for up in with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id)) {
@@ -75,7 +73,7 @@ impl LoadBalancer {
         down.into_iter().for_each(|id| self.set_member(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
-    /// Makes a server known, or changes what is known of it. Its MAC address is the same for all services.
+    /// Adds or changes a server. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let flags = intf::SERVER_KNOWN | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
@@ -91,13 +89,13 @@ impl LoadBalancer {
         self.set_member(service, id, CONFIGURED, flags);
     }
 
-    /// Marks a server as down by this load balancer's own checks, or takes that back. Flows of UDP then leave it; new connections
-    /// do if it is not eligible either.
+    /// Sets whether a server is down by this load balancer's own checks. UDP flows then leave it; new connections do if
+    /// it is not eligible either.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
 
-    /// Forgets a server: its connections' packets then go to all servers, rate-limited.
+    /// Removes a server: its connections' packets are then broadcast, rate-limited.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
         if let Err(error) = self.forget_corrected_server(service, id) {
             tracing::warn!(
@@ -110,17 +108,17 @@ impl LoadBalancer {
         self.set_member(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
-    /// The servers known of a service, by id: after a take-over those of the process before.
+    /// Returns the servers of a service, by id: after a take-over those of the previous process.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
         members(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
 
-    /// The ids of the servers known of a service.
+    /// Returns the ids of a service's servers.
     pub fn members(&self, service: ServiceIndex) -> Vec<ServerId> {
         members(&self.maps, service)
     }
 
-    /// A server of a service; `None`: the service does not know it.
+    /// Returns a server of a service; `None`: it is not one.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
@@ -128,20 +126,19 @@ impl LoadBalancer {
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
-    /// Whether packets and bytes are counted by server, which costs each packet two additions. Off at first. Fails when
-    /// the kernel refuses the program.
+    /// Sets whether packets and bytes are counted by server, which costs each packet two additions. Off at first.
     pub fn count_traffic(&mut self, wanted: bool) -> anyhow::Result<()> {
         self.change_variant(Variant { traffic: wanted, ..self.variant })
     }
 
-    /// What was sent to a server, for all services.
+    /// Returns the traffic to a server, for all services.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
         let [sum] = self.traffic_of(&[id])[..] else { unreachable!("one of each") };
         sum
     }
 
-    /// The same of several, in their order. Of all together: a row of counters is read from its beginning to its end, where server by
-    /// server each would be a line of memory that is not in the cache.
+    /// Returns the traffic of several servers, in their order. One pass reads each row of counters from beginning to
+    /// end; server by server would miss the cache for each.
     pub fn traffic_of(&self, ids: &[ServerId]) -> Vec<ServerTraffic> {
         let mut sums = vec![ServerTraffic::default(); ids.len()];
         for row in 0..self.maps.counter_rows() {

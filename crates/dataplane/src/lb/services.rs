@@ -1,4 +1,4 @@
-//! Which services there are: found by the programs in a directory with two halves, switched by one store.
+//! Services in the data plane: a directory with two halves, switched by one store.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -18,12 +18,10 @@ use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of};
 use crate::service_slots;
 
-/// What is known of a service.
 #[derive(Debug)]
 pub(super) struct Service {
     pub index: ServiceIndex,
     pub mode: ServiceMode,
-    /// Its table.
     pub table: Option<Written>,
 }
 
@@ -41,13 +39,13 @@ impl Service {
 /// A mode that the service's packets do not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModeError {
-    /// A datagram carries no cookie, and a server cannot tell whose connection it is of.
+    /// A datagram carries no cookie, and a server cannot recognise its own connections.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
     NeedsTcp(ServiceAddress, Consistency),
-    /// The load balancer's own cookie holds a server's id, and nothing else.
+    /// The cookie of LB-side stamping holds only a server's id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
-    /// What is sent to the wrong place could not be told from what is not.
+    /// A packet at the wrong server could not be recognised.
     #[error(
         "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps by \
              the load balancer can be adopted or handed over"
@@ -70,7 +68,7 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     Ok(())
 }
 
-/// A slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.
+/// Returns a slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.
 fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     let timestamps = match mode.timestamps {
         Timestamps::Server => 0,
@@ -87,7 +85,7 @@ fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     u32::from(index.0) | mode.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
 }
 
-/// What [`number`] was made of; `None` for the number of anything but a service.
+/// Returns the parts of [`number`]; `None` for anything but a service.
 fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let consistency = number >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
@@ -110,7 +108,7 @@ fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     (u32::from(index.0) < intf::MAX_SERVICES && self::number(index, mode) == number).then_some((index, mode))
 }
 
-/// What the program must be able to do for these services and their tables.
+/// Returns the features that these services and their tables need.
 pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
     let of = |(address, service): (&ServiceAddress, &Service)| EnabledFeatures {
         rules: service.rule().unwrap_or(0),
@@ -124,18 +122,17 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFea
 }
 
 impl LoadBalancer {
-    /// Sets which services there are and how their packets find their servers, and returns the place of each. A service
-    /// that was there keeps its place, its servers and its table, and what was remembered of its connections; one that
-    /// is new has nothing of it. Fails when services have no place (too many, twice the same, IPv6), when a mode is not
-    /// for the service's protocol ([`ModeError`]), or the kernel refuses the program for the modes: nothing has changed
-    /// then.
+    /// Sets the services and their modes, and returns the index of each. A known service keeps its index, servers,
+    /// table and connections; a new one starts without. Fails when a service has no slot (too many, a duplicate, IPv6),
+    /// when a mode does not suit the service's protocol ([`ModeError`]), or when the kernel refuses the program for the
+    /// modes. Nothing has changed then.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::lb_directory(&unnumbered)?;
         services.iter().try_for_each(|(address, mode)| check(address, mode))?;
         let modes: BTreeMap<_, _> = services.iter().copied().collect();
 
-        // The program must know a mode before it meets a service of that mode.
+        // The program must support a mode before the first service with it.
         let new_modes = modes.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
         let wanted = in_use(&new_modes.collect());
         self.change_variant(Variant { in_use: self.variant.in_use.and(wanted), ..self.variant })?;
@@ -163,11 +160,11 @@ impl LoadBalancer {
             self.grace_periods.wait(self.directory_retired_at)?;
             self.forget_connections(&not_any_more)?;
         }
-        // A later fragment finds the place by the first one, not by the directory.
+        // A later fragment finds the index by the first one, not by the directory.
         gone.into_iter().for_each(|(_, index)| self.forget_servers(index));
         let new: Vec<_> = services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
         if !new.is_empty() {
-            // Programs that still look for a service removed before must have ended before its place is another's.
+            // Programs that still use a removed service must have ended before its index is reused.
             self.grace_periods.wait(self.directory_retired_at)?;
             let mut indexes = BTreeSet::new();
             for (address, mode) in new {
@@ -182,7 +179,7 @@ impl LoadBalancer {
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
-    /// What people call a service: for commands that look at the pinned state without the daemon. More than
+    /// Stores a service's name, for commands that read the pinned state without the daemon. More than
     /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes are cut.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
         let mut bytes: ServiceName = [0; intf::SERVICE_NAME_BYTES as usize];
@@ -191,7 +188,6 @@ impl LoadBalancer {
         self.maps.state.write(name_of(service), &bytes);
     }
 
-    /// There is one: that services are not too many was checked.
     fn take_place(&mut self, address: ServiceAddress) -> ServiceIndex {
         let place = self.places.iter().position(Option::is_none).unwrap_or(self.places.len());
         self.places.resize(self.places.len().max(place + 1), None);
@@ -208,7 +204,7 @@ impl LoadBalancer {
         self.services.iter().map(|(address, service)| (*address, number(service.index, service.mode))).collect()
     }
 
-    /// Puts the services as they are in `self` into the idle half of the directory, and switches.
+    /// Writes the services into the idle half of the directory, and switches.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_retired_at)?;
         let directory = service_slots::lb_directory(&self.numbered())?;
@@ -222,7 +218,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Places without servers, without a table, and of whose connections nothing is remembered.
+    /// Clears servers, tables and connections of these indexes.
     fn clear(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         self.forget_corrected_servers(indexes)?;
         for index in indexes {
@@ -235,17 +231,16 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the fragmented datagrams of these places: a later fragment finds the place by the first one, not by the directory.
+    /// Removes the fragmented datagrams of these indexes.
     fn forget_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let fragments = self.maps.fragments();
-        // All keys first: the kernel's iteration starts anew when the key it stands at is deleted.
+        // All keys first: the kernel's iteration restarts when its current key is deleted.
         let keys: Vec<Vec<u8>> = fragments.keys().collect();
         for key in keys {
             let Some(value) = fragments.lookup(&key, MapFlags::ANY).context("a fragmented datagram")? else { continue };
             let entry = intf::fragment_entry::read_from_bytes(&value);
             if entry.is_ok_and(|entry| indexes.contains(&ServiceIndex(entry.service))) {
                 match fragments.delete(&key) {
-                    // Evicted meanwhile.
                     Err(error) if error.kind() == libbpf_rs::ErrorKind::NotFound => {}
                     result => result.context("removing a fragmented datagram of a service that is gone")?,
                 }
@@ -259,7 +254,7 @@ impl LoadBalancer {
         self.maps.membership.write(usize::from(index.0) * size_of_val(&words), &words);
     }
 
-    /// Removes the flows of these places from the flow table.
+    /// Removes the flows of these indexes from the flow table.
     fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
         let table = &self.maps.flows;
         for set in 0..self.maps.flow_sets() {
@@ -268,7 +263,7 @@ impl LoadBalancer {
                 let flow = table.load(at);
                 let used = table.load(at + offset_of!(intf::flow_set, use_));
                 if flow != 0 && indexes.contains(&ServiceIndex((used >> intf::FLOW_SERVICE_SHIFT) as u16)) {
-                    // Unless a packet of another service has taken the entry meanwhile.
+                    // Unless another service's packet has taken the entry meanwhile.
                     table.compare_exchange(at, flow, 0);
                 }
             }
@@ -287,7 +282,7 @@ fn name_of(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceName>()
 }
 
-/// The services that stand in maps taken over, by the names that their daemon gave them.
+/// Returns the services in maps taken over, with the names from their daemon.
 pub(super) fn names_of(maps: &Maps) -> Vec<(ServiceAddress, String)> {
     let name = |index: ServiceIndex| {
         let bytes = maps.state.read::<ServiceName>(name_of(index));
@@ -298,7 +293,7 @@ pub(super) fn names_of(maps: &Maps) -> Vec<(ServiceAddress, String)> {
 
 const DIRECTORIES: usize = offset_of!(intf::lb_state, directories);
 
-/// The services that stand in maps taken over.
+/// Returns the services in maps taken over.
 pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
     let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES);
     let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {

@@ -1,8 +1,7 @@
-//! Writing a [`PlacementTable`] into the memory of all tables, where no program looks.
+//! Writes a [`PlacementTable`] into a free part of the memory of all tables.
 //!
-//! Each table stands in a block of its own, as large as it must be, and the Toeplitz tables of an RSS key in another one that
-//! all tables with that key share. A block is used again when a grace period has passed since the last table that needed it
-//! was left.
+//! Each table has a block of its own size, and the Toeplitz tables of an RSS key another one that all tables with that
+//! key share. A block is reused when a grace period has passed since its last table was retired.
 
 use std::collections::{HashMap, VecDeque};
 use std::mem::offset_of;
@@ -18,13 +17,13 @@ use super::buddy_allocator::{Block, Blocks};
 use crate::mmap_array::MmapArray;
 use crate::rcu::{GracePeriods, GraceTicket};
 
-/// A table that the data plane cannot hold, or that contradicts itself.
+/// A table that the data plane cannot hold, or with a contradiction.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
-    /// Too many or none.
+    /// Too many groups, or none.
     #[error("a table of {0} groups: expected 1 to {max}", max = intf::MAX_RSS_GROUPS)]
     Groups(usize),
-    /// Too many for one bucket.
+    /// Too many candidates for one bucket.
     #[error("{0} candidates per bucket: expected at most {max}", max = intf::MAX_CANDIDATES)]
     CandidatesPerBucket(u32),
     /// Not groups x buckets x candidates per bucket, or too many in all.
@@ -33,34 +32,34 @@ pub enum TableError {
         max = intf::MAX_TABLE_CANDIDATES
     )]
     Candidates {
-        /// In the table.
+        /// Number in the table.
         found: usize,
-        /// By its own numbers.
+        /// Number by the table's parameters.
         expected: usize,
     },
-    /// A rule that looks at candidates, and members, but no candidates.
+    /// A rule that uses candidates, and members, but no candidates.
     #[error("rule {0} without candidates")]
     NoCandidates(&'static str),
-    /// More than the counts of assigned connections have room for.
+    /// More core slots than counts of assigned connections.
     #[error("{0} core slots: expected at most {max}", max = intf::MAX_CORE_SLOTS)]
     CoreSlots(usize),
-    /// A candidate that counts nowhere.
+    /// A candidate with a core slot that does not exist.
     #[error("core slot {slot} of {count}")]
     CoreSlot {
-        /// In a candidate.
+        /// Slot of the candidate.
         slot: u16,
-        /// How many the table has.
+        /// Number of slots in the table.
         count: usize,
     },
-    /// More than there are ids.
+    /// More members than ids.
     #[error("{0} members: expected at most {max}", max = intf::MAX_MEMBERS)]
     Members(usize),
     /// Neither one per bucket nor, without members, none.
     #[error("{found} consistent choices for {buckets} buckets")]
     Consistent {
-        /// In the table.
+        /// Number in the table.
         found: usize,
-        /// Buckets.
+        /// Number of buckets.
         buckets: u32,
     },
 }
@@ -107,11 +106,11 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Full;
 
-/// A table that stands in the memory.
+/// A table in the memory.
 #[derive(Debug)]
 pub(super) struct Written {
     block: Block,
-    /// Of its groups' keys.
+    /// Blocks of its groups' keys.
     sources: Vec<Block>,
     counted: CountedTable,
     /// Bit of its rule; `None`: it has no members.
@@ -119,7 +118,7 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// Where it stands.
+    /// Returns its offset.
     pub fn at(&self) -> u32 {
         self.block.at
     }
@@ -134,15 +133,15 @@ pub(super) enum Hashing {
     Kept,
 }
 
-/// What source tables depend on: the key, and the service where the NIC mixes source and destination before it hashes them.
+/// Key of source tables: the RSS key, and the service where the NIC mixes source and destination before it hashes them.
 type SourceKey = (RssKey, Option<SocketAddrV4>);
 
-/// Toeplitz tables that stand in the memory.
+/// Toeplitz tables in the memory.
 #[derive(Debug, Default)]
 struct Source {
-    /// Of a process before this one it is not known.
+    /// Unknown after a take-over.
     key: Option<SourceKey>,
-    /// How many tables need them.
+    /// Number of tables that need them.
     users: usize,
 }
 
@@ -160,19 +159,19 @@ pub(super) struct Tables {
 const HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
 const SOURCE_BYTES: u32 = size_of::<intf::toeplitz_source_tables>() as u32;
 
-/// Bytes from the start of the memory to a field of the table at `at`.
+/// Offset in bytes of a field of the table at `at`.
 macro_rules! field {
     ($at:expr, $field:ident) => {
         $at as usize + offset_of!(intf::placement_table, $field)
     };
 }
 
-/// Two 32-bit numbers in one word: the first one below.
+/// Returns both 32-bit halves of a word, the lower one first.
 fn low_and_high(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// The rule of the table at `at`; `None` when there is none, or it has no members.
+/// Returns the rule of the table at `at`; `None` when there is none, or it has no members.
 pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
@@ -183,13 +182,13 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     (members != 0).then_some(1 << rule)
 }
 
-/// Parts of a table's block, one behind the other.
+/// Layout of a table's block, part by part.
 struct Layout {
     bytes: u32,
 }
 
 impl Layout {
-    /// Where `count` values of a type stand, from the table's start.
+    /// Returns the offset of `count` values of a type from the table's start.
     fn part<T>(&mut self, count: usize) -> u32 {
         let at = self.bytes;
         self.bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
@@ -198,13 +197,13 @@ impl Layout {
 }
 
 impl Tables {
-    /// In a memory without tables.
+    /// Starts with a memory without tables.
     pub fn new(memory: MmapArray<[u64]>, bytes: u32) -> Self {
         let blocks = Blocks::new(bytes, []);
         Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
     }
 
-    /// A process before this one has left tables here and nothing else; those tables.
+    /// Starts with the tables of an earlier process, and returns them.
     pub fn adopt(&mut self, bytes: u32, in_use: &[u32]) -> Vec<Written> {
         let mut sources: HashMap<u32, usize> = HashMap::new();
         let header = |at: u32| self.memory.read::<intf::placement_table>(at as usize);
@@ -232,7 +231,7 @@ impl Tables {
         written
     }
 
-    /// Goes on in a larger memory, to which everything has been copied.
+    /// Continues in a larger memory with a copy of the contents.
     pub fn grow(&mut self, memory: MmapArray<[u64]>, bytes: u32) {
         self.memory = memory;
         self.blocks.grow(bytes);
@@ -243,7 +242,7 @@ impl Tables {
         &self.memory
     }
 
-    /// The generation of the table at `at`.
+    /// Returns the generation of the table at `at`.
     pub fn generation(&self, at: u32) -> u64 {
         self.memory.load(field!(at, generation))
     }
@@ -268,8 +267,8 @@ impl Tables {
         })
     }
 
-    /// What the counts of assigned connections begin with in `next`: of a core whose load is no newer they go on, of the
-    /// others they start at 0, as what a core got before, its load shows (docs/policies.md).
+    /// Returns the initial counts of assigned connections in `next`: a core without a newer load keeps its count; the
+    /// others start at 0, because the load shows earlier assignments (docs/policies.md).
     fn counts(&self, before: Option<&Written>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
         before.counted.carried(next, |slot| self.assigned(before.at(), slot))
@@ -281,7 +280,7 @@ impl Tables {
         self.memory.half(assigned_at + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
-    /// Writes a table, which [`check`] has passed. `before`: the service's table so far.
+    /// Writes a table that [`check`] has accepted. `before`: the service's present table.
     pub fn write(
         &mut self,
         before: Option<&Written>,
@@ -389,7 +388,8 @@ impl Tables {
         Ok(hashes)
     }
 
-    /// The Toeplitz tables of a key: large, and the same for all tables with that key, unless its input is transformed.
+    /// Returns the Toeplitz tables of a key: large, and shared by all tables with that key, unless its input is
+    /// transformed.
     fn source(&mut self, key: &RssKey, vip: SocketAddrV4) -> Result<Block, Full> {
         let source_key = (key.clone(), (key.input() != InputTransform::None).then_some(vip));
         let block = match self.by_key.get(&source_key) {
@@ -419,12 +419,12 @@ impl Tables {
         }
     }
 
-    /// Programs were told to leave this table.
+    /// Retires a table that programs were told to leave.
     pub fn retire(&mut self, table: Written, grace_periods: &GracePeriods) {
         self.retired.push_back((grace_periods.now(), table));
     }
 
-    /// Uses the places of tables again that no program reads any more.
+    /// Reuses the blocks of tables that no program reads any more.
     fn reclaim(&mut self, grace_periods: &GracePeriods) {
         while self.retired.front().is_some_and(|(moment, _)| grace_periods.has_passed(*moment)) {
             let Some((_, table)) = self.retired.pop_front() else { return };
@@ -433,7 +433,7 @@ impl Tables {
         }
     }
 
-    /// When the newest of the retired tables was retired; `None`: there are none.
+    /// Returns the ticket of the newest retired table; `None`: there are none.
     pub fn last_retired(&self) -> Option<GraceTicket> {
         self.retired.back().map(|(moment, _)| *moment)
     }

@@ -1,8 +1,8 @@
-//! What is compiled into the program: a change loads it anew.
+//! Features that are compiled into the program; a change loads it again.
 
 use super::{Broadcast, CorrectionClock};
 
-/// What the services and their tables need. What none needs is not compiled in.
+/// Features that the services and their tables need. Others are not compiled in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct EnabledFeatures {
     /// Bits 1 << `enum placement_rule`.
@@ -13,14 +13,14 @@ pub(super) struct EnabledFeatures {
     pub timestamps_off: bool,
     /// A service that the load balancer stamps itself.
     pub timestamps_lb: bool,
-    /// A service that is adopted or handed over.
+    /// A service in migration.
     pub other_balancer: bool,
     /// A service of UDP.
     pub udp: bool,
 }
 
 impl EnabledFeatures {
-    /// What either needs.
+    /// Returns the union.
     pub fn and(self, other: Self) -> Self {
         Self {
             rules: self.rules | other.rules,
@@ -33,7 +33,7 @@ impl EnabledFeatures {
     }
 }
 
-/// What is fixed when the program is loaded; a change loads it anew.
+/// Constants of the loaded program; a change loads it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Variant {
     pub in_use: EnabledFeatures,

@@ -1,5 +1,4 @@
-//! Sockets of this network namespace by state, from the kernel's list: how many connections services have, and which sockets
-//! listen.
+//! Sockets of this network namespace by state, from the kernel's list: connections of services, and listening sockets.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -12,7 +11,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 use super::{MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
 use crate::listeners::Inode;
 
-/// struct inet_diag_msg behind its header, as far as it is read here.
+/// Fields of struct inet_diag_msg behind its header that are read here.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Listed {
@@ -36,9 +35,9 @@ const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 <
 /// The kernel fills at most 32 KiB at a time, and less where it has not seen a larger buffer.
 const BUFFER: usize = 32 << 10;
 
-/// How many TCP connections each of these addresses has here, in the order asked: from half-open to the last FIN;
-/// neither listening nor in TIME-WAIT. Takes about 1 us of CPU for every socket of these ports, and a look at each of
-/// the others. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
+/// Returns the number of TCP connections at each of these addresses, in their order: from half-open to the last FIN,
+/// without listening and TIME-WAIT. Takes about 1 us of CPU for every socket of these ports, and less for each of the
+/// others. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
 pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let mut counts = vec![0; services.len()];
     if services.is_empty() {
@@ -56,9 +55,9 @@ pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     Ok(counts)
 }
 
-/// The TCP sockets of IPv4 that listen here: address and inode. Others are not looked at, however many there are: to
-/// read /proc/net/tcp is to walk through the kernel's whole table of connections, of all network namespaces. Fails when
-/// the kernel has no sock_diag(7) for TCP, or does not answer.
+/// Returns address and inode of the TCP sockets of IPv4 that listen here. Other sockets cost nothing: /proc/net/tcp
+/// would walk through the kernel's whole table of connections, of all network namespaces. Fails when the kernel has no
+/// sock_diag(7) for TCP, or does not answer.
 pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     let mut found = Vec::new();
     for_each(&list(libc::AF_INET as u8, LISTENING, 0), |listed| {
@@ -74,7 +73,7 @@ fn for_each(request: &Request, mut found: impl FnMut(&Listed)) -> anyhow::Result
     Ok(())
 }
 
-/// The port that all of them have: the kernel then passes over all others.
+/// Returns the port that all of them have: the kernel then skips all others.
 fn only_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
@@ -173,24 +172,23 @@ mod tests {
         };
         counts([0, 0], "nobody is connected to a socket that listens");
         let mut pairs: Vec<_> = (0..300).map(|_| pair(&listener, address)).collect();
-        // Nobody has accepted this one.
+        // Not accepted yet.
         let _waiting = TcpStream::connect(address).unwrap();
         let _of_both = pair(&other, of_both);
         counts([301, 1], "all of them");
         assert_eq!(connections_of(&[of_both]).unwrap(), [1], "one port");
         assert_eq!(connections_of(&[]).unwrap(), [0; 0]);
-        // Half-closed by the server: FIN-WAIT-2, what the client says is still heard.
+        // Half-closed by the server: FIN-WAIT-2, still receiving from the client.
         let (mut client, server) = pairs.pop().unwrap();
         server.shutdown(Shutdown::Write).unwrap();
         client.write_all(b"x").unwrap();
         counts([301, 1], "half-closed");
-        // Closed by the clients first: the server's sockets are in CLOSE-WAIT, and then no more.
+        // Closed by the clients first: the server's sockets go through CLOSE-WAIT.
         let (clients, servers): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
         drop(clients);
         counts([301, 1], "closed by the clients");
         drop(servers);
         counts([2, 1], "closed by both");
-        // Closed by the server first: it is in TIME-WAIT.
         drop(server);
         drop(client);
         counts([1, 1], "closed by the server, then by the client");

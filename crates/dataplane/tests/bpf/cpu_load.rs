@@ -152,7 +152,6 @@ fn flood(cpu: usize, done: &AtomicBool) {
 /// The unit of /proc/stat (proc(5)), 10 ms.
 const TICK_NS: u64 = 10_000_000;
 
-/// Time of one CPU in ticks.
 #[derive(Clone, Copy)]
 struct CpuTicks {
     /// Idle and waiting for a disk.
@@ -169,7 +168,6 @@ impl Sub for CpuTicks {
     }
 }
 
-/// One for each CPU that is online.
 fn cpu_ticks() -> Vec<CpuTicks> {
     let text = std::fs::read_to_string("/proc/stat").unwrap();
     let lines = text.lines().skip(1).take_while(|line| line.starts_with("cpu"));

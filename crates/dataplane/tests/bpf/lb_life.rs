@@ -43,7 +43,6 @@ fn one_server_table(generation: u64, rule: Rule) -> PlacementTable {
     random_table(rule, generation, 1, &[server()], &mut seeded_rng(generation, 0))
 }
 
-/// Fills a load balancer with one service and one server.
 fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
     let index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
     lb.set_keys(&keys());

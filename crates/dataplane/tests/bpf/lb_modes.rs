@@ -22,7 +22,6 @@ fn mode(consistency: Consistency) -> ServiceMode {
     ServiceMode { consistency, ..ServiceMode::default() }
 }
 
-/// One service of that mode with some servers and a table.
 fn balancer(mode: ServiceMode, rule: Rule, rng: &mut impl rand::Rng) -> (Balancer, Vec<ServerId>, PlacementTable) {
     let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), rng);
     let ids = balancer.replace_servers(0, 9, rng);

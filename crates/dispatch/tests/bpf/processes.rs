@@ -23,7 +23,6 @@ const STALLS: TimeoutPair = [Duration::from_secs(2), Duration::from_millis(1500)
 type TimeoutPair = [Duration; 2];
 /// For what comes by itself.
 const LIMIT: Duration = Duration::from_secs(60);
-/// Set in the processes that are workers.
 const WORKER: &str = "COREWARD_TEST_WORKER";
 
 /// What a request asks for, in its first byte; four bytes of request id follow.

@@ -7,7 +7,6 @@ use crate::finding::Finding;
 
 const LOOPBACK: &str = "lo";
 
-/// Check `vip`.
 pub fn vip(facts: &Facts) -> Vec<Finding> {
     let vips = facts.vips();
     if vips.is_empty() {
@@ -58,7 +57,6 @@ fn at_load_balancer(facts: &Facts, vip: Ipv4Addr) -> Finding {
         .remedy(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
 }
 
-/// Check `segment`.
 pub fn segment(facts: &Facts) -> Vec<Finding> {
     if facts.servers.is_empty() || facts.device.is_none() {
         return vec![Finding::unknown("no server is known: the controller did not say")];
@@ -93,14 +91,12 @@ fn has_other_addresses(facts: &Facts) -> bool {
         .any(|held| held.device != facts.interface() && !held.address.is_loopback() && !vips.contains(&held.address))
 }
 
-/// Check `arp-ignore`.
 pub fn arp_ignore(facts: &Facts) -> Vec<Finding> {
     let why = "the server answers ARP for the VIP on lo: clients' packets pass the load balancers by";
     // 3 to 8 have other meanings; 8 answers nothing, also for the server's own address.
     arp(facts, "arp_ignore", 1..=2, "1", why)
 }
 
-/// Check `arp-announce`.
 pub fn arp_announce(facts: &Facts) -> Vec<Finding> {
     let why = "the server asks by ARP in the VIP's name: routers learn its MAC address as the VIP's";
     arp(facts, "arp_announce", 2..=2, "2", why)

@@ -5,7 +5,6 @@ use coreward_tls::authority::DAY;
 use crate::facts::{CertificateFacts, Facts};
 use crate::finding::Finding;
 
-/// Check `certificates`.
 pub fn certificates(facts: &Facts) -> Vec<Finding> {
     facts.certificates.iter().map(of).collect()
 }

@@ -5,7 +5,6 @@ use crate::finding::Finding;
 
 const TCP_TIMESTAMPS: &str = "net/ipv4/tcp_timestamps";
 
-/// Check `tcp-timestamps`.
 pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     let Some(value) = facts.sysctl(TCP_TIMESTAMPS) else { return vec![] };
     let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.stamped);
@@ -32,7 +31,6 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
 /// Clocks that are read from a device.
 const SLOW: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
-/// Check `clock-source`.
 pub fn source(facts: &Facts) -> Vec<Finding> {
     let source = facts.clock.source.as_str();
     if source.is_empty() {

@@ -33,7 +33,6 @@ pub fn listen(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Check `store`.
 pub fn store(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_place else { return vec![Finding::unknown("no file is named: --config FILE")] };
     let (path, problem, mode) = match &place.store {

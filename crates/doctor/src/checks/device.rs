@@ -12,7 +12,6 @@ fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Ve
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
 
-/// Check `interface`.
 pub fn interface(facts: &Facts) -> Vec<Finding> {
     let Some(name) = &facts.settings.interface else {
         return vec![Finding::unknown("no interface is named: --config FILE or --interface NAME")];
@@ -39,7 +38,6 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
     ))]
 }
 
-/// Check `xdp`.
 pub fn xdp(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -84,7 +82,6 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Check `xdp-send`.
 pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -133,7 +130,6 @@ fn refuses_by_queues(device: &Device) -> Option<String> {
 /// drivers/net/veth.c comes to 3,504, drivers/net/virtio_net.c to 3,506).
 const LARGEST_MTU: u32 = 3_498;
 
-/// Check `mtu`.
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -151,7 +147,6 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Check `lro`.
 pub fn lro(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         if !device.lro {
@@ -166,7 +161,6 @@ pub fn lro(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Check `vlan-tags`.
 pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
@@ -187,7 +181,6 @@ pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Check `queues`.
 pub fn queues(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let Some(channels) = device.channels else {
@@ -215,7 +208,6 @@ pub fn queues(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Check `interrupts`.
 pub fn interrupts(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let mut queues_of_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();

@@ -12,7 +12,6 @@ pub(super) fn version(release: &str) -> (u32, u32) {
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
-/// Check `kernel`.
 pub fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel.release;
     if version(release) < OLDEST {
@@ -30,7 +29,6 @@ pub fn kernel(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok(format!("Linux {release} with BTF"))]
 }
 
-/// Check `rights`.
 pub fn rights(facts: &Facts) -> Vec<Finding> {
     if facts.missing_rights.is_empty() {
         return vec![Finding::ok("all that a daemon in the packet path needs")];
@@ -44,7 +42,6 @@ pub fn rights(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-/// Check `programs`.
 pub fn programs(facts: &Facts) -> Vec<Finding> {
     if facts.kernel.programs.is_empty() {
         return vec![Finding::unknown("not tried, for want of rights")];
@@ -63,7 +60,6 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
     refused.into_iter().map(of).collect()
 }
 
-/// Check `jit`.
 pub fn jit(facts: &Facts) -> Vec<Finding> {
     let path = "net/core/bpf_jit_enable";
     match facts.sysctl(path) {
@@ -77,7 +73,6 @@ pub fn jit(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Check `bpf-file-system`.
 pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let place = &facts.bpf_file_system;
     let directory = place.directory.display();
@@ -90,7 +85,6 @@ pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     vec![if below { finding.fix(Fix::MountBpf) } else { finding.remedy("name a `pin_directory` below /sys/fs/bpf") }]
 }
 
-/// Check `pins`.
 pub fn pins(facts: &Facts) -> Vec<Finding> {
     let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("nothing of another version is pinned")] };
     let (why, command) = match facts.role {
@@ -107,7 +101,6 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
 const FILES_OF_A_DAEMON: u64 = 1024;
 const FILES_OF_A_CONTROLLER: u64 = 4096;
 
-/// Check `open-files`.
 pub fn open_files(facts: &Facts) -> Vec<Finding> {
     let (needed, peers) = match facts.role {
         Role::Controller => (FILES_OF_A_CONTROLLER, "a connection to every agent and load balancer"),

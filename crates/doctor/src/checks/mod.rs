@@ -16,14 +16,11 @@ pub mod workers;
 use crate::facts::{Facts, Role};
 use crate::finding::Finding;
 
-/// Check.
 #[derive(Debug, Clone, Copy)]
 pub struct Check {
     /// Name in reports.
     pub name: &'static str,
-    /// Roles with this check.
     pub roles: &'static [Role],
-    /// Expectation.
     pub expects: &'static str,
     /// Whether `--fix` repairs some of its findings.
     pub fixes: bool,
@@ -131,7 +128,6 @@ pub const CHECKS: &[Check] = &[
     ),
 ];
 
-/// Returns the findings of a role's checks.
 pub fn run(facts: &Facts) -> Vec<(&'static Check, Finding)> {
     let of_role = CHECKS.iter().filter(|check| check.roles.contains(&facts.role));
     of_role.flat_map(|check| (check.look)(facts).into_iter().map(move |finding| (check, finding))).collect()

@@ -14,7 +14,6 @@ fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> V
     }
 }
 
-/// Check `conntrack`.
 pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     with_chains(facts, |chains| {
         let tracking: Vec<&str> = chains.iter().filter(|chain| chain.tracks).map(|chain| chain.name.as_str()).collect();
@@ -39,7 +38,6 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Check `firewall`.
 pub fn firewall(facts: &Facts) -> Vec<Finding> {
     let stamps = facts.services.iter().any(|service| service.stamped_by_lb);
     let on_path = |hook: &str| match (facts.role, hook) {

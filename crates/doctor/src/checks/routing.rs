@@ -10,7 +10,6 @@ fn stamps_here(facts: &Facts) -> bool {
 /// RFC 3704, Sect. 2.2: strict.
 const STRICT: u32 = 1;
 
-/// Check `rp-filter`.
 pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     // IN_DEV_RPFILTER() in include/linux/inetdevice.h takes the larger one.
     let Some((all, own)) = facts.device_sysctl("rp_filter") else { return vec![] };
@@ -34,7 +33,6 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).sysctl(loose, "2", false)]
 }
 
-/// Check `forwarding`.
 pub fn forwarding(facts: &Facts) -> Vec<Finding> {
     if !stamps_here(facts) {
         return vec![];
@@ -53,7 +51,6 @@ pub fn forwarding(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Check `send-redirects`.
 pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
     if !stamps_here(facts) {
         return vec![];
@@ -72,7 +69,6 @@ pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
     })]
 }
 
-/// Check `announce`.
 pub fn announce(facts: &Facts) -> Vec<Finding> {
     let Some(announcement) = &facts.announcement else { return vec![] };
     let table = announcement.table;

@@ -10,7 +10,6 @@ const WHY: &str = "connections are worked on elsewhere than the table says: core
 
 const UNKNOWN: &str = "nobody knows which core a connection comes to: core-aware policies place by server only";
 
-/// Check `rss`.
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     match &device.rss {
@@ -52,7 +51,6 @@ fn hides_its_input(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::version(&facts.kernel.release) < (6, 15)
 }
 
-/// Check `flow-director`.
 pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (driver, name) = (&device.driver, facts.interface());
@@ -70,7 +68,6 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Check `rss-udp`.
 pub fn udp(facts: &Facts) -> Vec<Finding> {
     let of_udp = facts.services.iter().any(|service| service.address.protocol == Protocol::Udp);
     let (true, Some(device)) = (of_udp, &facts.device) else { return vec![] };
@@ -89,7 +86,6 @@ pub fn udp(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Check `irqbalance`.
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.irqbalance) {
         let why = "it moves receive queues from CPU to CPU, under workers that are pinned";
@@ -110,7 +106,6 @@ fn unseen(device: &Device) -> Option<Vec<Finding>> {
     (!device.seen_in_sys).then(|| vec![Finding::unknown("/sys shows another network namespace (or none)")])
 }
 
-/// Check `rps`.
 pub fn rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let queues = &device.rss_conflicts.steered_queues;
@@ -121,7 +116,6 @@ pub fn rps(facts: &Facts) -> Vec<Finding> {
     vec![zero_at(facts, Finding::warning(found, WHY), queues, "rps_cpus")]
 }
 
-/// Check `rfs`.
 pub fn rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
@@ -138,7 +132,6 @@ pub fn rfs(facts: &Facts) -> Vec<Finding> {
     vec![zero_at(facts, Finding::warning(found, WHY), &rss_conflicts.flow_queues, "rps_flow_cnt")]
 }
 
-/// Check `flow-rules`.
 pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (rules, name) = (device.rss_conflicts.flow_rules, facts.interface());

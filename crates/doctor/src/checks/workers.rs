@@ -15,7 +15,6 @@ fn words(service: &Service) -> String {
     format!("{} at {}/{}", service.name, service.address.socket, service.address.protocol.name())
 }
 
-/// Check `listeners`.
 pub fn listeners(facts: &Facts) -> Vec<Finding> {
     let queues =
         facts.device.as_ref().and_then(|device| device.channels).map_or(1, |channels| usize::from(channels.receive));
@@ -50,7 +49,6 @@ fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usiz
     Finding::ok(format!("{name}: sockets: {count}"))
 }
 
-/// Check `polling`.
 pub fn polling(facts: &Facts) -> Vec<Finding> {
     if !facts.settings.load_by_cpu_time {
         return vec![];
@@ -71,7 +69,6 @@ pub fn polling(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Check `workers`.
 pub fn pinned(facts: &Facts) -> Vec<Finding> {
     if facts.settings.steer != Steer::Affinity {
         return vec![];

@@ -26,7 +26,6 @@ const ANSWER_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
 pub(super) struct Fleet {
-    /// Controller that answered, or the error.
     pub answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
     pub servers: BTreeMap<String, Ipv4Addr>,

@@ -22,7 +22,6 @@ use nix::sys::resource::{Resource, getrlimit};
 use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl};
 pub use settings::CliOptions;
 
-/// Default directory of pins.
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Gathers the facts. Fails if the file or the options are wrong; invisible properties are facts.

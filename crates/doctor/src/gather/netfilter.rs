@@ -28,7 +28,6 @@ fn ruleset() -> Result<Vec<Chain>, String> {
     Ok(chains(&answer))
 }
 
-/// Returns the chains.
 fn chains(ruleset: &Value) -> Vec<Chain> {
     let objects = ruleset["nftables"].as_array().map_or(&[][..], Vec::as_slice);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -62,7 +61,6 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
     chains.into_values().collect()
 }
 
-/// Returns whether one of the keys is anywhere in it.
 fn has_key(value: &Value, keys: &[&str]) -> bool {
     match value {
         Value::Object(members) => {

@@ -43,7 +43,6 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     }
 }
 
-/// Checks the limit of services per server.
 fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
     let mut counts = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.servers) {
@@ -223,7 +222,6 @@ pub struct Once<T> {
 }
 
 impl<T: Hash + Eq + Display> Once<T> {
-    /// `what`: name of one value.
     pub fn new(what: &'static str) -> Self {
         Self { what, seen: HashMap::new() }
     }

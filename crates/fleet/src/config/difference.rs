@@ -6,7 +6,6 @@ use std::fmt;
 use coreward_config::Source;
 use coreward_config::toml::{Table, Value};
 
-/// One difference.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// New server or service.
@@ -21,11 +20,9 @@ pub enum Change {
         /// As above.
         what: String,
     },
-    /// Changed value.
     Changed {
         /// As above; empty: the whole fleet.
         what: String,
-        /// The key.
         key: String,
         /// `None`: absent.
         old: Option<String>,

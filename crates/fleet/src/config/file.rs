@@ -19,7 +19,6 @@ use serde_json::{Value, json};
 use super::health::Health;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
-/// What the controller's file has.
 const IN_THE_CONTROLLERS_FILE: &str = "it in the controller's own file";
 
 config_struct! {

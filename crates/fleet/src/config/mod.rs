@@ -36,12 +36,9 @@ pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// A cookie lives as long as its connection; a day covers all but the rarest.
 pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400);
 
-/// Document of the fleet.
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
-    /// Interval of an agent's reports.
     pub report_interval: Duration,
-    /// Timing of tables.
     pub tables: TableTiming,
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
@@ -62,7 +59,6 @@ pub struct FleetConfig {
     source: Source,
 }
 
-/// One `[[server]]`.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
     /// Name for agents and operators.
@@ -71,7 +67,6 @@ pub struct ServerConfig {
     pub address: IpAddr,
     /// Id chosen by the operator, with its place.
     pub id: Option<(ServerId, Span)>,
-    /// Administrative state.
     pub state: ServerState,
     /// Share of new connections.
     pub weight: Weight,
@@ -104,13 +99,11 @@ pub enum ServerState {
 /// Load balancer that has some of a service's connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OtherBalancer {
-    /// Address in the load balancers' network.
     pub address: IpAddr,
     /// True: it gets new connections from now on. False: it had the service before.
     pub handed_over: bool,
 }
 
-/// One `[[service]]`.
 #[derive(Debug, Clone)]
 pub struct ServiceConfig {
     /// Name for operators.
@@ -123,9 +116,7 @@ pub struct ServiceConfig {
     pub other_balancer: Option<OtherBalancer>,
     /// Name from `coreward_model::policy::names()`.
     pub policy: &'static str,
-    /// Duration of slow start.
     pub slow_start: Duration,
-    /// Number of buckets.
     pub buckets: BucketCount,
     /// Health check; `None`: none.
     pub check: Option<Check>,

@@ -42,7 +42,6 @@ impl Forwarder {
         outcome
     }
 
-    /// The same of a change.
     pub fn take_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
@@ -86,7 +85,6 @@ impl Forwarder {
         self.refusals.refuse(Subject::All, RefusedUpdate { service, generation, reason, table });
     }
 
-    /// What became of a table.
     pub fn table_taken(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
         let known = ServiceIndex::new(index).and_then(|index| self.services.get(&index));
         let Err(error) = outcome else { return self.refusals.accept(Subject::Table(index)) };

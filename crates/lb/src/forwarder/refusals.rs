@@ -11,11 +11,9 @@ pub enum Subject {
     All,
     /// The configuration of the service with this index.
     Service(u32),
-    /// Its table.
     Table(u32),
 }
 
-/// The newest one of each subject.
 #[derive(Debug, Default)]
 pub struct Refusals(BTreeMap<Subject, RefusedUpdate>);
 
@@ -43,7 +41,6 @@ impl Refusals {
         self.0.remove(&subject);
     }
 
-    /// The service with this index is gone.
     pub fn forget_service(&mut self, index: u32) {
         self.0.remove(&Subject::Service(index));
         self.0.remove(&Subject::Table(index));

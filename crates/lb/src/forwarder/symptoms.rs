@@ -18,7 +18,6 @@ pub(super) struct Symptoms {
     send_drops: Recent<1>,
     /// Frames that the program sent and the driver dropped, as far as it counts them, since the device is there.
     pub send_drops_total: u64,
-    /// SYNs and other packets, by service.
     packets: BTreeMap<ServiceIndex, Recent<2>>,
     /// Services whose new connections do not become established.
     pub handshakes_fail: BTreeSet<ServiceIndex>,

@@ -42,7 +42,6 @@ impl TableAges {
         self.expired.remove(&service).is_some()
     }
 
-    /// The tables of the stream that ended begin to age.
     pub fn end_stream(&mut self, now: Duration) {
         self.stream_ends.values_mut().for_each(|end| *end = end.or(Some(now)));
     }
@@ -58,14 +57,12 @@ impl TableAges {
         since.is_some_and(|since| now.saturating_sub(since) >= lifetime)
     }
 
-    /// Services whose tables have expired.
     pub fn expired(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
         self.expired.keys().copied()
     }
 }
 
 impl Forwarder {
-    /// The stream to the controller has ended.
     pub fn end_stream(&mut self) {
         self.table_ages.end_stream(monotonic());
     }

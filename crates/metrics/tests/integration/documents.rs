@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 use coreward_metrics::table::{Kind, METRICS};
 use serde_json::Value;
 
-/// Returns a wrapped item of a list in one line.
 fn one_line(item: &str) -> String {
     item.split_whitespace().collect::<Vec<_>>().join(" ")
 }
@@ -30,7 +29,6 @@ fn the_documented_metrics_are_those_there_are() {
     assert_eq!(rows.len(), expected.len());
 }
 
-/// All words that may be names of metrics.
 fn names(expression: &str) -> BTreeSet<&str> {
     let words = expression.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
     words.filter(|word| word.starts_with("coreward_")).collect()

@@ -220,7 +220,6 @@ mod tests {
     }
 
     proptest! {
-        /// Hints follow from the definitions, applied to the history of a queue.
         #[test]
         fn hints_agree_with_the_history_of_the_queue(
             (up, down) in (1u64..5, 1u64..9),

@@ -15,7 +15,6 @@ pub struct LongestQueueStealing {
 
 const IDLE: u32 = 0;
 const BUSY: u32 = 1;
-/// The key of an empty queue.
 const EMPTY: u32 = u32::MAX;
 
 /// A steal.

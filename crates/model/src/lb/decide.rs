@@ -284,7 +284,6 @@ impl LoadBalancer {
         Decision { server: None, ..to }
     }
 
-    /// Decides without another load balancer.
     fn decide_alone(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
         let service = self.service(place);
         let mode = service.mode;

@@ -112,7 +112,6 @@ struct Service {
     servers: Vec<Option<Server>>,
     /// Servers that are down by the load balancer's own checks.
     masked: HashSet<ServerId>,
-    /// Servers that are down by the placement table.
     down: HashSet<ServerId>,
     placement: Option<Placement>,
     /// Counter of rule `RoundRobin`, which continues from table to table.
@@ -193,7 +192,6 @@ pub struct LoadBalancer {
     recent: RecentFirstPackets,
     flows: FlowTable,
     broadcast: Broadcast,
-    /// Service and server.
     fragments: HashMap<Datagram, (usize, ServerId)>,
     stateful: Stateful,
     correction: Correction,

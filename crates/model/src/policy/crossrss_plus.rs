@@ -87,7 +87,6 @@ impl CrossRssPlus {
 }
 
 impl Cost {
-    /// Returns the cost of one connection as a load.
     fn of_connection(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
         match self {
             Cost::Share(share) => *share * pool.load_per_connection(),

@@ -225,7 +225,6 @@ mod tests {
         assert_eq!(all.candidates_of(0, 0).len(), 400);
     }
 
-    /// Opens connections by the table and returns the number at each server.
     fn after(policy: &mut Least, servers: &[PoolServer], connections: u32) -> Vec<u32> {
         let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
         let table = policy.place(&pool, BucketCount::PUBLISHED, 1);

@@ -116,7 +116,6 @@ fn packet(client: u16) -> FirstPacket {
     FirstPacket { hash, service: SERVICE, client: address, bytes: u64::from(client) }
 }
 
-/// Each client has a server of its own.
 fn server(client: u16) -> ServerId {
     ServerId::try_from(u64::from(client)).unwrap()
 }

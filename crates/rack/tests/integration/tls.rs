@@ -36,7 +36,6 @@ impl Certificates {
         self.0.path()
     }
 
-    /// A new certificate of somebody.
     fn issue(&self, role: Role, name: &str) -> Files {
         let authority = Authority::open(&self.path().join("authority")).unwrap();
         let identity = Identity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };

@@ -147,7 +147,6 @@ fn calls_out_of_range_are_rejected() {
     worker.enable_service(1, 0).unwrap();
 }
 
-/// Connects after a write at that offset of the file.
 fn connect_after_write(path: &Path, offset: u64, bytes: &[u8]) -> String {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut before = vec![0; bytes.len()];
