@@ -1,4 +1,4 @@
-//! What is on record, from one store to another: from one controller to several on etcd, and back.
+//! Copies the records from one store to another: from one controller to several on etcd, and back.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use coreward_store::etcd::EtcdStore;
 use crate::config::{ControllerConfig, StoreLocation};
 use crate::server::leader_election;
 
-/// Copies what is on record from the store that the controller's file `from` names to the one that `to` names. No
-/// controller may use either of them meanwhile. Returns what was done, in words. Fails when a file is wrong, a store is
-/// in use, there is nothing in the first one, or something in the second one and not `replace`.
+/// Copies the records from the store of the controller's file `from` to that of `to`. No controller may use either of
+/// them meanwhile. Returns a summary. Fails when a file is invalid, a store is in use, the first one is empty, or the
+/// second one is not and `replace` is false.
 pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
@@ -30,7 +30,7 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
             before.generation,
             to.display()
         );
-        // Who has heard of the one that is replaced takes this one for a newer one.
+        // Peers of the replaced fleet take this one for a newer one.
         records.generation = records.generation.max(before.generation + 1);
     }
     target.store.save(&records)?;
@@ -38,7 +38,7 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
 }
 
-/// A store that nobody else uses.
+/// A store that is not in use.
 struct Opened {
     store: Store,
     held: Option<(Arc<Cluster>, Arc<Leadership>)>,

@@ -2,7 +2,7 @@
 //!
 //! * [`config`]: the controller's own file
 //! * [`copy`]: `coreward store copy`
-//! * [`server`]: the daemon around it, and [`api`]: what it answers to people and their programs
+//! * [`server`]: the daemon, and [`api`]: its HTTP API
 
 mod api;
 pub mod config;

@@ -1,4 +1,4 @@
-//! Who has the newest configuration in force, and what of it, or of tables, cannot be used (NACKs).
+//! Acknowledgements of the newest configuration, and rejections of it or of tables (NACKs).
 
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
 use coreward_metrics::snapshot::Snapshot;
@@ -8,7 +8,7 @@ use super::agent::Agent;
 use super::{Controller, Now};
 use coreward_fleet::fleet::AdminState;
 
-/// More are counted, not named.
+/// Others are counted, not named.
 const NAMED: usize = 100;
 const LB: &str = "lb";
 const AGENT: &str = "agent";
@@ -18,7 +18,6 @@ fn waiting(part: &str, name: &str, configuration_generation: u64) -> Waiting {
 }
 
 impl Controller {
-    /// Who has the newest configuration in force.
     pub fn acknowledgements(&self, now: Now) -> Acknowledgements {
         let newest = self.fleet.generation;
         let parts = self.parts(now);
@@ -45,7 +44,7 @@ impl Controller {
         }
     }
 
-    /// Load balancers that are alive and agents that are connected: what each is, its name, what it has confirmed, and what it refuses.
+    /// Returns live load balancers and connected agents: kind, name, confirmed generation, and rejections.
     fn parts(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
         let mut parts = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {

@@ -1,4 +1,4 @@
-//! One server as its agent's reports show it.
+//! A server by its agent's reports.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,21 +13,17 @@ use super::rejection::{CLOCK_TOLERANCE, REGISTRATIONS, REPORTS_AT_ONCE, Rejectio
 use super::token_bucket::{Quota, TokenBucket};
 use super::traffic::Totals;
 
-/// What is known of a server.
 #[derive(Debug, Default)]
 pub struct Agent {
-    /// The agent that speaks for it now.
+    /// Its present agent.
     pub session: Option<LiveSession>,
-    /// The newest report that was taken.
     pub newest: Option<Newest>,
-    /// The newest configuration that an agent has said to be in force. The server's programs keep what they have when the
-    /// agent ends.
+    /// Newest configuration that an agent has confirmed. The server's programs keep their state when the agent ends.
     pub confirmed: u64,
-    /// What load balancers had sent to it when the newest report was taken.
+    /// Load balancers' traffic to it when the newest report was accepted.
     pub sent_at_report: Totals,
-    /// What its NIC does.
     pub rss: KnownRss,
-    /// How far the newest report was sent ahead of the controller's wall clock, where that is more than clocks may differ.
+    /// Time by which the newest report is ahead of the controller's wall clock, if above the tolerance.
     pub clock_ahead: Option<Duration>,
     tracker: LoadTracker,
     registrations: Option<TokenBucket>,
@@ -38,21 +34,21 @@ pub struct Agent {
 pub struct LiveSession {
     /// Different for every session.
     pub number: u64,
-    /// When it last said something (since the controller's start).
+    /// Time of its last message (since the controller's start).
     pub heard: Duration,
-    /// After this much silence another agent may take over.
+    /// Silence after which another agent may take over.
     pub time_to_live: Duration,
     pub version: String,
-    /// Name of the rack through which it speaks; `None`: it speaks by itself.
+    /// Its rack; `None`: it is connected directly.
     pub rack: Option<Arc<str>>,
 }
 
-/// What is kept of a report for `coreward status`.
+/// Fields of a report for `coreward status`.
 #[derive(Debug)]
 pub struct Newest {
-    /// When it came (since the controller's start).
+    /// Time of arrival (since the controller's start).
     pub received: Duration,
-    /// Until then it holds.
+    /// End of validity (since the controller's start).
     pub fresh_until: Duration,
     /// As reported.
     pub open_connections: u32,
@@ -60,21 +56,17 @@ pub struct Newest {
     pub rss_matched: u64,
     /// As reported.
     pub rss_mismatched: u64,
-    /// As last reported.
     pub details: Details,
 }
 
-/// What is not in every report.
+/// Fields that are not in every report.
 #[derive(Debug, Default)]
 pub struct Details {
     /// As reported.
     pub counters: Vec<(String, u64)>,
-    /// As reported.
     pub warnings: Vec<String>,
-    /// As reported.
     pub dispatch: Vec<v1::DispatchedService>,
     pub connections: Option<Counted>,
-    /// What of its configuration the agent cannot use.
     pub refused: Vec<v1::RefusedUpdate>,
 }
 
@@ -88,9 +80,9 @@ impl Details {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counted {
-    /// When it began (since the controller's start).
+    /// Start (since the controller's start).
     pub at: Duration,
-    /// Of the agent's configuration that was in force then.
+    /// Agent's configuration in force at that time.
     pub configuration_generation: u64,
     pub services: BTreeMap<String, u32>,
 }
@@ -101,61 +93,57 @@ impl Counted {
         Self { at: now.monotonic.saturating_sub(age), configuration_generation, services }
     }
 
-    /// Of all services together.
     pub fn sum(&self) -> u64 {
         self.services.values().copied().map(u64::from).sum()
     }
 
-    /// How long ago it began.
     pub fn age(&self, now: Now) -> Duration {
         now.monotonic.saturating_sub(self.at)
     }
 }
 
-/// A server's RSS, as far as the reports tell.
+/// A server's RSS by its reports.
 #[derive(Debug, Default)]
 pub struct KnownRss {
     generation: Option<u64>,
     pub reported: Option<ReportedRss>,
-    /// Why it is not known, where that is the agent's fault.
+    /// Reason why it is unknown, if that is the agent's fault.
     pub problem: Option<String>,
 }
 
 impl Agent {
-    /// The smoothed load of each core; `None`: not known, or too old.
+    /// Returns the smoothed load of each core; `None`: unknown or expired.
     pub fn loads(&self, now: Now) -> Option<&CoreLoads> {
         if self.is_fresh(now) { self.tracker.loads() } else { None }
     }
 
-    /// Whether its loads are the rack's to say, and its reports here are for people.
+    /// Whether its loads come from a rack, and its reports here are for display.
     pub fn is_behind_rack(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.rack.is_some())
     }
 
-    /// How many cores its newest report had.
     pub fn core_count(&self) -> Option<usize> {
         self.tracker.loads().map(|loads| loads.len())
     }
 
-    /// Whether its newest report still holds.
+    /// Whether its newest report is valid.
     pub fn is_fresh(&self, now: Now) -> bool {
         self.newest.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
     }
 
-    /// Its newest count of connections; `None`: not known, or too old.
+    /// Returns its newest count of connections; `None`: unknown or expired.
     pub fn connections(&self, now: Now) -> Option<&Counted> {
         self.newest.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
-    /// The services' connections as last counted. An agent that does not count them (an older version) reports the
-    /// kernel's number of sockets, listening ones included.
+    /// Returns the services' connections by the last count. An older agent reports the kernel's number of sockets,
+    /// listening ones included.
     pub fn open_connections(&self) -> u32 {
         let Some(newest) = &self.newest else { return 0 };
         let counted = newest.details.connections.as_ref().map(Counted::sum);
         counted.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
-    /// Its NIC's key and table.
     pub fn rss(&self) -> Option<&Rss> {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
     }
@@ -170,18 +158,18 @@ impl Agent {
         self.reports.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
     }
 
-    /// Time until it may report again. Its stream is not read before.
+    /// Returns the time until it may report again. Its stream is not read before.
     pub fn report_wait(&self, interval: Duration, now: Now) -> Duration {
         self.reports.map_or(Duration::ZERO, |reports| reports.wait(reports_allowed(interval), now.monotonic))
     }
 
-    /// A new agent speaks for the server: it counts its reports anew.
+    /// Starts the session of a new agent, whose reports are numbered from the start.
     pub fn begin(&mut self, session: LiveSession) {
         self.session = Some(session);
         self.tracker.new_stream();
     }
 
-    /// Takes a report in. `generation`: of the configuration in force, beyond which nothing can be confirmed.
+    /// Records a report. `generation`: of the configuration in force, the highest that can be confirmed.
     pub fn report(
         &mut self,
         report: Result<Report, ReportError>,
@@ -201,8 +189,7 @@ impl Agent {
         if report.configuration_generation <= generation {
             self.confirmed = self.confirmed.max(report.configuration_generation);
         }
-        // Reports are ordered by their numbers and the server's monotonic clock: a wall clock that is wrong, here or there, is for
-        // people to mend.
+        // Reports are ordered by their numbers and the server's monotonic clock; wall clocks may be wrong.
         let ahead = report.sent.saturating_sub(now.wall);
         self.clock_ahead = (ahead > CLOCK_TOLERANCE).then_some(ahead);
         self.tracker.report(report.readings, alpha)?;
@@ -221,13 +208,13 @@ impl Agent {
     }
 }
 
-/// Twice as often as an agent should report: intervals change, and clocks differ.
+/// Twice the configured rate: intervals change, and clocks differ.
 fn reports_allowed(interval: Duration) -> Quota {
     Quota { every: interval / 2, at_once: REPORTS_AT_ONCE }
 }
 
 impl KnownRss {
-    /// A wrong table is worse than none: when the NIC's changed and the new one did not come, nothing is known.
+    /// A wrong table is worse than none: when the NIC's changed and the new one did not come, it is unknown.
     fn update(&mut self, generation: u64, reported: Option<ReportedRss>) {
         if reported.is_some() {
             *self = Self { generation: Some(generation), reported, problem: None };

@@ -1,4 +1,4 @@
-//! The agents of the fleet's servers, found by name and by id.
+//! Agents of the fleet's servers, by name and by id.
 
 use std::collections::HashMap;
 
@@ -7,18 +7,16 @@ use coreward_model::ServerId;
 use super::agent::Agent;
 use coreward_fleet::fleet::Fleet;
 
-/// One for each server of the fleet, from its first agent on.
 #[derive(Debug, Default)]
 pub struct Agents {
     known: Vec<Agent>,
-    /// Positions in `known`.
     by_name: HashMap<String, usize>,
-    /// The same by id, for every table of every service. An id that the operator changed has nobody who reports for it.
+    /// Positions by id, for every table of every service. An id that the operator changed has no agent.
     by_id: Vec<Option<usize>>,
 }
 
 impl Agents {
-    /// Forgets those whose server is in the fleet no more.
+    /// Removes agents whose server has left the fleet.
     pub fn retain(&mut self, fleet: &Fleet) {
         let mut old: Vec<Option<Agent>> = std::mem::take(&mut self.known).into_iter().map(Some).collect();
         let by_name = std::mem::take(&mut self.by_name);
@@ -40,7 +38,7 @@ impl Agents {
         self.known.push(agent);
     }
 
-    /// That of the server with that name and id: a new one, if there has been none.
+    /// Returns the agent of the server with that name and id, a new one if needed.
     pub fn of_server(&mut self, name: &str, id: ServerId) -> &mut Agent {
         let position = match self.by_name.get(name) {
             Some(position) => *position,
@@ -52,7 +50,6 @@ impl Agents {
         &mut self.known[position]
     }
 
-    /// That of the server with that name, if it ever had one.
     pub fn named_mut(&mut self, name: &str) -> Option<&mut Agent> {
         self.by_name.get(name).map(|position| &mut self.known[*position])
     }
@@ -61,7 +58,6 @@ impl Agents {
         self.by_id.get(usize::from(id.get())).copied().flatten().map(|position| &self.known[position])
     }
 
-    /// All of them.
     pub fn iter(&self) -> impl Iterator<Item = &Agent> {
         self.known.iter()
     }

@@ -1,16 +1,15 @@
-//! Which servers of a service something new is known of, and since which table: by id, as ten thousand of them are looked through
-//! for every table.
+//! Dirty tracking of a service's servers since a table: by id, because ten thousand are scanned for every table.
 
 use coreward_model::ServerId;
 
-/// What is new of a server since the newest table.
+/// Changes of a server since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Server {
-    /// Its load: reported here, counted, or passed up by its rack.
+    /// Its load: reported here, counted, or from its rack.
     load: bool,
-    /// More than what its rack passes up: it is to be looked at.
+    /// More than its rack's summary: the server must be read.
     more: bool,
-    /// Generation of the first table with its newest load; 0: there was none.
+    /// Generation of the first table with its newest load; 0: none.
     generation: u64,
 }
 
@@ -18,9 +17,9 @@ struct Server {
 pub struct DirtySet {
     /// By id.
     servers: Vec<Server>,
-    /// Those of which something is new: few, as tables are made after a few reports.
+    /// Changed servers: few, because a table follows a few reports.
     marked: Vec<ServerId>,
-    /// Those of which something was when the newest table was made.
+    /// Servers that had changed when the newest table was made.
     before: Vec<ServerId>,
 }
 
@@ -37,7 +36,6 @@ impl DirtySet {
         self.servers.get(usize::from(id.get())).copied().unwrap_or_default()
     }
 
-    /// Its load is new, and perhaps more.
     pub fn mark(&mut self, id: ServerId) {
         self.mark_passed_up(id);
         self.server(id).more = true;
@@ -49,7 +47,7 @@ impl DirtySet {
         }
     }
 
-    /// Of whom something is new, or was when the newest table was made.
+    /// Returns the servers with changes now or at the newest table.
     pub fn changed(&self) -> impl Iterator<Item = ServerId> {
         self.before.iter().chain(&self.marked).copied()
     }
@@ -59,7 +57,7 @@ impl DirtySet {
         self.get(id).load
     }
 
-    /// Whether more may be new of it than what its rack passes up.
+    /// Whether more than its rack's summary may have changed.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
         self.get(id).more
     }
@@ -72,12 +70,11 @@ impl DirtySet {
         }
     }
 
-    /// Of the first table with its newest load; `None`: there was none.
+    /// Returns the generation of the first table with its newest load.
     pub fn generation(&self, id: ServerId) -> Option<u64> {
         Some(self.get(id).generation).filter(|generation| *generation > 0)
     }
 
-    /// Only these are in the service.
     pub fn retain(&mut self, is_there: impl Fn(ServerId) -> bool) {
         for (position, server) in self.servers.iter_mut().enumerate() {
             if !ServerId::try_from(position as u64).is_ok_and(&is_there) {

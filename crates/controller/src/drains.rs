@@ -1,5 +1,5 @@
-//! What remains at a server that takes no new connections. A count is believed when it began after the last load balancer has said
-//! that it sends nothing new there: of an older one, 0 might be followed by 1.
+//! Remaining connections of servers that take no new ones. A count is valid when it began after the last load balancer
+//! stopped sending new connections there: an older 0 might be followed by 1.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,16 +15,18 @@ use super::{Controller, Now};
 use coreward_fleet::drains::{NotDrained, WantedDrain};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// When a count began is told from when its report came: a report that was longer under way than this looks newer than it is.
+/// Longest delay of a report. The start of a count is derived from the report's arrival, so that a delayed report seems
+/// newer.
 const LONGEST_WAY: Duration = Duration::from_secs(1);
 
 impl Controller {
-    /// Whether the server can be drained, as far as the health of the others is concerned.
+    /// Checks that the others' health allows a drain of the server.
     pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), NotDrained> {
         wanted.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
-    /// Whether the server of that name is drained, and what remains there; `None`: there is no such server.
+    /// Returns whether the server of that name is drained, and its remaining connections; `None`: there is no such
+    /// server.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
         let id = self.fleet.id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
@@ -56,7 +58,7 @@ impl Controller {
         })
     }
 
-    /// Who says that the server takes no new connections.
+    /// Returns the origin of the drain.
     pub(super) fn drained(&self, id: ServerId, now: Now) -> Option<Drained> {
         let server = &self.fleet.servers[&id];
         if server.admin_state == AdminState::Left {
@@ -74,13 +76,13 @@ impl Controller {
         by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 
-    /// The services that the server is, or was, in, and of which it takes no new connections.
+    /// Returns the server's present and past services in which it takes no new connections.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
         services.filter(move |service| !self.fleet.eligible(service, id))
     }
 
-    /// Connections of these services, or what has to come before that is known.
+    /// Returns the remaining connections of these services, or the reason why they are not known yet.
     fn remaining(
         &self,
         server: &FleetServer,
@@ -123,7 +125,7 @@ fn is_counted(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Tcp
 }
 
-/// A count as people are told of it.
+/// Returns a count in the form of the API.
 pub(super) fn counted_connections(counted: &Counted, now: Now) -> CountedConnections {
     let services: BTreeMap<String, u32> = counted.services.clone();
     CountedConnections { age_ms: counted.age(now).as_millis() as u64, services }

@@ -1,4 +1,4 @@
-//! What remains at a server that drains, in virtual time.
+//! Remaining connections of a draining server, in virtual time.
 
 use std::time::Duration;
 
@@ -52,7 +52,7 @@ impl Harness {
         self.records.generation
     }
 
-    /// A report with a count that began so long ago.
+    /// Reports a count that began so long ago.
     fn report(&mut self, session: &Session, counted: Option<(u64, u64, u32)>, now: Now) {
         self.sequence += 1;
         let connections = counted.map(|(age, configuration_generation, connections)| CountedConnections {
@@ -60,7 +60,6 @@ impl Harness {
             configuration_generation,
             services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
-        // Some are reported at one moment here, but its clock goes on.
         let readings = CoreReadings { sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
         let details = Some(ReportDetails { connections, ..ReportDetails::default() });
         let report = Report { details, readings, open_connections: 11, ..plain_report(self.sequence, now, &[0]) };
@@ -76,7 +75,7 @@ impl Harness {
         self.controller.drain_status("s1", now).unwrap()
     }
 
-    /// Open connections of s1, as `status` and `top` show them.
+    /// Returns the open connections of s1, as in `status` and `top`.
     fn open(&self, now: Now) -> [u32; 2] {
         let (id, server) = self.controller.servers_after(None).find(|(_, server)| server.name == "s1").unwrap();
         let status = self.controller.server_status(id, server, false, now);
@@ -119,7 +118,6 @@ fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
     assert_eq!(harness.waits_for(at(13)), [newer], "it began before the agent knew");
     harness.report(&session, Some((0, generation, 3)), at(13));
     assert_eq!(harness.status(at(13)).remaining, Some(3), "of the service in which it is drained");
-    // The other services' too, from the next count on.
     let generation = harness.drain(&[], at(13));
     balancers.iter().for_each(|session| harness.confirm(*session, generation, at(13)));
     harness.report(&session, Some((0, generation, 3)), at(14));
@@ -146,7 +144,7 @@ fn drain_waits_for_missing_confirmations() {
     let lost =
         |now| harness.controller.acknowledgements(now).lost.into_iter().map(|lost| lost.name).collect::<Vec<_>>();
     assert_eq!((lost(at(11)), lost(at(80))), (vec![], vec!["lb1".to_owned()]));
-    // Its agent is gone: what it said holds no longer than its report does.
+    // Its agent is gone: its count is valid no longer than its report.
     harness.confirm(balancer, generation, at(80));
     assert_eq!(harness.waits_for(at(80)), ["its agent, which does not report"]);
 }

@@ -1,4 +1,4 @@
-//! What `coreward explain` shows: where a new connection would go, and why.
+//! `coreward explain`: server and reason for a new connection.
 
 mod established;
 
@@ -20,38 +20,32 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::FleetService;
 use coreward_fleet::records::LoadBalancerRecord;
 
-/// Why there is nothing to explain.
+/// Reason why there is no explanation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotExplained {
-    /// Nobody balances that.
     #[error("no service at {address}: expected one of {known}")]
-    UnknownService {
-        /// What was asked for.
-        address: ServiceAddress,
-        known: String,
-    },
-    /// Client and VIP cannot talk.
+    UnknownService { address: ServiceAddress, known: String },
     #[error(transparent)]
     MixedFamilies(#[from] MixedFamilies),
 }
 
-/// A service as it is at one moment, apart from the controller: to explain many packets to thousands of servers takes its time, and
-/// reports and tables are not to wait.
+/// Snapshot of a service, apart from the controller: explaining many packets to thousands of servers must not delay
+/// reports and tables.
 pub struct ServiceView {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
     pool: Pool,
     names: HashMap<ServerId, String>,
     cookie_keys: FleetKeys,
-    /// Of connection tables.
+    /// By connection table.
     owners: Vec<(OwnerNumber, String)>,
 }
 
-/// One server of a view: its name, and how the service's policy sees it if it is the service's.
+/// A server of a view: its name, and its policy input if it is in the service.
 pub type ViewedServer = (ServerId, String, Option<PoolServer>);
 
 impl Controller {
-    /// The service as it is now, without servers: these are asked for by and by ([`Controller::viewed_server`]). Fails
+    /// Returns a view of the service without servers, which follow step by step ([`Controller::viewed_server`]). Fails
     /// when there is no such service.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, NotExplained> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
@@ -73,7 +67,7 @@ impl Controller {
         (id, name.to_owned(), service.map(|service| self.pool_server(service, id, now)))
     }
 
-    /// All at once.
+    /// Explains with all servers at once.
     #[cfg(test)]
     pub fn explain(
         &self,
@@ -105,8 +99,8 @@ impl ServiceView {
         self
     }
 
-    /// Where a packet from `client` to the service goes: a first one by the table of the last tick, another one as far
-    /// as it can be known here. Fails when client and VIP are of different address families.
+    /// Explains a packet from `client` to the service: a first one by the table of the last tick, another one as far as
+    /// the controller can know. Fails when client and VIP are of different address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, NotExplained> {
         Ok(self.case(client)?.reply(packet))
     }
@@ -150,7 +144,7 @@ impl Case<'_> {
         self.view.names.get(&id).map_or("(a server that left)", String::as_str)
     }
 
-    /// What the connection meets on one server.
+    /// Returns the connection's load and candidates on one server.
     fn server(&self, server: &PoolServer) -> ExplainedServer {
         let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
         let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
@@ -202,7 +196,7 @@ impl Case<'_> {
 
     fn by_assignments(&self, table: &PlacementTable) -> Verdict {
         let mut candidates = self.candidates(table);
-        // Stable: of equal loads the first, as the data plane does.
+        // Stable: of equal loads the first, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.load);
         candidates.dedup_by_key(|candidate| candidate.core_slot);
         let Some(first) = candidates.first().copied() else {
@@ -274,7 +268,7 @@ impl Case<'_> {
         (chosen, reason)
     }
 
-    /// What the connection may choose from: the candidates of its bucket in every group.
+    /// Returns the candidates of its bucket in every group.
     fn candidates(&self, table: &PlacementTable) -> Vec<Candidate> {
         let bytes = self.tuple.bytes();
         let per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
@@ -284,7 +278,7 @@ impl Case<'_> {
         per_group.collect()
     }
 
-    /// "bucket 17 of 128", by the key of the chosen server's group.
+    /// Returns "bucket 17 of 128", by the key of the chosen server's group.
     fn bucket_words(&self, table: &PlacementTable, chosen: ServerId) -> String {
         let own_key = self.rss_key(chosen).filter(|key| table.groups.contains(key));
         let (key, whose) = match own_key {
@@ -300,7 +294,7 @@ impl Case<'_> {
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
-    /// Whether the candidate stands for one core, rather than for a whole server.
+    /// Whether the candidate is one core, and not a whole server.
     fn knows_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
         self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
@@ -321,7 +315,7 @@ fn is_load_independent(table: &PlacementTable) -> bool {
     table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
 }
 
-/// A load of the data plane in fractions of a core's capacity.
+/// Returns a load of the data plane in fractions of a core's capacity.
 fn shown_load(fixed_point: u32) -> f64 {
     f64::from(fixed_point) / f64::from(load::fixed_point(1.0))
 }

@@ -1,4 +1,4 @@
-//! Which servers are fit for new connections, by what load balancers and agents say.
+//! Health of servers by the checks of load balancers and agents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,13 +15,12 @@ use coreward_fleet::records::Membership;
 
 pub type Target = (ServiceIndex, ServerId);
 
-/// What is known of servers' health.
 #[derive(Debug, Default)]
 pub struct Health {
-    /// Of every target that somebody checks; one of which nothing is known is up.
+    /// Of every checked target; one without verdict is up.
     verdicts: BTreeMap<Target, Verdict>,
     agents: BTreeMap<Target, AgentCheck>,
-    /// What the verdicts were last made of: the configuration, and who has said what.
+    /// Inputs of the last verdicts: the configuration, and the versions of the load balancers' results.
     made_of: Option<(u64, Vec<(String, u64)>)>,
 }
 
@@ -33,7 +32,7 @@ struct AgentCheck {
 }
 
 impl Health {
-    /// Takes in what has been said since the last call. `reports`: whether the server's agent reports.
+    /// Updates the verdicts. `reports`: whether the server's agent reports.
     pub fn update(
         &mut self,
         fleet: &Fleet,
@@ -58,8 +57,8 @@ impl Health {
         }
     }
 
-    /// The checks whose probe is the agent, each at its own interval. Agents have some time to come back after the
-    /// controller's own start.
+    /// Performs the checks whose probe is the agent, each at its own interval. Agents have some time to return after
+    /// the controller's start.
     fn ask_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
         let mut wanted: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
         for service in &fleet.services {
@@ -80,7 +79,6 @@ impl Health {
         }
     }
 
-    /// Whether checks have found the server unfit for the service.
     pub fn is_down(&self, target: &Target) -> bool {
         let by_agent = self.agents.get(target).and_then(|asked| asked.judge.verdict()) == Some(Verdict::Down);
         by_agent || self.verdicts.get(target) == Some(&Verdict::Down)

@@ -1,4 +1,4 @@
-//! What becomes of a pool when checks find servers down, in virtual time.
+//! Pools with servers that are down by checks, in virtual time.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -35,7 +35,6 @@ fn config(service: &str) -> FleetConfig {
 struct Harness {
     records: Records,
     controller: Controller,
-    /// Sessions of load balancers, by name.
     sessions: BTreeMap<&'static str, u64>,
 }
 
@@ -56,7 +55,7 @@ impl Harness {
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
-    /// A load balancer says of each server whether it is up ('u'), down ('d'), or that it does not know ('?').
+    /// Reports a load balancer's verdicts: up ('u'), down ('d'), or unknown ('?').
     fn say(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
         let server = |(id, verdict): (usize, char)| {
             let verdict = match verdict {
@@ -72,14 +71,13 @@ impl Harness {
         self.controller.load_balancers.health(self.sessions[load_balancer], message, now);
     }
 
-    /// All load balancers are still there.
     fn keep_alive(&mut self, now: Now) {
         for session in self.sessions.values() {
             self.controller.load_balancer_state(*session, v1::LoadBalancerState::default(), now);
         }
     }
 
-    /// Who is in the next table. A server is a member, draining or down.
+    /// Returns the servers of the next table: a member, draining or down.
     fn members(&mut self, now: Now) -> Vec<u16> {
         let table = self.controller.tick(now).remove(0).table;
         let members: Vec<u16> = table.members.iter().map(|member| member.server.get()).collect();
@@ -117,7 +115,7 @@ fn only_load_balancers_on_the_list_may_connect() {
     harness.controller.register_load_balancer("lb1", at(10_000)).unwrap();
 }
 
-/// A controller that has just begun to lead knows of no server that is down: it waits for those who do.
+/// A controller that has just begun to lead has no verdicts: it waits for the load balancers'.
 #[test]
 fn the_first_tables_wait_for_what_load_balancers_know() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2"]);
@@ -147,11 +145,11 @@ fn the_majority_of_load_balancers_decides() {
     assert_eq!(harness.members(at(400)), [0, 2]);
     assert_eq!(harness.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
     assert_eq!(harness.controller.status(at(900)).servers[1].state_for_ms, Some(500));
-    // Who is lost has no say.
+    // A lost load balancer has no vote.
     let later = 400 + LOST_AFTER.as_millis() as u64 + 5_000;
     harness.say("lb2", "uuu", at(later));
     assert_eq!(harness.members(at(later)), [0, 1, 2]);
-    // When all are lost it stays as it was.
+    // When all are lost, the verdict remains.
     harness.say("lb2", "duu", at(later));
     assert_eq!(harness.members(at(later)), [1, 2]);
     assert_eq!(harness.members(at(2 * later)), [1, 2]);
@@ -180,13 +178,13 @@ fn when_all_are_down_the_service_fails_open_or_drops() {
         let service = harness.controller.status(at(100)).services.remove(0);
         assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
         assert!((0..3).all(|number| harness.state(number, at(100)) == "down"));
-        // The first that is well gets everything.
+        // The first healthy one gets everything.
         harness.say("lb1", "ddu", at(200));
         assert_eq!(harness.members(at(200)), [2]);
     }
 }
 
-/// A server that drains is nobody's last resort, nor one that is not on the network.
+/// Failing open excludes servers that drain or are not on the network.
 #[test]
 fn failing_open_is_for_those_who_are_only_unwell() {
     let mut harness = Harness::new(TCP, &["lb1"]);
@@ -230,7 +228,6 @@ fn a_service_without_a_check_does_not_care() {
     let mut harness = Harness::new("", &["lb1"]);
     harness.say("lb1", "ddd", at(0));
     assert_eq!(harness.members(at(0)), [0, 1, 2]);
-    // And once it is checked no more.
     harness.configure(TCP, at(100));
     assert_eq!(harness.members(at(100)), [0, 1, 2]);
     let mut harness = Harness::new(TCP, &["lb1"]);
@@ -262,7 +259,7 @@ fn agents_that_do_not_report() {
             down.push(second);
         }
     }
-    // The report of the second 7 is too old from 8.5 on: checks of 9, 10 and 11 fail, those of 20 and 21 do not.
+    // The report of second 7 expires at 8.5: checks of 9, 10 and 11 fail, those of 20 and 21 do not.
     assert_eq!(down, (11..21).collect::<Vec<_>>());
     assert_eq!(harness.state(1, at(29_000)), "active");
 }

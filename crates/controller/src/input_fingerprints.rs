@@ -1,16 +1,15 @@
-//! What a service's tables are made of, apart from loads, as it was when somebody last looked. Servers are looked at in shards: reports
-//! wait meanwhile, and a service may have ten thousand.
+//! Fingerprints of the inputs of a service's tables, apart from loads, at the last poll. Servers are polled in shards,
+//! because reports wait meanwhile and a service may have ten thousand.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use coreward_model::ServerId;
 
-/// Ids of a shard. A look at so many servers takes about a millisecond; what changes by itself in a service of ten thousand is found
-/// after five report intervals.
+/// Ids of a shard, which takes about a millisecond. Changes with time in a service of ten thousand are found after five
+/// report intervals.
 const SHARD_SIZE: u64 = 2048;
 
-/// A shard of a service's servers, by their ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Shard(u64);
 
@@ -30,7 +29,7 @@ impl Shard {
     }
 }
 
-/// What was found, as one number for each shard and one for the service.
+/// One number for each shard and one for the service.
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
     service: Option<u64>,
@@ -39,7 +38,7 @@ pub struct InputFingerprints {
 }
 
 impl InputFingerprints {
-    /// The shard that comes after the one that was looked at last, or all of them: where `all`, and the first time.
+    /// Returns the shard after the last one; all of them with `all`, and the first time.
     pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
         let from = |first: u64| {
             let first = ServerId::try_from(first).ok()?;
@@ -52,7 +51,7 @@ impl InputFingerprints {
         self.last.into_iter().collect()
     }
 
-    /// Takes note of what is found now; whether it is something else.
+    /// Stores new fingerprints and returns whether any differs.
     pub fn update(&mut self, service: u64, shards: &[(Shard, u64)]) -> bool {
         let mut is_new = self.service.replace(service) != Some(service);
         for (shard, found) in shards {

@@ -1,22 +1,21 @@
-//! What the controller knows and decides. No I/O, no clock: time comes in as an argument, so that tests run it in
-//! virtual time.
+//! State and decisions of the controller. No I/O, no clock: time is an argument, so that tests run it in virtual time.
 //!
-//! * [`agent`]: a server as its agent's reports show it
-//! * [`rejection`]: why a report, or an agent, was not taken
+//! * [`agent`]: a server by its agent's reports
+//! * [`rejection`]: rejections of reports and registrations
 //! * [`service`]: a service, its policy and its newest table
-//! * [`pool`]: its servers as the policy sees them
-//! * [`racks`]: who stands between agents and controller
-//! * [`on_change`]: which services' tables are due
-//! * [`table_acks`]: which tables load balancers use, and how long that took
-//! * `share_limiter`: the part of new connections that a server may take
-//! * [`load_balancers`]: who gets the tables
-//! * [`rotation`]: whether the cookie keys may be rotated now
-//! * [`health`]: which servers are fit for new connections
-//! * `server_status`: what people are told of that
-//! * `drains`: what remains at servers that take no new connections
-//! * `acknowledged`: who has which configuration in force, and what cannot be
-//! * [`traffic`]: what load balancers count
-//! * [`status`], [`explain`]: answers to people
+//! * [`pool`]: a service's servers as its policy sees them
+//! * [`racks`]: rack controllers
+//! * [`on_change`]: due tables
+//! * [`table_acks`]: tables in force at load balancers, and their latency
+//! * `share_limiter`: limit of a server's share of new connections
+//! * [`load_balancers`]: the load balancers
+//! * [`rotation`]: rotation of the cookie keys
+//! * [`health`]: health of servers
+//! * `server_status`: states of servers and their reasons
+//! * `drains`: remaining connections of drained servers
+//! * `acknowledged`: acknowledgements of configurations
+//! * [`traffic`]: counts of load balancers
+//! * [`status`], [`explain`]: output of commands
 
 mod acknowledged;
 pub mod agent;
@@ -83,7 +82,7 @@ use service::{Service, TableTrigger};
 use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
-/// The moment at which something happens.
+/// A point in time on three clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
     /// Since the controller's start; never goes back.
@@ -94,7 +93,6 @@ pub struct Now {
     pub record: Duration,
 }
 
-/// One connected agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Session {
     server: Arc<str>,
@@ -113,15 +111,14 @@ impl Session {
     }
 }
 
-/// A table that load balancers are to have.
+/// A table for the load balancers.
 #[derive(Debug, Clone)]
 pub struct NewTable {
-    /// Whose first packets it places.
     pub service: ServiceIndex,
     pub table: Arc<PlacementTable>,
 }
 
-/// A fleet's services, as the controller looks for them.
+/// Indexes of a fleet's services.
 pub struct Indexed {
     positions: HashMap<ServiceIndex, usize>,
     services_of: HashMap<ServerId, Vec<usize>>,
@@ -141,39 +138,34 @@ impl Indexed {
     }
 }
 
-/// A configuration that was in force.
 pub struct Before {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
     _services_of: HashMap<ServerId, Vec<usize>>,
 }
 
-/// Reports in, tables out.
+/// The controller: reports in, tables out.
 pub struct Controller {
     fleet: Fleet,
     agents: Agents,
     rss_keys: RssKeys,
     services: Vec<Service>,
-    /// Those that are connected.
     pub load_balancers: LoadBalancers,
     health: Health,
     racks: Racks,
     accepted: u64,
     refused: BTreeMap<&'static str, u64>,
-    /// Reports that were taken though they were sent ahead of this host's wall clock.
+    /// Accepted reports that were ahead of this host's wall clock.
     pub reports_ahead: u64,
     sessions: u64,
-    /// Where the service with that index stands in `services`.
     positions: HashMap<ServiceIndex, usize>,
     services_of: HashMap<ServerId, Vec<usize>>,
     due: VecDeque<ServiceIndex>,
-    /// Which tables load balancers use.
     pub table_acks: TableAcks,
     share_limiter: ShareLimiter,
 }
 
 impl Controller {
-    /// Nobody has reported yet.
     pub fn new(fleet: Fleet) -> Self {
         let mut controller = Self {
             services: Vec::new(),
@@ -197,18 +189,18 @@ impl Controller {
         controller
     }
 
-    /// The configuration in force.
     pub fn fleet(&self) -> &Fleet {
         &self.fleet
     }
 
-    /// Puts another configuration in force. What is known of servers that are in both stays.
+    /// Puts another configuration in force, with the state of servers that are in both.
     pub fn configure(&mut self, fleet: Fleet) {
         let indexed = Indexed::of(&fleet);
         drop(self.configure_indexed(fleet, indexed));
     }
 
-    /// The same, where somebody has indexed the fleet; what was before, to be thrown away at leisure.
+    /// [`Controller::configure`] with an index of the fleet; returns the previous configuration, which the caller drops
+    /// at leisure.
     pub fn configure_indexed(&mut self, fleet: Fleet, indexed: Indexed) -> Before {
         self.agents.retain(&fleet);
         self.load_balancers.on_record(fleet.load_balancers.keys());
@@ -234,13 +226,12 @@ impl Controller {
         Before { _fleet: fleet, _services: by_index, _services_of: services_of }
     }
 
-    /// An agent has connected and says which server it is. Fails when the server is not known, or has a live agent
-    /// already.
+    /// Registers an agent for its server. Fails when the server is unknown, or has a live agent.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
         self.connect_via_rack(server, version, None, now)
     }
 
-    /// The same of an agent that may speak through a rack.
+    /// [`Controller::register`] for an agent that may be behind a rack.
     pub fn connect_via_rack(
         &mut self,
         server: &str,
@@ -272,7 +263,7 @@ impl Controller {
             }
         }
         self.sessions += 1;
-        // Until its first report says how long it may be silent: as long as three reports take.
+        // Until its first report sets its time to live: three report intervals.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
         if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
@@ -288,7 +279,7 @@ impl Controller {
         Ok(session)
     }
 
-    /// What the session's agent must know. Fails when its server is in the fleet no more, or may not speak through its
+    /// Returns the configuration of the session's agent. Fails when its server has left the fleet, or may not use its
     /// rack any more.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown = || Rejection::UnknownServer(session.server().to_owned());
@@ -298,7 +289,7 @@ impl Controller {
         Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
 
-    /// What every load balancer must know now.
+    /// Returns the configuration of every load balancer.
     pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
         self.fleet.for_load_balancers(|name| self.load_balancers.is_alive(name, now))
     }
@@ -308,8 +299,8 @@ impl Controller {
         alive.map(|(name, _)| name.clone()).collect()
     }
 
-    /// A load balancer has connected. The number names its session. Fails when one of that name is connected and has
-    /// reported lately.
+    /// Registers a load balancer and returns its session. Fails when one of that name is connected and has reported
+    /// lately.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
@@ -319,7 +310,7 @@ impl Controller {
         self.count(outcome)
     }
 
-    /// A load balancer says what it has sent to servers.
+    /// Records a load balancer's traffic.
     pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         let newly = self.load_balancers.traffic(session, message, self.fleet.alpha, now);
         self.share_limiter.add(&newly);
@@ -330,7 +321,6 @@ impl Controller {
         self.load_balancers.state(session, state, self.fleet.generation, now);
     }
 
-    /// A load balancer says that this table is in force there.
     pub fn table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         self.table_acks.confirm(session, service, generation, now);
         if let Some(position) = self.positions.get(&service) {
@@ -342,18 +332,18 @@ impl Controller {
         Some(self.agent(id)?.session.as_ref()?.number)
     }
 
-    /// Whose the buckets of each service are, where that has changed since the last call; for the records.
+    /// Returns the histories of buckets that have changed since the last call, for the records.
     pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
         self.services.iter_mut().filter_map(Service::changed_history).collect()
     }
 
-    /// How often [`AgentConfiguration::servers_before`] of any agent has changed.
+    /// Returns the number of changes of [`AgentConfiguration::servers_before`] of any agent.
     pub fn predecessor_changes(&self) -> u64 {
         self.services.iter().map(Service::predecessor_changes).sum()
     }
 
-    /// Takes a report, or the reason why it could not be parsed. Fails when it is of no use; it is counted, and what
-    /// was known before still holds.
+    /// Records a report, or the reason why it could not be parsed. A rejected report is counted, and the previous state
+    /// remains.
     pub fn report(
         &mut self,
         session: &Session,
@@ -394,7 +384,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Time until the session's next message may be read; zero: now. An agent behind a rack waits there.
+    /// Returns the time until the session's next message may be read; zero: now. An agent behind a rack waits there.
     pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
@@ -404,12 +394,12 @@ impl Controller {
         agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
     }
 
-    /// Counts that the session's stream is not read for a while: its agent is over its limit.
+    /// Counts that the session's stream is paused: its agent is over its limit.
     pub fn message_delayed(&mut self, session: &Session) {
         let _ = self.count::<()>(Err(Rejection::TooOften(session.server().to_owned())));
     }
 
-    /// Counts a message that nobody asked for like a report.
+    /// Counts an unsolicited message like a report.
     pub fn message_unasked(&mut self, session: &Session, now: Now) {
         let interval = self.fleet.report_interval;
         if let Some(agent) = self.agents.named_mut(session.server()) {
@@ -421,7 +411,7 @@ impl Controller {
         outcome.inspect_err(|refused| *self.refused.entry(refused.reason()).or_default() += 1)
     }
 
-    /// The session's agent has disconnected. Its server's loads hold as long as its last report.
+    /// Ends the session. Its server's loads remain valid as long as the last report.
     pub fn disconnect(&mut self, session: &Session) {
         if let Some(agent) = self.agents.named_mut(session.server())
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
@@ -448,15 +438,14 @@ impl Controller {
             .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
     }
 
-    /// Whether every load balancer that may come back has said what its checks find, where anything is checked: a server that was down
-    /// before this controller led stays so.
+    /// Whether every load balancer that may return has reported check results, if anything is checked: a server that
+    /// was down before this controller led remains down.
     pub fn all_have_checked(&self, now: Now) -> bool {
         let checks = self.fleet.services.iter().any(|service| service.check.is_some());
         !checks || self.load_balancers.all_have_checked(now)
     }
 
-    /// Computes every service's table from what is known now: a report interval has ended. Counts of assigned connections
-    /// begin anew.
+    /// Computes every service's table at the end of a report interval. Counts of assigned connections restart.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         self.due.clear();
         self.racks.changes += 1;
@@ -470,7 +459,6 @@ impl Controller {
         (0..self.services.len()).map(|position| self.place(position, now)).collect()
     }
 
-    /// Takes in what checks and agents have said.
     fn update_health(&mut self, now: Now) {
         let mut health = std::mem::take(&mut self.health);
         health.update(&self.fleet, &self.load_balancers, now, |id| {
@@ -484,7 +472,7 @@ impl Controller {
         self.services[position].begin_interval(opened);
     }
 
-    /// When the newest reports came that came after `since` (by the monotonic clock).
+    /// Returns the arrival of the newest reports after `since` (monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
         let newest = self.agents.iter().filter_map(|agent| agent.newest.as_ref());
         newest.map(|newest| newest.received).filter(move |received| *received > since)
@@ -495,7 +483,6 @@ impl Controller {
     }
 }
 
-/// Makes the policy that a service's configuration names.
 fn policy_of(service: &FleetService) -> Box<dyn policy::Policy> {
     policy::named(service.policy, service.seed).expect("the configuration takes only policies that exist")
 }

@@ -1,4 +1,4 @@
-//! The load balancers of the fleet, and what they last said.
+//! The load balancers of the fleet, and their last messages.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -17,41 +17,39 @@ use super::token_bucket::TokenBucket;
 use super::traffic::{NewlyOpened, Totals, Traffic};
 use coreward_fleet::fleet::Fleet;
 
-/// A server that no load balancer can reach for so long gets no new connections. Shorter gaps are the data plane's: a
-/// first packet then goes to another member.
+/// Time after which a server that no load balancer reaches gets no new connections. The data plane handles shorter
+/// gaps: a first packet then goes to another member.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(3);
 
-/// After the controller's own start load balancers and agents have so long to come back before any counts as gone: they try
+/// Time for load balancers and agents to return after the controller's start, before one counts as gone: they retry
 /// every two seconds at the latest.
 pub const START_GRACE: Duration = Duration::from_secs(5);
 
-/// All of them by name: those on record, and those that are connected.
+/// By name: those on record, and connected ones.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     known: BTreeMap<String, LoadBalancer>,
     sessions: u64,
 }
 
-/// One of them.
 #[derive(Debug, Default)]
 pub struct LoadBalancer {
     /// Its stream, while it is connected.
     session: Option<LiveSession>,
-    /// When its newest stream ended (since the controller's start).
+    /// End of its newest stream (since the controller's start).
     ended: Duration,
-    /// What it last said, and when (since the controller's start).
+    /// Its last state, and its time (since the controller's start).
     pub state: Option<(v1::LoadBalancerState, Duration)>,
-    /// The newest configuration that it has said to be in force. Its data plane keeps what it has when the stream ends.
+    /// Newest configuration that it has confirmed. Its data plane keeps the state when the stream ends.
     pub confirmed: u64,
-    /// When it first said that (since the controller's start).
+    /// Time of the first confirmation (since the controller's start).
     pub confirmed_at: Duration,
-    /// The configuration that it had in force when its stream began, where the store then had an older one.
+    /// Configuration in force when its stream began, if the store had an older one.
     ahead: Option<Ahead>,
-    /// Since when it has not known a server's MAC address, by server name.
+    /// Start of an unknown MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
-    /// What it sends to servers.
     traffic: Traffic,
-    /// What its checks say.
+    /// Results of its checks.
     health: SaidHealth,
     registrations: Option<TokenBucket>,
 }
@@ -64,15 +62,15 @@ struct Ahead {
     document: u64,
 }
 
-/// What a load balancer's checks say of servers.
+/// Results of a load balancer's checks.
 #[derive(Debug, Default)]
 struct SaidHealth {
     checked: BTreeMap<Target, CheckedServer>,
-    /// Those of them that are judged.
+    /// Results that are verdicts.
     verdicts: BTreeMap<Target, Verdict>,
-    /// When it last said so (since the controller's start).
+    /// Time of the last message (since the controller's start).
     at: Duration,
-    /// How often the verdicts have changed.
+    /// Number of changes of the verdicts.
     changes: u64,
     said: bool,
 }
@@ -80,12 +78,12 @@ struct SaidHealth {
 #[derive(Debug)]
 struct LiveSession {
     number: u64,
-    /// When it last said something (since the controller's start).
+    /// Time of its last message (since the controller's start).
     heard: Duration,
 }
 
 impl LoadBalancers {
-    /// Knows these, and of the others only those that are connected.
+    /// Adds these, and removes others that are not connected.
     pub fn on_record<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
         let names: BTreeSet<&String> = names.collect();
         self.known.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
@@ -94,7 +92,7 @@ impl LoadBalancers {
         }
     }
 
-    /// One has connected. The number names its session. Fails when one of that name is connected and has reported
+    /// Registers a load balancer and returns its session. Fails when one of that name is connected and has reported
     /// lately.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         if self.known.len() >= MOST_LOAD_BALANCERS && !self.known.contains_key(name) {
@@ -118,7 +116,7 @@ impl LoadBalancers {
         Ok(self.sessions)
     }
 
-    /// It had this configuration in force when its stream began. Returns its name where the store has an older one.
+    /// Records the configuration in force when its stream began. Returns its name if the store has an older one.
     pub fn had(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.known.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
@@ -126,8 +124,8 @@ impl LoadBalancers {
         is_ahead.then_some(name)
     }
 
-    /// Load balancers that had a newer configuration than the store, and its generation. A document that an operator
-    /// puts in force after that settles it.
+    /// Returns load balancers that had a newer configuration than the store, and its generation. A document that an
+    /// operator applies later settles it.
     pub fn ahead(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
         self.known.iter().filter_map(move |(name, balancer)| {
             let ahead = balancer.ahead.filter(|ahead| ahead.document == document)?;
@@ -135,7 +133,6 @@ impl LoadBalancers {
         })
     }
 
-    /// The connected load balancer with this session; it has said something.
     fn heard(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
         let of_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
         let balancer = self.known.values_mut().find(of_session)?;
@@ -143,7 +140,7 @@ impl LoadBalancers {
         Some(balancer)
     }
 
-    /// It says what it sees. `newest`: generation of the configuration in force, beyond which nothing can be confirmed.
+    /// Records its state. `newest`: generation of the configuration in force, the highest that can be confirmed.
     pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
         if let Some(balancer) = self.heard(session, now) {
             let state = readable_state(state);
@@ -157,7 +154,7 @@ impl LoadBalancers {
         }
     }
 
-    /// It says that it uses this table of the service: what it said last of itself is newer by that.
+    /// Records a table in force, which is newer than its last state.
     pub fn table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
         let tables =
@@ -167,7 +164,6 @@ impl LoadBalancers {
         }
     }
 
-    /// It says what its checks have found.
     pub fn health(&mut self, session: u64, message: HealthMessage, now: Now) {
         if let Some(balancer) = self.heard(session, now) {
             balancer.health.take(message, now);
@@ -175,23 +171,22 @@ impl LoadBalancers {
         }
     }
 
-    /// Whether all that are alive have said, since this controller leads, what their checks find.
+    /// Whether all live ones have reported check results since this controller leads.
     pub fn all_have_checked(&self, now: Now) -> bool {
         self.alive(now).all(|(_, balancer)| balancer.health.said)
     }
 
-    /// How often the verdicts of each have changed, of those that are alive: while this stays the same, so do the
-    /// verdicts.
+    /// Returns the number of changes of each live one's verdicts: while it is equal, so are the verdicts.
     pub fn health_said(&self, now: Now) -> Vec<(String, u64)> {
         self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.changes)).collect()
     }
 
-    /// What the checks of each say, of those that are alive.
+    /// Returns the verdicts of each live one.
     pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<Target, Verdict>> {
         self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
     }
 
-    /// What the checks of each say of one server, and how long ago that was, of those that are alive.
+    /// Returns the verdict of each live one about one server, and its age.
     pub fn checked(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
         let mut said = Vec::new();
         for (name, LoadBalancer { health, .. }) in self.alive(now) {
@@ -201,10 +196,8 @@ impl LoadBalancers {
         said
     }
 
-    /// Since when all that are alive have had this configuration, or a newer one, in force (since the controller's start).
-    ///
-    /// # Errors
-    /// The names of those that have not said so; none: nobody is alive.
+    /// Returns since when all live ones have had this configuration, or a newer one, in force (since the controller's
+    /// start). The error lists those that have not confirmed; none: there is no live one.
     pub fn all_confirmed(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed < generation);
         let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
@@ -216,7 +209,7 @@ impl LoadBalancers {
         self.known.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
-    /// It says what it has sent to servers. `alpha`: weight of the newest rate. Returns what is new in it.
+    /// Records a count of traffic. `alpha`: weight of the newest rate. Returns the increase.
     pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) -> NewlyOpened {
         let Some(balancer) = self.heard(session, now) else { return NewlyOpened::default() };
         let newly = balancer.traffic.newly_in(message);
@@ -229,19 +222,20 @@ impl LoadBalancers {
         Totals(self.known.iter().filter_map(of).collect())
     }
 
-    /// What all of them send to the server now; `None`: nobody has said it twice.
+    /// Returns the total traffic to the server; `None`: fewer than two messages.
     pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
         let rates = self.known.values().filter_map(|balancer| balancer.traffic.rates(server));
         rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
     }
 
-    /// Connections that all of them have opened for the service since this was last asked; `None`: nobody has said it twice.
+    /// Returns the connections that all of them have opened for the service since the last call; `None`: fewer than two
+    /// messages.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
         opened.reduce(u64::saturating_add)
     }
 
-    /// It has disconnected. True when no newer session of that name is connected.
+    /// Ends a session. True when no newer session of that name is connected.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.known.values_mut().find(|balancer| balancer.has_session(session));
         let ended = balancer.map(|balancer| {
@@ -252,7 +246,6 @@ impl LoadBalancers {
         ended.is_some()
     }
 
-    /// Whether its stream is open.
     pub fn is_connected(&self, name: &str) -> bool {
         self.known.get(name).is_some_and(LoadBalancer::is_connected)
     }
@@ -262,7 +255,7 @@ impl LoadBalancers {
         self.known.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
-    /// Whether none of those that said what they see has reached the server for [`UNREACHABLE_AFTER`].
+    /// Whether no load balancer with a state has reached the server for [`UNREACHABLE_AFTER`].
     pub fn cannot_reach(&self, server: &str, now: Now) -> bool {
         let for_long = |balancer: &LoadBalancer| {
             let since = balancer.unresolved_since.get(server);
@@ -272,7 +265,7 @@ impl LoadBalancers {
         speaking.peek().is_some() && speaking.all(|(_, balancer)| for_long(balancer))
     }
 
-    /// How many are connected: each gets its share of the new connections.
+    /// Returns the number of connected ones, which share the new connections.
     pub fn count(&self) -> usize {
         self.connected().count()
     }
@@ -281,7 +274,6 @@ impl LoadBalancers {
         self.known.iter().filter(|(_, balancer)| balancer.is_connected())
     }
 
-    /// All of them by name.
     pub fn iter(&self) -> impl Iterator<Item = (&String, &LoadBalancer)> {
         self.known.iter()
     }
@@ -303,13 +295,12 @@ impl LoadBalancer {
         self.session.as_ref().is_some_and(|live| live.number == number)
     }
 
-    /// Whether its stream is open.
     pub fn is_connected(&self) -> bool {
         self.session.is_some()
     }
 
-    /// Whether it was heard of a short time ago. An open stream says nothing: that of one without power stays open until
-    /// its keep-alive fails, and clients do not wait so long.
+    /// Whether it sent a message recently. After a power failure its stream stays open until the keep-alive fails, and
+    /// clients do not wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
         let last = self.session.as_ref().map_or(self.ended, |live| live.heard);
         now.monotonic < START_GRACE.max(last + LOST_AFTER)

@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! Metrics of the controller.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ fn seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
 }
 
-/// What `status` shows, at this time of the wall clock.
+/// Adds the metrics of `status` at this wall-clock time.
 pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
     page.add("coreward_configuration_generation", &[], status.configuration_generation as f64);
     page.add("coreward_reports_accepted_total", &[], status.accepted_reports as f64);
@@ -44,7 +44,7 @@ pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
 }
 
 impl Controller {
-    /// What parts of the fleet say in messages that have it only for this.
+    /// Adds the metrics of messages that have no other use.
     pub fn add_metrics(&self, page: &mut Snapshot, now: Now) {
         self.add_acknowledgements(page, now);
         page.add("coreward_store_behind", &[], self.store_is_behind().into());

@@ -1,9 +1,7 @@
-//! Which services' tables are due: those whose inputs have changed since their newest one
-//! (`table_updates = "on-change"`).
+//! Due tables: services whose inputs have changed since their newest table (`table_updates = "on-change"`).
 //!
-//! What a table is made of changes by reports and by what load balancers count, which say so themselves, and by time passing:
-//! a server is unreachable for long enough, a report too old, a slow start further. For the latter somebody has to look, once
-//! per report interval.
+//! Reports and counts mark their services. Other inputs change with time: a server is unreachable for long enough, a
+//! report expires, a slow start advances. Those are polled once per report interval.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
@@ -20,13 +18,12 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Servers that are read before others have their turn, and at most one shard more: some milliseconds.
+/// Servers that are read before other work, and at most one shard more: some milliseconds.
 const MEMBERS_AT_ONCE: usize = 4096;
 
-/// Position at which [`Controller::poll_inputs_from`] goes on; by default the beginning.
+/// Position at which [`Controller::poll_inputs_from`] continues; by default the beginning.
 #[derive(Debug, Default)]
 pub struct InputCursor {
-    /// Of the service.
     position: usize,
     /// Shards of its servers that are still to be read.
     shards: VecDeque<Shard>,
@@ -35,7 +32,7 @@ pub struct InputCursor {
 #[derive(Debug, Clone)]
 pub struct DueTable {
     pub new: NewTable,
-    /// What had waited longest for it.
+    /// Oldest change in it.
     pub trigger: TableTrigger,
 }
 
@@ -59,7 +56,7 @@ impl Controller {
         }
     }
 
-    /// Who reports a server's loads has changed: its agent has come, or gone.
+    /// Marks a server whose agent came or went.
     pub(super) fn source_changed(&mut self, id: ServerId) {
         for position in self.services_of.get(&id).into_iter().flatten() {
             self.services[*position].forget_servers();
@@ -77,7 +74,6 @@ impl Controller {
         make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 
-    /// What load balancers count has changed.
     pub(super) fn traffic_changed(&mut self, now: Now) {
         let trigger = TableTrigger { received: now.monotonic, is_load: false, sent: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
@@ -86,9 +82,8 @@ impl Controller {
         }
     }
 
-    /// Looks for what changes by itself; to be called once per report interval, and after a change of the configuration or of
-    /// what checks say.
-    /// `interval_ended`: whether a report interval has.
+    /// Polls the inputs that change with time; to be called once per report interval, and after a change of
+    /// configuration or check results. `interval_ended`: whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
@@ -96,7 +91,7 @@ impl Controller {
         }
     }
 
-    /// Reads the next [`MEMBERS_AT_ONCE`] servers, and returns the position to go on at.
+    /// Reads the next [`MEMBERS_AT_ONCE`] servers, and returns the position to continue at.
     pub fn poll_inputs_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
@@ -149,7 +144,7 @@ impl Controller {
         make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
 
-    /// What was assigned to a server that does not report ends with the interval: nothing else would ever show it.
+    /// Restarts the counts of servers that do not report at the end of the interval, because no load will show them.
     fn renew_unreported(&mut self, position: usize, now: Now) {
         let passed_up = self.racks.passed_up(self.services[position].fleet().index, now);
         let members = self.services[position].fleet().members.keys().copied();
@@ -161,14 +156,13 @@ impl Controller {
         silent.into_iter().for_each(|id| self.services[position].load_is_new(id));
     }
 
-    /// What the service's table is made of, apart from loads, counts and what is each server's own, as one number.
+    /// Returns the service's inputs, apart from loads, counts and the servers' own, as one number.
     fn inputs(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         (fleet.buckets.get(), fleet.policy, fleet.seed, self.load_balancers.count()).hash(&mut hasher);
         (fleet.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
-        // A rack whose summaries hold no more.
         self.racks.summaries(fleet.index, now).count().hash(&mut hasher);
         fleet.members.len().hash(&mut hasher);
         hasher.finish()
@@ -180,7 +174,7 @@ impl Controller {
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         for id in shard.members(&fleet.members) {
             let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
-            // What the agent of one behind a rack says here of its loads is for people.
+            // Loads from an agent behind a rack are for display.
             let reports = agent.filter(|agent| !agent.is_behind_rack());
             let cores = reports.and_then(Agent::core_count);
             let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
@@ -208,7 +202,7 @@ impl Controller {
     }
 }
 
-/// Of several causes the first counts. Where tables are made at the interval none is ever due.
+/// Of several triggers the first counts. With tables at the interval none is ever due.
 fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
     if tables == TableTiming::OnChange && service.due.is_none() {
         service.due = Some(trigger);

@@ -1,4 +1,4 @@
-//! Tables that are made when what they are made of changes, in virtual time.
+//! Tables on change, in virtual time.
 
 use std::time::Duration;
 
@@ -98,7 +98,6 @@ fn only_services_whose_inputs_changed_get_a_table() {
     harness.report(3, at(20));
     harness.report(0, at(21));
     assert_eq!(harness.tables_made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
-    // All cores are known now, and later too old.
     harness.controller.poll_inputs(at(100), true);
     harness.tables_made(at(100));
     harness.controller.poll_inputs(at(200), true);
@@ -145,7 +144,6 @@ fn counts_go_on_where_the_load_is_no_newer() {
     harness.report(0, at(130));
     let table = harness.due(at(130)).remove(0).new.table;
     assert_eq!((age(&table, 0), age(&table, 1)), (0, 1));
-    // A server that is silent for too long: its counts end with the interval.
     harness.report(0, at(100_000));
     harness.due(at(100_000));
     harness.controller.poll_inputs(at(100_000), true);

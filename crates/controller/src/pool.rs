@@ -1,5 +1,5 @@
-//! A service's servers as its policy sees them. From one table to the next only those are looked at of which something new is
-//! known; all of them when what else a table is made of has changed (`inputs` of [`super::on_change`]).
+//! Pools of services as policies see them. Between tables only changed servers are read; all of them when another input
+//! of a table has changed (`inputs` of [`super::on_change`]).
 
 use std::borrow::Cow;
 use std::ops::Bound;
@@ -33,18 +33,16 @@ impl Controller {
         table
     }
 
-    /// The service's pool as its policy would see it now.
     pub(super) fn pool(&self, service: &Service, now: Now) -> Pool {
         self.with_context(service, Pool::new(self.pool_servers(service, now), 1), now)
     }
 
-    /// The pool that the newest table was made of, as far as it is known still: for those who look twice a second and must not
-    /// keep reports waiting.
+    /// Returns the pool of the newest table, if it is cached: for readers twice a second that must not delay reports.
     pub(super) fn cached_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
         service.cached_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
     }
 
-    /// Returns whether no pool of the service at this position is cached. `None`: there is no such service.
+    /// Returns whether the pool of the service at this position is not cached. `None`: there is no such service.
     pub fn lacks_pool(&self, position: usize) -> Option<bool> {
         Some(self.services.get(position)?.cached_pool().is_none())
     }
@@ -68,7 +66,7 @@ impl Controller {
         service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    /// The service's pool with all that is not its servers' own.
+    /// Adds the inputs that are not the servers' own.
     pub(super) fn with_context(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
@@ -76,7 +74,7 @@ impl Controller {
         if places_requests(fleet) { pool.of_requests() } else { pool }
     }
 
-    /// The pool of the newest table of the service at this position, with what is new.
+    /// Returns the pool of the newest table with its changes.
     fn refreshed(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
         let service = &self.services[position];
         for id in service.dirty_servers() {
@@ -89,7 +87,7 @@ impl Controller {
         self.with_context(service, pool, now)
     }
 
-    /// Where the servers of the service at this position stand now.
+    /// Updates the eligibility of each server of the service.
     fn update_eligibilities(&mut self, position: usize, now: Now) {
         let service = self.services[position].fleet();
         let eligibility = |id: &ServerId| (*id, self.eligibility(service, *id, now));
@@ -133,8 +131,8 @@ impl Controller {
         }
     }
 
-    /// What the server's agent last counted, and what load balancers have seen opened and closed since. A FIN that was sent
-    /// again counts again there; the next report puts that right.
+    /// Returns the agent's last count plus the load balancers' changes since. A retransmitted FIN counts twice there,
+    /// until the next report.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(newest) = agent.and_then(|agent| agent.newest.as_ref()) else { return 0 };
         let then = agent.map(|agent| &agent.sent_at_report);
@@ -143,8 +141,8 @@ impl Controller {
     }
 }
 
-/// The loads of a server's cores as its agent reports them here; of one behind a rack they come from there, and what its agent
-/// reports here now and then is for people.
+/// Returns the loads from the server's own agent. Behind a rack they come from the rack, and the agent's reports are
+/// for display.
 pub(super) fn loads_here(agent: &Agent, now: Now) -> Option<&CoreLoads> {
     agent.loads(now).filter(|_| !agent.is_behind_rack())
 }
@@ -154,14 +152,13 @@ pub(super) fn places_requests(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
 }
 
-/// The loads of a server's cores as far as they matter to the service. Which worker gets a request that is placed on its own
-/// the server decides then and there, so its core's load is the server's. Flows stay, and a core that is behind now is a chance
-/// of which the policy makes use.
+/// Returns the loads of a server's cores for the service. The server chooses the worker of a request that is placed on
+/// its own, so each core counts with the server's load. Flows stay, so a policy can use a core with less load.
 fn loads_for(service: &FleetService, loads: &CoreLoads) -> Loads {
     loads_of_placed(places_requests(service), loads)
 }
 
-/// [`loads_for`], for a rack: `requests` is whether the service's datagrams are placed one by one.
+/// [`loads_for`] for a rack; `requests`: whether the service places each datagram on its own.
 pub fn loads_of_placed(requests: bool, loads: &CoreLoads) -> Loads {
     Loads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
 }

@@ -1,4 +1,4 @@
-//! What becomes of weights, slow starts, counts of load balancers and changes of the pool, in virtual time.
+//! Weights, slow starts, counts of load balancers and changes of the pool, in virtual time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -68,7 +68,7 @@ impl Harness {
         self.controller.report(session, Ok(report), now).unwrap();
     }
 
-    /// Open connections of every server, as policies see them.
+    /// Returns the open connections of every server, as policies see them.
     fn open(&self, now: Now) -> Vec<u32> {
         let pool = self.controller.pool(&self.controller.services[0], now);
         pool.servers().iter().map(|server| server.open_connections).collect()
@@ -104,7 +104,6 @@ fn weights_share_out_buckets_and_weight_0_gets_none() {
     assert!(table.consistent.iter().all(|server| *server != id(2)));
     let told = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
     assert_eq!(told.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
-    // All of weight 0: nobody is eligible.
     harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
     assert!(harness.table(at(1)).members.is_empty());
 }
@@ -119,12 +118,12 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     let (first, half, whole) = (of_new(&mut harness, 10), of_new(&mut harness, 60), of_new(&mut harness, 110));
     // Of 2 + 1/64, 2.5 and 3 shares.
     assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
-    // It drains and comes back: it joins anew.
+    // It drains and comes back: it joins again.
     harness.configure(&["", "", "state = \"draining\""], service, at(200));
     assert_eq!(of_new(&mut harness, 200), 0);
     harness.configure(&["", "", ""], service, at(300));
     assert!(of_new(&mut harness, 300) <= 10 && of_new(&mut harness, 400) >= 340);
-    // The choice for connections without a cookie is the whole one at once.
+    // The choice for connections without a cookie is complete at once.
     harness.configure(&["", "", "", ""], service, at(500));
     assert!(harness.table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
 }
@@ -141,7 +140,7 @@ fn connections_are_those_of_the_report_and_what_came_since() {
     assert_eq!(harness.open(at(1)), [100, 7]);
     harness.controller.load_balancer_traffic(one, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
     harness.controller.load_balancer_traffic(two, &counts(&[(0, 15, 0)]), at(2));
-    // More were closed than were open: a FIN that was sent again.
+    // More were closed than were open: a retransmitted FIN.
     assert_eq!(harness.open(at(2)), [125, 0]);
     harness.report(&session, 2, 124, at(3));
     assert_eq!(harness.open(at(3)), [124, 0]);
@@ -168,7 +167,6 @@ fn opened_connections_are_those_that_load_balancers_counted() {
     say(&mut harness, one, &[(0, 1012, 0), (1, 505, 0)], at(4));
     say(&mut harness, two, &[(0, 80, 0)], at(4));
     assert_eq!(opened(&mut harness), Some(2 + 3), "twice before it was asked");
-    // Its maps were made anew.
     say(&mut harness, two, &[(0, 4, 0)], at(5));
     assert_eq!(opened(&mut harness), Some(0));
     say(&mut harness, two, &[(0, 10, 0)], at(6));
@@ -214,12 +212,12 @@ fn buckets_remember_whose_they_were_and_agents_are_told() {
         let told = harness.controller.agent_configuration(session).unwrap().servers_before;
         assert_eq!(told.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
     }
-    // Another process goes on where this one was.
+    // Another process continues from the records.
     let (name, history) = harness.controller.changed_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().buckets = history;
     harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
     assert_eq!(harness.table(at(2)).consistent_before, table.consistent_before);
-    // Nobody hands anything on where packets do not go by the bucket.
+    // No server forwards packets that do not go by the bucket.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
     let session = harness.agent(0, 0, at(3));
     harness.table(at(3));
@@ -236,7 +234,6 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
         refused.to_string(),
         "load balancer \"lb1\" is connected already, last heard of 2000 ms ago: expected a name of its own for each"
     );
-    // One that is silent is taken over.
     let newer = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
     assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
     assert!(harness.controller.load_balancers.disconnect(newer, at(21)));
@@ -245,7 +242,6 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     };
     let ended = Duration::from_secs(21);
     assert!(alive(&harness, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&harness, ended + LOST_AFTER));
-    // Nor does an open stream keep one alive that says nothing (its power failed).
     let silent = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
     let heard = Duration::from_secs(30);
     assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, heard + LOST_AFTER));
@@ -257,8 +253,8 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));
 }
 
-/// Without any agent: there is a table, the load balancers have one time key whatever becomes of the cookie keys, and nobody
-/// waits for servers that do not stamp.
+/// Without any agent: there is a table, and all load balancers have one time key over any rotation. No rotation waits
+/// for servers that do not stamp.
 #[test]
 fn servers_that_load_balancers_stamp_for_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");

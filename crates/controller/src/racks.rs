@@ -1,7 +1,7 @@
-//! Rack controllers: who speaks through them, and what they pass up.
+//! Rack controllers: their agents and their summaries.
 //!
-//! An agent behind a rack is an agent like any other: it registers, has its configuration and answers questions, and its
-//! reports come, if less often. Only the loads that tables are made of come in the rack's summaries.
+//! An agent behind a rack is an agent like any other: it registers, has its configuration, answers questions, and
+//! reports, if less often. Only the loads for tables come in the rack's summaries.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -18,22 +18,23 @@ use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
-/// Reports of agents behind racks that are for people, in all racks together: a tenth of what a controller takes without racks.
+/// Limit of full reports from agents behind racks, in all racks together: a tenth of a controller's capacity without
+/// racks.
 const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
 
-/// For so many report intervals a rack's summaries hold: as long as an agent's report does unless it says otherwise.
+/// Report intervals for which a rack's summaries are valid, like an agent's report by default.
 const HOLDS_FOR: u32 = 3;
 
-/// The racks that are connected, and what those that have gone said last, while it holds.
+/// Connected racks, and valid summaries of disconnected ones.
 #[derive(Debug, Default)]
 pub struct Racks {
     known: BTreeMap<String, Rack>,
     sessions: u64,
-    /// Grows when what all racks must know may have changed.
+    /// Grows when the configuration of all racks may have changed.
     pub changes: u64,
 }
 
-/// What a rack must know may be other than it was where this is.
+/// Version of a rack's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackChanges {
     of_all: u64,
@@ -46,10 +47,11 @@ struct Rack {
     /// Its stream, while it is connected.
     session: Option<u64>,
     version: String,
-    /// When it last said something (since the controller's start).
+    /// Time of its last message (since the controller's start).
     heard: Duration,
     agents: BTreeMap<u64, Session>,
-    /// Grows when others speak through it. (With hundreds of racks it costs a quarter of a CPU to tell all of them of each agent.)
+    /// Grows when its agents change. With hundreds of racks it would cost a quarter of a CPU to tell all of them of
+    /// each agent.
     changes: u64,
     summaries: BTreeMap<ServiceIndex, PassedUp>,
 }
@@ -57,7 +59,7 @@ struct Rack {
 #[derive(Debug)]
 struct PassedUp {
     summary: Arc<RackSummary>,
-    /// Until then it holds (since the controller's start).
+    /// End of validity (since the controller's start).
     fresh_until: Duration,
 }
 
@@ -68,29 +70,26 @@ impl PassedUp {
 }
 
 impl Rack {
-    /// What it has passed up and still holds.
     fn fresh(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
         self.summaries.values().filter(move |passed_up| passed_up.holds(now)).map(|passed_up| &passed_up.summary)
     }
 }
 
-/// Through which rack an agent speaks.
+/// Rack of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RackRelay {
-    /// The rack's session.
     pub rack: u64,
     pub name: Arc<str>,
     /// The agent's stream there.
     pub stream: u64,
 }
 
-/// Why a rack's summaries are of no use.
+/// Reason for which a rack's summaries are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SummaryRefused {
-    /// They cannot be understood.
     #[error(transparent)]
     Malformed(#[from] WireError),
-    /// A rack speaks for the servers whose agents speak through it.
+    /// A rack reports only servers whose agents are connected through it.
     #[error("server {0} does not speak through this rack: expected only servers whose agents do")]
     ForeignServer(ServerId),
 }
@@ -104,13 +103,13 @@ impl Racks {
         self.known.iter().find(|(_, rack)| rack.session == Some(session))
     }
 
-    /// What is passed up of the service's servers, as far as it holds.
+    /// Returns the valid summaries of the service's servers.
     pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
         let passed_up = self.known.values().filter_map(move |rack| rack.summaries.get(&service));
         passed_up.filter(move |passed_up| passed_up.holds(now)).map(|passed_up| &passed_up.summary)
     }
 
-    /// The servers whose loads are passed up now.
+    /// Returns the servers with valid summaries.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
         let summaries = self.known.values().flat_map(|rack| rack.fresh(now));
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
@@ -128,7 +127,6 @@ impl Racks {
         passed_up
     }
 
-    /// An agent's session has begun behind a rack.
     pub fn begin(&mut self, relay: &RackRelay, session: &Session) {
         if let Some(rack) = self.of_session(relay.rack) {
             rack.changes += 1;
@@ -136,7 +134,6 @@ impl Racks {
         }
     }
 
-    /// An agent's session is over.
     pub fn end(&mut self, relay: &RackRelay) {
         if let Some(rack) = self.of_session(relay.rack) {
             rack.changes += 1;
@@ -144,14 +141,13 @@ impl Racks {
         }
     }
 
-    /// A server of which an agent spoke through the rack has another agent now.
     pub fn replaced(&mut self, rack: &str) {
         if let Some(rack) = self.known.get_mut(rack) {
             rack.changes += 1;
         }
     }
 
-    /// How often each agent's whole report may come: all of them together cost no more than so many.
+    /// Returns the interval of each agent's full report, so that all together stay within the limit.
     fn detail_interval(&self) -> Duration {
         let agents: usize = self.known.values().map(|rack| rack.agents.len()).sum();
         Duration::from_secs((agents / WHOLE_REPORTS_PER_SECOND) as u64)
@@ -159,7 +155,6 @@ impl Racks {
 }
 
 impl Controller {
-    /// Racks that are connected, for people.
     pub(super) fn rack_status(&self, now: Now) -> Vec<RackStatus> {
         let mut connected = self.racks.known.iter().filter(|(_, rack)| rack.session.is_some()).peekable();
         if connected.peek().is_none() {
@@ -168,7 +163,7 @@ impl Controller {
         let may_speak_for = self.fleet.servers_by_rack();
         let of_rack = |(name, rack): (&String, &Rack)| {
             let mut servers: Vec<String> = rack.agents.values().map(|session| session.server().to_owned()).collect();
-            // Not in the order in which their agents came.
+            // Sorted, because agents come in any order.
             servers.sort_unstable();
             RackStatus {
                 name: name.clone(),
@@ -181,14 +176,14 @@ impl Controller {
         connected.map(of_rack).collect()
     }
 
-    /// Whether the rack may be there: the fleet's document may say which there are.
+    /// Rejects a rack that the fleet's document does not list.
     fn check_rack(&self, name: &str) -> Result<(), Rejection> {
         let is_known = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
         if is_known { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
-    /// Whether an agent may speak for the server from where it is. That an agent who comes by itself is the server's own is for its
-    /// certificate to say; one behind a rack the rack vouches for, and for whom it may is in the fleet's document.
+    /// Rejects an agent that may not report for the server from its rack. A direct agent proves its identity by its
+    /// certificate; the rack vouches for one behind it, within the fleet's document.
     pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_speak_through(id, &relay.name)) else {
             return Ok(());
@@ -197,8 +192,8 @@ impl Controller {
         Err(Rejection::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
     }
 
-    /// A rack has connected. The number names its session. Fails when one of that name is connected and has reported
-    /// lately, or the fleet's document names other racks only.
+    /// Registers a rack and returns its session. Fails when a rack of that name is connected and has reported lately,
+    /// or the fleet's document lists other racks only.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
         let known = self.check_rack(name);
         self.count(known)?;
@@ -210,7 +205,6 @@ impl Controller {
                 return self.count(Err(refused));
             }
         }
-        // What gone racks said holds no more.
         racks.known.retain(|_, rack| rack.session.is_some() || rack.fresh(now).next().is_some());
         racks.sessions += 1;
         let old = racks.known.remove(name);
@@ -227,7 +221,7 @@ impl Controller {
         Ok(racks.sessions)
     }
 
-    /// A rack has disconnected. What it has passed up holds as long as it would have.
+    /// Ends a rack's session. Its summaries remain valid for their time.
     pub fn rack_goodbye(&mut self, session: u64) {
         if let Some(rack) = self.racks.of_session(session) {
             rack.session = None;
@@ -235,16 +229,15 @@ impl Controller {
         }
     }
 
-    /// A rack has said something.
+    /// Records that a rack has sent a message.
     pub fn rack_heard(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.of_session(session) {
             rack.heard = now.monotonic;
         }
     }
 
-    /// A rack passes up what it has reduced its servers' reports to, of each service in place of what it passed up
-    /// before: of many services it comes in several messages. Fails when one of the summaries is of no use; what was
-    /// known before still holds.
+    /// Replaces a rack's summaries of each service in it; with many services they come in several messages. Fails when
+    /// a summary is invalid; the previous ones remain then.
     pub fn rack_summaries(
         &mut self,
         session: u64,
@@ -257,7 +250,7 @@ impl Controller {
         let mut summaries = BTreeMap::new();
         for message in messages {
             let (service, mut summary) = parse_summary(message)?;
-            // One that the rack does not know to be gone.
+            // An agent whose end the rack has not noticed.
             if !self.positions.contains_key(&service) {
                 continue;
             }
@@ -283,13 +276,13 @@ impl Controller {
         Ok(())
     }
 
-    /// Another one when what [`Controller::rack_configuration`] says may have changed.
+    /// Returns the version of [`Controller::rack_configuration`].
     pub fn rack_changes(&self, session: u64) -> RackChanges {
         let own = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
         RackChanges { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }
     }
 
-    /// What the rack must know now; `None`: it has gone. Fails when the fleet's document names other racks only.
+    /// Returns a rack's configuration; `None`: it is gone. Fails when the fleet's document lists other racks only.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
         self.check_rack(name)?;
@@ -308,7 +301,7 @@ impl Controller {
         }))
     }
 
-    /// The streams of a rack's agents, and their servers; without those whose server has a newer agent by now.
+    /// Returns the streams of a rack's agents, and their servers; without those whose server has a newer agent.
     fn speaking<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.agents.iter().filter_map(|(stream, session)| {
             let id = self.fleet.id(session.server())?;

@@ -1,4 +1,4 @@
-//! Which racks may be there, and for whose servers they may speak.
+//! Permitted racks, and the servers for which they may report.
 
 use std::time::Duration;
 
@@ -20,7 +20,6 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall: START + monotonic, record: START + monotonic }
 }
 
-/// A controller of servers s0, s1 ... with ids 0, 1 ...
 struct Harness {
     records: Records,
     controller: Controller,
@@ -51,13 +50,13 @@ impl Harness {
         self.controller.register_rack(name, "test", at(0)).unwrap()
     }
 
-    /// The first agent of the server that speaks through the rack; each has a stream of its own.
+    /// Connects the server's first agent behind the rack; each has a stream of its own.
     fn behind(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Rejection> {
         let behind = RackRelay { rack, name: name.into(), stream };
         self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
 
-    /// Streams and servers that the rack is to sum up.
+    /// Returns streams and servers in the rack's configuration.
     fn told(&self, rack: u64) -> Vec<(u64, u16)> {
         let configuration = self.controller.rack_configuration(rack, at(0)).unwrap().unwrap();
         configuration.servers.iter().map(|server| (server.stream, server.id.get())).collect()
@@ -97,7 +96,6 @@ fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_thems
     assert_eq!(may, [2, 1]);
     assert_eq!(status.servers[1].racks, Some(Vec::new()));
     assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
-    // What it passes up of others is refused.
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
     let refused = harness.controller.rack_summaries(first, &[summary], at(0)).unwrap_err();
     assert!(matches!(refused, SummaryRefused::ForeignServer(id) if id.get() == 2), "{refused}");
@@ -167,7 +165,7 @@ fn summaries_are_accepted_per_service() {
     };
     let passed_up = |harness: &Harness, now: Now| harness.controller.racks.summaries(web, now).count();
     harness.controller.rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
-    // Another message, of another service, which is none of the fleet's.
+    // Another message, of a service outside the fleet.
     harness.controller.rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
     assert_eq!((passed_up(&harness, at(300)), passed_up(&harness, at(301))), (1, 0));
 }

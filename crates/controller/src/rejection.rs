@@ -1,4 +1,4 @@
-//! Why a report, or an agent, was not taken.
+//! Rejections of reports and registrations.
 
 use std::time::Duration;
 
@@ -7,77 +7,75 @@ use coreward_wire::ReportError;
 
 use super::token_bucket::Quota;
 
-/// How far a report may be ahead of the controller's wall clock before people are warned: what NTP keeps apart at worst.
+/// Time by which a report may be ahead of the controller's wall clock without a warning: NTP's worst case.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
-/// Of one name: a daemon that is restarted again and again comes back later.
+/// Limit for one name: a daemon that restarts again and again must wait.
 pub const REGISTRATIONS: Quota = Quota { every: Duration::from_secs(1), at_once: 30 };
-/// Reports at once: after a pause of the network those that were on the way come together.
+/// Burst of reports: after a pause of the network they arrive together.
 pub const REPORTS_AT_ONCE: u32 = 64;
-/// Names of load balancers that are known at a time.
+/// Limit of names of load balancers.
 pub const MOST_LOAD_BALANCERS: usize = 1024;
 
-/// Why a report, or an agent, was not taken. What runs keeps running.
+/// Reason for which a report or a registration was rejected. Running components continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Rejection {
-    /// Nobody of that name is in the controller's file.
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
     UnknownServer(String),
-    /// Two agents say they are one server.
+    /// Two agents for one server.
     #[error(
         "server {server:?} has an agent already, last heard of {} ms ago: expected one agent per server",
         silence.as_millis()
     )]
     DuplicateSession {
         server: String,
-        /// How long the other one has been silent.
+        /// Time since the other one's last message.
         silence: Duration,
     },
-    /// Two load balancers have one name, and so one owner number.
+    /// Two load balancers with one name, and so one owner number.
     #[error(
         "load balancer {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
         silence.as_millis()
     )]
     DuplicateLoadBalancer {
         name: String,
-        /// How long the other one has been silent.
+        /// Time since the other one's last message.
         silence: Duration,
     },
-    /// Two racks have one name.
+    /// Two racks with one name.
     #[error(
         "rack {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
         silence.as_millis()
     )]
     DuplicateRack {
         name: String,
-        /// How long the other one has been silent.
+        /// Time since the other one's last message.
         silence: Duration,
     },
-    /// The fleet's document names others.
+    /// The fleet's document does not list it.
     #[error("rack {0:?} is not one of the fleet's: expected one that `racks` names in the fleet's document")]
     UnknownRack(String),
-    /// The fleet's `load_balancers` does not name it.
     #[error("load balancer {0:?} is not in the fleet's `load_balancers`: expected one that is, or no such list")]
     UnknownLoadBalancer(String),
-    /// Whoever speaks for that server does not come through this rack.
+    /// The server's agent may not use this rack.
     #[error(
         "rack {rack:?} may not speak for server {server:?}: expected {}its agent itself (`racks` in the fleet's document)",
         racks.iter().map(|rack| format!("rack {rack:?}, ")).collect::<String>() + if racks.is_empty() { "" } else { "or " }
     )]
     ForeignRack {
         server: String,
-        /// Who spoke for it.
+        /// Rack of the message.
         rack: String,
-        /// Through which its agent may speak.
+        /// Racks that its agent may use.
         racks: Vec<String>,
     },
     /// A newer agent has taken the server over.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
-    /// More reports than twice what the report interval says.
+    /// Twice the rate of the report interval.
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
     TooOften(String),
-    /// It comes and goes all the time.
+    /// Too frequent reconnects.
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
     /// Each new name stays on record.
@@ -85,16 +83,14 @@ pub enum Rejection {
         "load balancer {0:?} is one more than {MOST_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten"
     )]
     TooManyLoadBalancers(String),
-    /// The readings are of no use.
     #[error(transparent)]
     Readings(#[from] ReadingsRejection),
-    /// The message is.
     #[error(transparent)]
     Malformed(#[from] ReportError),
 }
 
 impl Rejection {
-    /// All names that [`Rejection::reason`] gives: the counters in `coreward status`.
+    /// All results of [`Rejection::reason`]: counters in `coreward status`.
     pub const REASONS: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
@@ -116,7 +112,7 @@ impl Rejection {
         "too_many_load_balancers",
     ];
 
-    /// The counter that counts it.
+    /// Returns the counter's name.
     pub fn reason(&self) -> &'static str {
         match self {
             Rejection::UnknownServer(_) => "unknown_server",
@@ -140,7 +136,7 @@ impl Rejection {
         }
     }
 
-    /// Whether the agent that sent it cannot go on: the stream ends.
+    /// Whether the agent cannot continue: the stream ends.
     pub fn ends_session(&self) -> bool {
         matches!(
             self,

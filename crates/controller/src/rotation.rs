@@ -1,4 +1,4 @@
-//! Whether the cookie keys may be rotated now ([`coreward_fleet::key_ring`]): who has confirmed what.
+//! Rotation of the cookie keys ([`coreward_fleet::key_ring`]): confirmations and due steps.
 
 use std::time::Duration;
 
@@ -10,40 +10,35 @@ use coreward_fleet::fleet::{AdminState, FleetServer};
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_model::ServerId;
 
-/// Why a rotation cannot begin, or go on, now.
+/// Reason for which a rotation cannot begin, or continue, now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotRotated {
-    /// Cookies of the key that would be overwritten may still be about.
+    /// Cookies of the key that would be overwritten may still be in use.
     #[error(
         "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have been \
          silent since before it would break (--force does it all the same)",
         age.as_secs(),
         expected.as_secs()
     )]
-    TooYoung {
-        /// How old it is.
-        age: Duration,
-        /// How old it has to be.
-        expected: Duration,
-    },
-    /// Somebody may not hold the keys in force, or stamp with the other one.
+    TooYoung { age: Duration, expected: Duration },
+    /// Some peers may not have the keys in force, or stamp with the other one.
     #[error(
         "{} not confirmed configuration {generation}, which brought the keys in force: expected everybody to (--force goes on \
          without those that are not connected: their connections may break)",
         have(who)
     )]
     Unconfirmed {
-        /// Everybody who has not.
+        /// Peers without confirmation.
         who: Vec<String>,
-        /// What they have not confirmed.
+        /// Unconfirmed generation.
         generation: u64,
     },
-    /// The next key is on its way.
+    /// The next key is being announced.
     #[error("a rotation is under way: {} not confirmed the next key (configuration {generation})", have(who))]
     UnderWay {
         /// Everybody who has not confirmed it.
         who: Vec<String>,
-        /// What they have not confirmed.
+        /// Unconfirmed generation.
         generation: u64,
     },
 }
@@ -52,20 +47,20 @@ fn have(who: &[String]) -> String {
     format!("{} {}", who.join(", "), if who.len() == 1 { "has" } else { "have" })
 }
 
-/// What is to be done about the keys.
+/// Next step of a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyStep {
-    /// The next key goes to everybody.
+    /// Announce the next key to all.
     Announce {
         /// Without those that are not connected.
         forced: bool,
     },
-    /// The next key begins to stamp.
+    /// Stamp with the next key.
     Switch,
 }
 
 impl KeyStep {
-    /// What happens, in words for a log.
+    /// Returns the step for a log line.
     pub fn words(self) -> &'static str {
         match self {
             KeyStep::Announce { forced: false } => "the next key is on its way to everybody",
@@ -76,10 +71,8 @@ impl KeyStep {
 }
 
 impl Controller {
-    /// What is due by itself: the switch when everybody holds the next key, a rotation when the schedule says so.
-    ///
-    /// # Errors
-    /// Why the scheduled rotation cannot begin.
+    /// Returns the step that is due by itself: the switch when all peers have the next key, a rotation by the schedule.
+    /// The error is the reason why the scheduled rotation cannot begin.
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, NotRotated> {
         let ring = &self.fleet.key_ring;
         match ring.phase {
@@ -92,8 +85,8 @@ impl Controller {
         }
     }
 
-    /// What is to be done when somebody wants a rotation now. Fails when it would break connections, and is not forced;
-    /// or when one is under way.
+    /// Returns the step of a requested rotation. Fails when it would break connections and is not forced, or when one
+    /// is in progress.
     pub fn wanted_key_step(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
         let ring = &self.fleet.key_ring;
         if ring.phase == KeyPhase::Steady {
@@ -103,7 +96,7 @@ impl Controller {
         if who.is_empty() {
             return Ok(KeyStep::Switch);
         }
-        // Those that are connected will confirm; forced, the rest is not waited for.
+        // Connected peers will confirm; a forced rotation does not wait for the rest.
         if force && ring.phase == (KeyPhase::Announced { forced: false }) {
             return Ok(KeyStep::Announce { forced: true });
         }
@@ -154,7 +147,7 @@ impl Controller {
         waited_for.then(|| format!("the agent of {}", server.name))
     }
 
-    /// Since when the present key stamps (s since 1970): by the wall clock, as who reads it has one.
+    /// Returns the start of the present key (s since 1970), by the wall clock, for display.
     fn shown_key_since(&self, now: Now) -> u64 {
         let age = now.record.saturating_sub(self.fleet.key_ring.current_since);
         now.wall.saturating_sub(age).as_secs()

@@ -1,5 +1,5 @@
-//! The order of a rotation's roll-out, in virtual time: load balancers, agents and the controller itself come, go and are
-//! late in any order, and at no moment does a server stamp with a key that some load balancer does not hold.
+//! Order of a rotation's roll-out, in virtual time. Load balancers, agents and the controller come, go and are late in
+//! any order; no server ever stamps with a key that some load balancer lacks.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -31,7 +31,7 @@ fn config(more: &str, service: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-/// A load balancer or an agent: what its data plane holds outlives its stream.
+/// A load balancer or an agent: the state of its data plane outlives its stream.
 struct Peer<S> {
     keys: Option<FleetKeys>,
     stream: Option<Stream<S>>,
@@ -49,7 +49,6 @@ impl<S> Peer<S> {
         Self { keys: None, stream: None }
     }
 
-    /// The next configuration arrives, and is in force.
     fn receive(&mut self) {
         if let Some(stream) = &mut self.stream
             && let Some((generation, keys)) = stream.inbox.pop_front()
@@ -95,7 +94,7 @@ impl Harness {
         (self.records.generation, self.records.key_ring.keys)
     }
 
-    /// The records have changed: everybody who is connected is told, sooner or later.
+    /// Sends the changed records to all connected peers, sooner or later.
     fn configure(&mut self) {
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
@@ -172,7 +171,7 @@ impl Harness {
         }
     }
 
-    /// Another process takes over: it knows what is on record, and nobody is connected to it.
+    /// Starts another process with the records, and without connections.
     fn restart_controller(&mut self) {
         (0..self.balancers.len()).for_each(|n| self.disconnect_balancer(n));
         (0..SERVERS).for_each(|n| self.disconnect_agent(n));
@@ -185,7 +184,7 @@ impl Harness {
         (0..SERVERS).for_each(|n| self.connect_agent(n));
     }
 
-    /// Everybody receives everything and confirms it.
+    /// Delivers and confirms everything.
     fn settle(&mut self) {
         self.connect_all();
         for _ in 0..100 {
@@ -195,7 +194,7 @@ impl Harness {
         self.confirm();
     }
 
-    /// Whatever any server stamps with, every load balancer that has ever been configured holds.
+    /// Whether every load balancer that was ever configured has the keys of all stamps.
     fn every_stamp_is_read(&self) -> bool {
         let stamps = self.agents.iter().filter_map(|agent| agent.keys).map(|keys| keys.current.get());
         let stamping = self.agents.iter().filter_map(|agent| agent.keys).zip(stamps);
@@ -238,7 +237,7 @@ fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
     Report { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
-/// A harness in which everybody is connected and has what there is, and the key is old enough.
+/// Returns a harness in which all peers are connected and up to date, and the key is old enough.
 fn settled(more: &str, service: &str) -> Harness {
     let mut harness = Harness::new(config(more, service));
     harness.settle();
@@ -246,7 +245,7 @@ fn settled(more: &str, service: &str) -> Harness {
     harness
 }
 
-/// The same after a first rotation: the keys that a fleet is born with need no confirmation, as nobody has had others.
+/// Returns such a harness after a first rotation: a fleet's first keys need no confirmation, as nobody has had others.
 fn rotated(more: &str) -> Harness {
     let mut harness = settled(more, "");
     harness.step(KeyStep::Announce { forced: false });
@@ -269,7 +268,7 @@ proptest! {
             harness.happen(event, n.into());
             prop_assert!(harness.every_stamp_is_read(), "after event {event} of {n}");
         }
-        // Whatever has happened: when everybody is back, a rotation comes to its end.
+        // Whatever has happened: when all peers are back, a rotation completes.
         let before = harness.rotations;
         for _ in 0..4 {
             harness.settle();
@@ -315,7 +314,7 @@ fn a_rotation_survives_the_controller_in_both_phases() {
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     harness.settle();
     harness.restart_controller();
-    // What was confirmed to the process before is not known to this one.
+    // This process does not have the confirmations of the previous one.
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     harness.settle();
     let step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
@@ -330,7 +329,6 @@ fn missing_acknowledgements_are_named() {
     let mut harness = rotated("");
     harness.disconnect_balancer(1);
     harness.disconnect_agent(2);
-    // They have confirmed, and keep what they have.
     assert!(harness.controller.wanted_key_step(false, harness.now()).is_ok());
     harness.restart_controller();
     harness.connect_balancer(0);
@@ -350,7 +348,7 @@ fn missing_acknowledgements_are_named() {
         )
     );
     assert_eq!(harness.controller.wanted_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
-    // Forced later: the first try waits for the two.
+    // Forced later: the first attempt waits for the two.
     harness.step(KeyStep::Announce { forced: false });
     (0..10).for_each(|_| harness.balancers[0].receive());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive()));

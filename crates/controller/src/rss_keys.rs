@@ -1,19 +1,19 @@
-//! One copy of each RSS key that servers report: a table compares the keys of all its servers, and copies of one key are found
-//! equal without a look at them.
+//! One shared copy of each reported RSS key: a table compares the keys of all its servers, and shared copies compare
+//! without reading their bytes.
 
 use std::collections::HashSet;
 
 use coreward_model::rss::RssKey;
 
-/// A fleet has a few. Somebody who reports a new one each time fills no memory.
+/// A fleet has a few. An agent that reports a new one each time must not fill the memory.
 const MAX_KEYS: usize = 256;
 
-/// The keys that were reported lately.
+/// Recently reported keys.
 #[derive(Debug, Default)]
 pub struct RssKeys(HashSet<RssKey>);
 
 impl RssKeys {
-    /// The same key: a copy of the one that was reported first.
+    /// Returns the first copy of the same key.
     pub fn shared(&mut self, key: RssKey) -> RssKey {
         if let Some(known) = self.0.get(&key) {
             return known.clone();

@@ -1,4 +1,4 @@
-//! What people are told of the states of servers' lives.
+//! States of servers and their reasons.
 
 use std::ops::Bound;
 use std::time::Duration;
@@ -15,7 +15,7 @@ const BY_COMMAND: &str = "`coreward drain` says so";
 
 pub(super) struct StateReason {
     pub state: ServerState,
-    /// Empty: nothing.
+    /// Empty: none.
     pub reason: String,
     /// `None`: since before this process.
     pub lasts: Option<Duration>,
@@ -26,7 +26,7 @@ impl StateReason {
         Self { state, reason, lasts: since.map(|since| now.monotonic.saturating_sub(since)) }
     }
 
-    /// As messages have it.
+    /// Returns the duration in messages.
     pub fn lasts_ms(&self) -> Option<u64> {
         self.lasts.map(|lasts| lasts.as_millis() as u64)
     }
@@ -70,7 +70,7 @@ impl Controller {
         }
     }
 
-    /// Where the server stands: where it stands best of all its services, and in which of them it is down.
+    /// Returns the best of the server's states in its services, and the services in which it is down.
     pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
         let statuses = self.services_of.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let statuses: Vec<(&str, StateReason)> =
@@ -102,7 +102,7 @@ impl Controller {
 
     fn state_reason_in(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
         let fleet = service.fleet();
-        // Before the first table nobody has been judged.
+        // Before the first table there are no verdicts.
         let eligibility = self.eligibility(fleet, id, now);
         let (state, since) = match service.status(id) {
             Some(ServerStatus { state, since, eligibility: known, .. }) if *known == eligibility => (*state, *since),
@@ -139,7 +139,7 @@ impl Controller {
         self.found_down_by(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
     }
 
-    /// Who finds it down, and why; `None`: nobody.
+    /// Returns the origin and reason of a server's down state; `None`: it is not down.
     fn found_down_by(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let checked = self.load_balancers.checked((service.index, id), now);
         let down: Vec<_> = checked.iter().filter(|(_, checked, _)| checked.verdict == Some(Verdict::Down)).collect();

@@ -18,26 +18,24 @@ use super::input_fingerprints::{InputFingerprints, Shard};
 use super::{NewTable, Now, policy_of};
 use coreward_fleet::fleet::FleetService;
 
-/// What a server gets at the first moment of its slow start: not nothing, or nobody would have anything in a pool of which
-/// all have just joined.
+/// Initial ramp of a slow start. Above 0, or a pool of new servers would have no share at all.
 const SMALLEST_RAMP: f64 = 1.0 / 64.0;
 
-/// What decides whether a server takes a service's new connections.
+/// Eligibility of a server for a service's new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Eligibility {
-    /// Nothing is against it.
     Eligible,
-    /// Checks say that it is not well.
+    /// Down by checks.
     Unhealthy,
-    /// No load balancer finds it on the network.
+    /// No load balancer reaches it on the network.
     Unreachable,
-    /// Somebody does not want it to.
+    /// Drained by the operator.
     Drained,
     Left,
 }
 
 impl Eligibility {
-    /// The state that follows, but for the slow start.
+    /// Returns the state that follows, apart from the slow start.
     pub fn state(self) -> ServerState {
         match self {
             Eligibility::Left => ServerState::Gone,
@@ -50,13 +48,11 @@ impl Eligibility {
 
 #[derive(Debug, Clone, Copy)]
 pub struct ServerStatus {
-    /// Now.
     pub state: ServerState,
-    /// Since then (since the controller's start); `None`: since before this process.
+    /// Start (since the controller's start); `None`: since before this process.
     pub since: Option<Duration>,
-    /// Why.
     pub eligibility: Eligibility,
-    /// While it is fit: since when; as `since`.
+    /// Start of eligibility, as `since`.
     joined: Option<Duration>,
 }
 
@@ -66,43 +62,42 @@ pub struct Service {
     generation: u64,
     newest: Option<(Arc<PlacementTable>, Duration)>,
     statuses: BTreeMap<ServerId, ServerStatus>,
-    /// Whether servers that are down take new connections, as no other one does.
+    /// Whether servers that are down take new connections, because no other one does.
     failing_open: bool,
-    /// Whether any table has been made: who is there with the first one has not just joined.
+    /// Whether a table has been made: servers of the first one have not just joined.
     begun: bool,
     history: BucketHistory,
-    /// Whether the history has changed since somebody asked.
+    /// Whether the history has changed since the last call.
     history_changed: bool,
-    /// For each server from whom it has ever had buckets, as long as this process runs: the load balancers' flow tables
-    /// remember who was before when a connection began.
+    /// For each server its predecessors in any bucket, during this process: the load balancers' flow tables keep them
+    /// for connections of that time.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
-    /// What made a table due that is not made yet.
+    /// Trigger of the next table.
     pub due: Option<TableTrigger>,
-    /// Of which servers something is newer than the newest table.
+    /// Servers with changes since the newest table.
     dirty: DirtySet,
-    /// The pool of the newest table; `None`: something else than loads may have changed since.
+    /// Pool of the newest table; `None`: another input than loads may have changed since.
     pool: Option<Pool>,
     /// Connections opened in the last whole report interval, and whether a table has been made since it ended.
     opened: Option<u64>,
     new_interval: bool,
-    /// What the newest table was made of, apart from loads.
+    /// Inputs of the newest table, apart from loads.
     fingerprints: InputFingerprints,
 }
 
-/// The oldest change that a table does not have yet.
+/// Oldest change that is not in a table yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableTrigger {
-    /// When it came (since the controller's start).
+    /// Time of arrival (since the controller's start).
     pub received: Duration,
-    /// Whether a server's or a rack's loads have changed, and not something that was looked for.
+    /// Whether a server's or a rack's loads have changed, and not a polled input.
     pub is_load: bool,
-    /// When whoever reported it sent it, by the wall clock (since 1970); `None`: it did not say.
+    /// Time of sending by the reporter's wall clock (since 1970); `None`: not reported.
     pub sent: Option<Duration>,
 }
 
 impl Service {
-    /// Without a table.
     pub fn new(fleet: FleetService) -> Self {
         Self {
             policy: policy_of(&fleet),
@@ -130,7 +125,7 @@ impl Service {
         self.fleet.name == new.name && self.fleet.index == new.index
     }
 
-    /// The same service in another configuration: generations go on.
+    /// Returns the service with another configuration: generations continue.
     pub fn reconfigured(mut self, new: FleetService) -> Self {
         if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
             self.policy = policy_of(&new);
@@ -146,13 +141,11 @@ impl Service {
         self
     }
 
-    /// Its configuration.
     pub fn fleet(&self) -> &FleetService {
         &self.fleet
     }
 
-    /// This is where its servers stand now. Who was fit for new connections when the first table was made has not just
-    /// joined.
+    /// Updates the eligibility of its servers. Servers that were eligible at the first table have not just joined.
     pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
         let moment = self.begun.then_some(now.monotonic);
         let mut before = std::mem::take(&mut self.statuses);
@@ -184,12 +177,11 @@ impl Service {
         }
     }
 
-    /// Where the server stands; `None` until the next table is made.
+    /// Returns the server's state; `None` until the next table is made.
     pub fn status(&self, server: ServerId) -> Option<&ServerStatus> {
         self.statuses.get(&server)
     }
 
-    /// Whether servers that are down take new connections, as no other one does.
     pub fn is_failing_open(&self) -> bool {
         self.failing_open
     }
@@ -207,7 +199,7 @@ impl Service {
         }
     }
 
-    /// How much of its part the server gets so far: grows from nearly nothing to 1 during the slow start.
+    /// Returns the part of its share that the server gets so far: from nearly 0 to 1 during the slow start.
     pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
         let fit = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
         fit.map_or(1.0, |status| self.ramp_since(status.joined, now))
@@ -219,17 +211,17 @@ impl Service {
         passed.clamp(SMALLEST_RAMP, 1.0)
     }
 
-    /// Whether its tables depend on what servers report.
+    /// Whether its tables depend on servers' reports.
     pub fn reads_loads(&self) -> bool {
         self.policy.reads_loads()
     }
 
-    /// The fair part of each of its servers in its new connections, as far as its policy goes by capacity.
+    /// Returns each server's fair part of its new connections, by capacity if its policy uses that.
     pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
         pool.fair_shares(self.policy.goes_by_capacity())
     }
 
-    /// Whether its tables depend on what load balancers count.
+    /// Whether its tables depend on load balancers' counts.
     pub fn reads_traffic(&self) -> bool {
         self.policy.reads_traffic()
     }
@@ -246,27 +238,27 @@ impl Service {
         self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
     }
 
-    /// The pool of the newest table; `None`: all servers must be looked at.
+    /// Takes the pool of the newest table; `None`: all servers must be read.
     pub fn take_cached_pool(&mut self) -> Option<Pool> {
         self.pool.take()
     }
 
-    /// The same, only to look at.
+    /// Returns the cached pool, read-only.
     pub fn cached_pool(&self) -> Option<&Pool> {
         self.pool.as_ref()
     }
 
-    /// The newest table was made of this one.
+    /// Caches the pool of the newest table.
     pub fn cache_pool(&mut self, pool: Pool) {
         self.pool = Some(pool);
     }
 
-    /// Something else than loads may have changed.
+    /// Drops cached state after a change of other inputs than loads.
     pub fn forget_servers(&mut self) {
         self.pool = None;
     }
 
-    /// Of whom something is newer than the newest table, and was when that one was made. (Some come twice.)
+    /// Returns the servers with changes since the newest table or at it. (Some occur twice.)
     pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
         self.dirty.changed()
     }
@@ -276,12 +268,12 @@ impl Service {
         self.dirty.is_fresh(server)
     }
 
-    /// Whether more may be new of it than what its rack passes up.
+    /// Whether more than its rack's summary may have changed.
     pub fn needs_refresh(&self, server: ServerId) -> bool {
         self.dirty.needs_refresh(server)
     }
 
-    /// A report interval has ended, in which so many connections were opened, if that is known.
+    /// Begins a report interval after one with so many opened connections, if known.
     pub fn begin_interval(&mut self, opened: Option<u64>) {
         self.opened = opened;
         self.new_interval = true;
@@ -295,12 +287,12 @@ impl Service {
         if self.new_interval { pool } else { pool.within_interval() }
     }
 
-    /// Takes note of what the next table will be made of, apart from loads; whether that has changed.
+    /// Stores the inputs of the next table, apart from loads; returns whether they have changed.
     pub fn update_fingerprints(&mut self, inputs: u64, servers: &[(Shard, u64)]) -> bool {
         self.fingerprints.update(inputs, servers)
     }
 
-    /// Which servers are to be looked at next for what changes by itself.
+    /// Returns the servers to poll next for changes with time.
     pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
         self.fingerprints.next(&self.fleet.members, all)
     }
@@ -349,17 +341,17 @@ impl Service {
         }
     }
 
-    /// From whom the server has had buckets, if from anybody.
+    /// Returns the server's predecessors in buckets, if any.
     pub fn predecessors(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
         self.predecessors.get(&server).filter(|_| self.hands_on())
     }
 
-    /// How often [`Service::predecessors`] of any server has grown.
+    /// Returns the number of changes of [`Service::predecessors`].
     pub fn predecessor_changes(&self) -> u64 {
         if self.hands_on() { self.predecessor_changes } else { 0 }
     }
 
-    /// Whether servers hand packets on: those that go by the bucket.
+    /// Whether servers forward unknown packets: those that go by the bucket.
     fn hands_on(&self) -> bool {
         self.fleet.address.protocol == Protocol::Tcp
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
@@ -373,7 +365,7 @@ impl Service {
         self.newest.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }
 
-    /// The table of the last tick and its age.
+    /// Returns the table of the last tick and its age.
     pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
         self.newest.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
     }

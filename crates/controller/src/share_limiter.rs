@@ -1,9 +1,8 @@
-//! The part of new connections that a server may take.
+//! Limit of a server's share of new connections.
 //!
-//! Policies send connections where load is lowest, and load is what a server's agent reports. An agent that lies draws
-//! connections; load balancers count how many. So each server has an [`Allowance`], and gets no new connections while
-//! it is spent. A part of the buckets would not limit it: a server chooses its RSS key, and so the buckets in which
-//! connections come.
+//! Policies send connections where the reported load is lowest. An agent with false reports attracts connections, which
+//! load balancers count. So each server has an [`Allowance`], and gets no new connections while it is spent. A limit on
+//! buckets would not help: a server chooses its RSS key, and so the buckets in which connections come.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -21,20 +20,18 @@ const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
 /// A longer pause counts as this.
 const MAX_ELAPSED: Duration = Duration::from_secs(1);
 
-/// What servers took of new connections.
+/// Shares of servers in new connections.
 #[derive(Debug, Default)]
 pub struct ShareLimiter {
-    /// Connections that were opened since the last update.
     services: HashMap<ServiceIndex, u64>,
     servers: HashMap<ServerId, u64>,
     updated: Duration,
     allowances: HashMap<ServerId, Allowance>,
-    /// Servers that get no new connections of a service for now.
+    /// Servers that get no new connections of a service at present.
     excluded: HashSet<(ServiceIndex, ServerId)>,
 }
 
 impl ShareLimiter {
-    /// Counts connections.
     pub fn add(&mut self, newly: &NewlyOpened) {
         for (service, count) in &newly.services {
             let known = self.services.entry(*service).or_default();
@@ -46,7 +43,6 @@ impl ShareLimiter {
         }
     }
 
-    /// Returns the number of servers that took too many.
     pub fn limited_count(&self) -> usize {
         self.limited().count()
     }
@@ -64,7 +60,7 @@ impl ShareLimiter {
         self.allowances.get(&id).is_some_and(Allowance::is_spent)
     }
 
-    /// Updates the allowances after `elapsed`. `expected`: each server's fair part of the connections that were opened.
+    /// Updates the allowances after `elapsed`. `expected`: each server's fair part of the opened connections.
     fn update(&mut self, expected: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened = std::mem::take(&mut self.servers);
         for id in expected.keys().chain(opened.keys()) {
@@ -87,7 +83,7 @@ impl Controller {
         if is_excluded { 0.0 } else { service.ramp(id, now) }
     }
 
-    /// Updates what servers may take, once per [`UPDATE_INTERVAL`].
+    /// Updates the allowances once per [`UPDATE_INTERVAL`].
     pub(super) fn update_share_limiter(&mut self, now: Now) {
         let elapsed = now.monotonic.saturating_sub(self.share_limiter.updated);
         if elapsed < UPDATE_INTERVAL {

@@ -1,5 +1,5 @@
-//! What an agent that lies can attract, in virtual time: a load balancer that places connections by the controller's tables, servers
-//! whose load is what their connections bring, and one that always reports idle cores.
+//! Attraction of an agent with false reports, in virtual time: a load balancer places connections by the controller's
+//! tables, servers' loads follow from their connections, and one always reports idle cores.
 
 use std::collections::VecDeque;
 
@@ -15,10 +15,10 @@ use coreward_fleet::records::Records;
 
 const SERVERS: usize = 10;
 const CORES: usize = 4;
-/// New connections in 100 ms, all together, and how many intervals each lives.
+/// New connections in 100 ms, all together, and the intervals that each lives.
 const PER_INTERVAL: u64 = 20;
 const LIFE: usize = 50;
-/// What a connection brings to its core: half of the cores' time, all together.
+/// Work of a connection at its core: half of the cores' time, all together.
 const BUSY_NS: u64 = 2_000_000;
 const LIAR: usize = 0;
 
@@ -33,12 +33,12 @@ struct Harness {
     sessions: Vec<Session>,
     balancer: u64,
     random: u32,
-    /// Cores of the connections that are open, by the interval in which they came.
+    /// Cores of the open connections, by the interval in which they came.
     open: VecDeque<Vec<(usize, usize)>>,
     busy: Vec<[u64; CORES]>,
     opened: Vec<u64>,
     lies: bool,
-    /// The key that the liar reports, and the hash under it of every connection; `None`: the others' key.
+    /// RSS key of the false reports, and the hash under it of every connection; `None`: the others' key.
     own_key: Option<(RssKey, u32)>,
 }
 
@@ -87,7 +87,6 @@ impl Harness {
         }
     }
 
-    /// A report interval: reports, a table, connections, and what the load balancer counts of them.
     fn step(&mut self, interval: u64) {
         self.report(interval);
         let table = self.controller.tick(at(interval)).remove(0).table;
@@ -117,7 +116,7 @@ impl Harness {
         self.controller.load_balancer_traffic(self.balancer, &message, at(interval));
     }
 
-    /// The liar's part of the connections of a minute, after a minute.
+    /// Returns the false server's part of the connections of a minute, after a minute.
     fn part_of_liar(&mut self) -> f64 {
         (0..600).for_each(|interval| self.step(interval));
         let before = self.opened.clone();
@@ -132,13 +131,12 @@ fn lying_agent_attracts_at_most_twice_its_fair_part() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
         let mut harness = Harness::new(policy, true);
         let part = harness.part_of_liar();
-        // A tenth is fair.
         assert!(part < 0.21, "{policy}: {part}");
         assert_eq!(harness.controller.share_limiter.limited_count(), 1, "{policy}");
     }
 }
 
-/// An exclusion that is decided late lets connections through in a burst.
+/// A late exclusion lets connections through in a burst.
 #[test]
 fn liar_attracts_twice_its_fair_part_in_any_ten_seconds() {
     let mut harness = Harness::new("least:cpu", true);
@@ -157,7 +155,7 @@ fn liar_attracts_twice_its_fair_part_in_any_ten_seconds() {
     assert!(most < 0.2 + 0.25 / 10.0, "{most}");
 }
 
-/// All keys that hash every connection alike (zeros do) put it into one bucket.
+/// Keys that hash every connection alike (zeros do) put it into one bucket.
 #[test]
 fn liar_with_a_key_that_hashes_all_connections_alike_attracts_no_more() {
     for hash in 0..16 {

@@ -1,4 +1,4 @@
-//! What `coreward status` shows.
+//! Output of `coreward status`.
 
 use std::borrow::Cow;
 use std::ops::Bound;
@@ -27,8 +27,8 @@ impl Controller {
         self.fleet.servers.range((first, Bound::Unbounded)).map(|(id, server)| (*id, server))
     }
 
-    /// What there is to see at this moment, without services and servers: those are asked for by and by, as there may be
-    /// thousands, and reports are not to wait.
+    /// Returns the status without services and servers, which follow step by step: there may be thousands, and reports
+    /// must not wait.
     pub fn status_head(&self, now: Now) -> Status {
         Status {
             configuration_generation: self.fleet.generation,
@@ -44,7 +44,6 @@ impl Controller {
         }
     }
 
-    /// All of it at once.
     #[cfg(test)]
     pub fn status(&self, now: Now) -> Status {
         let service = |position| {
@@ -57,7 +56,7 @@ impl Controller {
         Status { services, servers, keys: self.keys(now), ..self.status_head(now) }
     }
 
-    /// What changes with every report, without servers.
+    /// Returns the values that change with every report, without servers.
     pub fn loads_head(&self, now: Now) -> Loads {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
             name: name.clone(),
@@ -71,7 +70,7 @@ impl Controller {
         }
     }
 
-    /// What changes with a server's every report.
+    /// Returns the values that change with each report of a server.
     pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: Now) -> ServerLoads {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
@@ -86,7 +85,7 @@ impl Controller {
         }
     }
 
-    /// What changes now and then, without services and servers.
+    /// Returns the values that change rarely, without services and servers.
     pub fn overview_head(&self, now: Now) -> Overview {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
             name: name.clone(),
@@ -106,8 +105,8 @@ impl Controller {
         }
     }
 
-    /// The service at this position, for the overview; `None`: there are no more.
-    /// `pool`: as for [`Controller::service_status`].
+    /// Returns the service at this position for the overview; `None`: there are no more. `pool`: as for
+    /// [`Controller::service_status`].
     pub fn overview_service(&self, position: usize, pool: Option<&Pool>, now: Now) -> Option<OverviewService> {
         let service = self.services.get(position)?;
         let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
@@ -194,7 +193,8 @@ impl Controller {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
-    /// The groups of a pool. The key for a pool in which no RSS is known does not matter: such a group is not shown.
+    /// Returns the groups of a pool. The key for a pool without known RSS does not matter, because such a group is not
+    /// shown.
     pub(super) fn groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft())
     }
@@ -231,7 +231,7 @@ impl Controller {
                     .to_owned(),
             );
         }
-        // InputFingerprints at once a second, and grouping ten thousand servers takes milliseconds.
+        // At most once a second, because grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
             let groups = self.groups(pool);
             let left_over = groups.iter().flat_map(|group| &group.without_cores).filter(|server| server.rss.is_some());
@@ -257,7 +257,7 @@ impl Controller {
         warnings
     }
 
-    /// A server; with its whole RSS key where `rss_keys`.
+    /// Returns a server's status; with its whole RSS key where `rss_keys`.
     pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
@@ -302,7 +302,7 @@ impl Controller {
         }
     }
 
-    /// What the operator says, or else the number of its cores.
+    /// Returns the operator's value, or the number of its cores.
     pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
         let cores = || agent.core_count().map(|cores| cores as f64);
         server.capacity.map(Capacity::get).or_else(cores)
@@ -328,7 +328,7 @@ impl Controller {
     }
 }
 
-/// Loads are reported by receive queue: a queue beyond them counts as neutral.
+/// Loads are by receive queue: a queue beyond them counts as neutral.
 fn queues_without_cores(rss: &Rss, cores: usize) -> Option<String> {
     let highest = usize::from(*rss.indirection_table.queues().iter().max()?);
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))

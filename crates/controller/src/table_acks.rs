@@ -1,4 +1,4 @@
-//! Which tables load balancers have in force, and how long that took from the report that made each of them due.
+//! Tables in force at load balancers, and their latency from the report that triggered them.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,24 +8,23 @@ use coreward_wire::ServiceIndex;
 use super::Now;
 use super::service::TableTrigger;
 
-/// Tables of a service that are remembered until load balancers say that they are in force. One that is slower than so many
-/// tables is not measured: some seconds' worth.
+/// Tables of a service that are kept until load balancers confirm them, some seconds' worth. A slower one is not
+/// measured.
 const REMEMBERED: usize = 1024;
 
-/// Causes of the newest tables, and what became of them.
+/// Triggers of the newest tables, and latencies.
 #[derive(Debug, Default)]
 pub struct TableAcks {
     made: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
-    /// By load balancer's session and service: the newest generation that was said to be in force.
+    /// Newest confirmed generation, by load balancer's session and service.
     confirmed: HashMap<(u64, ServiceIndex), u64>,
-    /// From the receipt of a report to the word that the table which it made due is in force, at each load balancer.
+    /// From the receipt of a report to the confirmation of its table by each load balancer.
     pub since_receipt: LatencyHistogram,
-    /// The same from when the agent sent it, by its wall clock.
+    /// From the sending of a report, by the agent's wall clock.
     pub since_sent: LatencyHistogram,
 }
 
 impl TableAcks {
-    /// A table has been made.
     pub fn record_build(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
         let made = self.made.entry(service).or_default();
         if made.len() == REMEMBERED {
@@ -34,12 +33,12 @@ impl TableAcks {
         made.push_back((generation, trigger));
     }
 
-    /// The load balancer with that session says that this table is in force. A table that it never had was overtaken: what
-    /// made it due is in this one.
+    /// Records that a load balancer has the table in force. Tables that it never had were overtaken: their triggers are
+    /// in this one.
     pub fn confirm(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         let Some(made) = self.made.get(&service) else { return };
         let before = self.confirmed.insert((session, service), generation);
-        // What was made before it came says nothing.
+        // Tables from before its session prove nothing.
         let Some(before) = before else { return };
         let first = made.partition_point(|(made, _)| *made <= before);
         for (_, trigger) in made.range(first..).take_while(|(made, _)| *made <= generation) {
@@ -52,7 +51,6 @@ impl TableAcks {
         }
     }
 
-    /// The load balancer's session has ended.
     pub fn forget(&mut self, session: u64) {
         self.confirmed.retain(|(of, _), _| *of != session);
     }

@@ -1,4 +1,4 @@
-//! Placement tables as the API shows them.
+//! Placement tables in the form of the API.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ fn load(fixed_point: u32) -> f64 {
 }
 
 impl Controller {
-    /// The newest table of every service, without what stands in it.
+    /// Returns the newest table of every service, without contents.
     pub fn table_summaries(&self, now: Now) -> Tables {
         let summary = |service: &Service| {
             let table = service.table(now);
@@ -36,7 +36,7 @@ impl Controller {
         self.services.iter().position(|known| known.fleet().name == name)
     }
 
-    /// The newest table of this service, and its age; `None`: there is no such service, or it has none.
+    /// Returns the newest table of this service, and its age; `None`: no such service, or no table.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
         let (_, age) = service.table(now)?;
@@ -44,7 +44,7 @@ impl Controller {
     }
 }
 
-/// The newest table of the service as the API shows it; `names`: of all servers.
+/// Returns the table in the form of the API; `names`: of all servers.
 pub fn shown(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
     let name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
     let member =

@@ -17,7 +17,6 @@ use super::*;
 use coreward_fleet::config::FleetConfig;
 use coreward_fleet::records::Records;
 
-/// Wall clock of the tests' first moment.
 const START: Duration = Duration::from_secs(1_700_000_000);
 
 fn at(milliseconds: u64) -> Now {
@@ -25,7 +24,7 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall: START + monotonic, record: START + monotonic }
 }
 
-/// Servers s0, s1 ... with ids 0, 1 ...; `states` gives their states.
+/// Servers s0, s1 ... with ids 0, 1 ...; `states` has their states.
 fn config(states: &[&str], policy: &str) -> FleetConfig {
     let mut text = String::new();
     for (n, state) in states.iter().enumerate() {
@@ -36,7 +35,6 @@ fn config(states: &[&str], policy: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-/// A controller whose pool can be changed.
 struct Harness {
     records: Records,
     controller: Controller,
@@ -102,7 +100,7 @@ pub(super) fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
-/// Readings are taken by a clock that runs like the controller's.
+/// Readings are on a clock that runs like the controller's.
 fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
     Report {
         time_to_live: Duration::from_millis(300),
@@ -131,7 +129,7 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
 
 const ACTIVE: [&str; 3] = ["active"; 3];
 
-/// How many buckets each server has in a table with one candidate per bucket.
+/// Returns the number of buckets of each server in a table with one candidate per bucket.
 fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
     let mut counts = BTreeMap::new();
     for candidate in &table.candidates {
@@ -143,13 +141,13 @@ fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 #[test]
 fn tables_follow_loads() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
-    // Nobody has reported: bucket i goes to server i mod n.
+    // No reports yet: bucket i goes to server i mod n.
     assert_eq!(buckets_by_server(&harness.table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
     let sessions = harness.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
     let table = harness.table(at(100));
     let chosen: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen, [1, 0, 2, 2]);
-    // s2 becomes busy; half of the news counts (alpha 0.5): 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
+    // s2 becomes busy; half of the change counts (alpha 0.5): 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
     harness.controller.report(&sessions[2], Ok(report(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
     let table = harness.table(at(200));
     assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
@@ -165,7 +163,7 @@ fn a_stale_server_is_neutral() {
     assert!(harness.controller.all_report(at(400)) && !harness.controller.all_report(at(401)));
     assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(harness.status_of("s0", at(400)).reports, Reports::Fresh);
-    // s1 and s2 go on reporting, s0 falls silent: after its time to live it counts as the mean of the others, 0.75.
+    // s1 and s2 continue to report, s0 stops: after its time to live it counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy = [(load * 500e6) as u64; 4];
         harness.controller.report(session, Ok(report(3, at(500), &busy)), at(500)).unwrap();
@@ -173,7 +171,6 @@ fn a_stale_server_is_neutral() {
     assert_eq!(buckets_by_server(&harness.table(at(401))), BTreeMap::from([(1, 128)]));
     let status = harness.status_of("s0", at(401));
     assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (Reports::Stale, 0, 301));
-    // It is back: so are its loads.
     harness.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
     assert_eq!(buckets_by_server(&harness.table(at(600))), BTreeMap::from([(0, 128)]));
 }
@@ -199,13 +196,12 @@ fn one_live_agent_per_server() {
         refused.to_string(),
         "server \"s0\" has an agent already, last heard of 300 ms ago: expected one agent per server"
     );
-    // Its 300 ms have passed: the new one takes over, and the old one's late report is of no use.
+    // Its 300 ms have passed: the new one takes over, and the old one's late report is rejected.
     let second = harness.controller.register("s0", "test", at(401)).unwrap();
     let late = harness.controller.report(&first, Ok(report(2, at(410), &[0; 4])), at(410)).unwrap_err();
     assert_eq!(late, Rejection::Superseded("s0".into()));
     harness.controller.disconnect(&first);
     harness.controller.report(&second, Ok(report(1, at(420), &[0; 4])), at(420)).unwrap();
-    // One that disconnects makes room at once.
     harness.controller.disconnect(&second);
     harness.controller.register("s0", "test", at(421)).unwrap();
     let counts = harness.controller.status(at(421)).refused_reports;
@@ -236,7 +232,7 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
     assert_eq!(status.accepted_reports, 3);
 }
 
-/// The controller's wall clock is set back by an hour (or the server's ahead): loads are known all the same, and people are told.
+/// The controller's wall clock is set back by an hour (or the server's ahead): loads remain, with a warning.
 #[test]
 fn a_step_of_the_wall_clock_changes_no_load() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
@@ -277,11 +273,9 @@ fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
           to 2048"
         ]
     );
-    // A right one heals it.
     let healed = Report { rss_generation: 3, rss: Some(plain_rss(64, 4)), ..report(5, at(400), &[60_000_000; 4]) };
     harness.controller.report(&session, Ok(healed), at(400)).unwrap();
     assert_eq!(harness.status_of("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
-    // One that is announced and does not come is not guessed.
     let silent = Report { rss_generation: 4, ..report(6, at(500), &[70_000_000; 4]) };
     harness.controller.report(&session, Ok(silent), at(500)).unwrap();
     let status = harness.status_of("s0", at(500));
@@ -297,7 +291,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     harness.configure(&["draining", "active", "active"], "crossrss", at(100));
     assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(1, 128)]));
-    // s2 leaves. Its loads stay known, its agent stays welcome, load balancers still reach it.
+    // s2 leaves. Its loads and its agent remain, and load balancers still reach it.
     harness.configure(&["draining", "active"], "crossrss", at(200));
     let fleet = harness.controller.fleet_configuration(at(200));
     let seen: Vec<(&str, bool)> =
@@ -307,9 +301,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
     assert_eq!(harness.status_of("s2", at(200)).state, ServerState::Gone);
     assert_eq!(harness.status_of("s0", at(200)).state, ServerState::Draining);
-    // Generations go on through all of it.
     assert_eq!(harness.table(at(300)).generation, 2);
-    // A day later nothing is left of it.
     harness.configure(&["draining", "active"], "crossrss", at(86_400_200));
     assert_eq!(harness.controller.fleet().servers.len(), 2);
     let gone = harness.controller.report(&sessions[2], Ok(report(4, at(300), &[0; 4])), at(300)).unwrap_err();
@@ -345,7 +337,6 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
     controller.load_balancer_state(one, unresolved(&["s0"]), at(0));
     controller.load_balancer_state(two, unresolved(&[]), at(0));
     controller.load_balancer_state(one, unresolved(&["s0"]), at(4_000));
-    // The other one reaches it.
     assert!(!controller.load_balancers.cannot_reach("s0", at(4_000)));
     controller.load_balancer_state(two, unresolved(&["s0"]), at(5_000));
     assert!(!controller.load_balancers.cannot_reach("s0", at(7_999)));
@@ -484,7 +475,7 @@ fn explanations_name_the_decision_and_its_reason() {
 }
 
 proptest! {
-    /// What is explained is what the data plane does: every connection of every policy that decides by the table alone.
+    /// The explained server is the data plane's: every connection of every policy that decides by the table alone.
     #[test]
     fn the_explained_server_is_the_chosen_one(
         policy in prop::sample::select(vec!["hash", "consistent-hash", "maglev", "crossrss", "crossrss-plus", "least", "pow2"]),
@@ -502,7 +493,7 @@ proptest! {
         }
     }
 
-    /// Whatever comes in, in whatever order: there are tables, and every report is counted once.
+    /// Whatever arrives in any order: there are tables, and every report is counted once.
     #[test]
     fn arbitrary_reports_never_panic(
         reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),
@@ -532,14 +523,13 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
     let tuple = FourTuple::new(client(7), web().socket).unwrap();
     let established = |cookie| ExplainedPacket::Established { cookie: Some(cookie), reset: false };
     let time_key = CookieKey { k0: 1, k1: 2 };
-    // Draining servers keep what they have.
     for name in ["s0", "s1"] {
         let id = harness.controller.fleet().id(name).unwrap();
         let echo = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
         let reply = harness.explain_packet(7, established(echo), at(0));
         assert_eq!(reply.chosen_server.as_deref(), Some(name));
         assert_eq!(reply.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
-        // The same echo from another port is another server's, or nobody's.
+        // The same TSecr from another port is another server's, or none's.
         assert_ne!(harness.explain_packet(8, established(echo), at(0)).chosen_server.as_deref(), Some(name));
     }
     let entry = cookie::stamp(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
@@ -554,7 +544,7 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
     assert!(reply.chosen_server.is_none() && reply.reason.contains("to all servers"), "{}", reply.reason);
 }
 
-/// A flood changes nothing but a counter, and takes nothing from others.
+/// A flood changes a counter alone, and takes nothing from others.
 #[test]
 fn reports_that_come_too_often_are_refused_and_counted() {
     let mut harness = Harness::new(&["active", "active"], "crossrss");
@@ -569,7 +559,6 @@ fn reports_that_come_too_often_are_refused_and_counted() {
     assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
     assert_eq!(harness.status_of("s0", at(100)).core_load, loads, "its clock stood still");
     assert!(harness.controller.report(&sessions[1], Ok(report(3, at(200), &[100_000_000; 4])), at(200)).is_ok());
-    // After a pause it may again.
     assert!(harness.controller.report(&sessions[0], Ok(report(2000, at(300), &[100_000_000; 4])), at(300)).is_ok());
 }
 

@@ -1,32 +1,32 @@
-//! How often somebody may do something: so often for long, and a little more at once.
+//! Rate limits: a long-term rate and a burst.
 
 use std::time::Duration;
 
-/// What somebody has left (a token bucket).
+/// Remaining tokens of one subject.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBucket {
     left: f64,
     at: Duration,
 }
 
-/// How often.
+/// Rate limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
-    /// One per so long, for ever.
+    /// Long-term interval.
     pub every: Duration,
-    /// At once, after a pause.
+    /// Burst after a pause.
     pub at_once: u32,
 }
 
 impl Quota {
-    /// Somebody who has done nothing yet.
+    /// Returns a full bucket.
     pub fn from(self, now: Duration) -> TokenBucket {
         TokenBucket { left: self.at_once.into(), at: now }
     }
 }
 
 impl TokenBucket {
-    /// Whether it may be done now (since the controller's start); if so, it counts.
+    /// Takes a token, if there is one (`now`: since the controller's start).
     pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.at).as_secs_f64();
         self.at = now;
@@ -38,7 +38,7 @@ impl TokenBucket {
 }
 
 impl TokenBucket {
-    /// Time until it may be done again; zero: it may be done now. Nothing is counted.
+    /// Returns the time until the next token; zero: there is one. Takes none.
     pub fn wait(&self, quota: Quota, now: Duration) -> Duration {
         let every = quota.every.as_secs_f64();
         let left = self.left + now.saturating_sub(self.at).as_secs_f64() / every;

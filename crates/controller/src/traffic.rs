@@ -1,4 +1,4 @@
-//! What load balancers count, by server: connections opened and closed since its agent's newest report, and the rates of
+//! Counts of load balancers by server: connections opened and closed since its agent's newest report, and rates of
 //! packets and bytes.
 
 use std::collections::{BTreeMap, HashMap};
@@ -11,30 +11,29 @@ use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
 
 use super::Now;
 
-/// Connections that one load balancer has opened for a service.
 #[derive(Debug, Default, Clone, Copy)]
 struct Opened {
-    /// Since its maps were made.
+    /// Since its maps were created.
     total: u64,
-    /// Since somebody asked; `None`: it has said so only once.
+    /// Since the last query; `None`: only one message so far.
     newly: Option<u64>,
 }
 
-/// Ids are the controller's own: nobody can choose them to collide.
+/// Ids are the controller's own: no peer can choose them to collide.
 type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
-/// What one load balancer sends to servers.
+/// Traffic from one load balancer to servers.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// When it last said so (since the controller's start).
+    /// Time of the last message (since the controller's start).
     said: Option<Duration>,
-    /// Of all services together, since its maps were made.
+    /// Of all services together, since its maps were created.
     totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, Opened>,
     rates: ByServer<TrafficRates>,
 }
 
-/// Connections that were opened since a load balancer's message before.
+/// Connections opened since a load balancer's previous message.
 #[derive(Debug, Default)]
 pub struct NewlyOpened {
     pub services: Vec<(ServiceIndex, u64)>,
@@ -43,7 +42,7 @@ pub struct NewlyOpened {
 }
 
 impl Traffic {
-    /// What the message adds to the one before. What has just begun to be counted, or is counted anew, adds nothing.
+    /// Returns the increase since the previous message. New or restarted counts add nothing.
     pub fn newly_in(&self, message: &TrafficMessage) -> NewlyOpened {
         let services = message
             .opened
@@ -59,7 +58,7 @@ impl Traffic {
         }
     }
 
-    /// Takes in what it says. A count that went back is of maps that were made anew: its rate begins anew, too.
+    /// Records a message. A count that went back is of new maps: its rate restarts.
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.take_opened(message);
@@ -75,7 +74,7 @@ impl Traffic {
     fn take_opened(&mut self, message: &TrafficMessage) {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
-            // A count that went back is of maps that were made anew, or a server has left.
+            // A count that went back is of new maps, or a server has left.
             let more = |before: &Opened| before.newly.unwrap_or(0).saturating_add(total.saturating_sub(before.total));
             let newly = self.opened.get(&service).map(more);
             (service, Opened { total, newly })
@@ -83,7 +82,7 @@ impl Traffic {
         self.opened = message.opened.iter().map(follow).collect();
     }
 
-    /// Connections that it has opened for the service since this was last asked; `None`: not known yet.
+    /// Returns the connections opened for the service since the last call; `None`: not known yet.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         self.opened.get_mut(&service)?.newly.as_mut().map(std::mem::take)
     }
@@ -101,7 +100,7 @@ impl Traffic {
         }))
     }
 
-    /// It has disconnected: what it sends is not known. (Its data plane may go on.)
+    /// Ends the rates after a disconnect. (The data plane may continue.)
     pub fn stop(&mut self) {
         self.rates.clear();
         self.opened.clear();
@@ -112,25 +111,23 @@ impl Traffic {
         self.totals.get(&server).copied()
     }
 
-    /// What it sends to the server now.
     pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
         self.rates.get(&server).copied()
     }
 }
 
-/// What was sent to one server, by load balancer.
+/// Traffic to one server, by load balancer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Totals(pub BTreeMap<String, ServerTraffic>);
 
 impl Totals {
-    /// How many more connections are open than at `then`, by what load balancers saw. A load balancer that was not there
-    /// then, or counts anew, adds nothing: what it opened may be in the report already.
+    /// Returns the increase of open connections since `then`, by load balancers' counts. A load balancer that is new or
+    /// counts anew adds nothing: the report may include its connections already.
     pub fn opened_since(&self, then: &Totals) -> i64 {
         let of = |(name, now): (&String, &ServerTraffic)| {
             let then = then.0.get(name)?;
             let opened = now.opened.checked_sub(then.opened)?;
             let closed = now.closed.checked_sub(then.closed)?;
-            // Who makes counts up makes them up to what still adds up.
             let most = i128::from(u32::MAX);
             Some((i128::from(opened) - i128::from(closed)).clamp(-most, most) as i64)
         };
@@ -169,7 +166,6 @@ mod tests {
         traffic.take(&message(&[(1, 170)]), Alpha::PUBLISHED, at(200));
         assert_eq!(traffic.rates(id(1)).unwrap().packets, 100.0);
         assert_eq!(traffic.rates(id(2)), None);
-        // Its maps were made anew.
         traffic.take(&message(&[(1, 3)]), Alpha::PUBLISHED, at(300));
         assert_eq!(traffic.rates(id(1)), None);
         traffic.stop();

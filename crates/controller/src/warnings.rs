@@ -3,7 +3,7 @@
 use super::Controller;
 
 impl Controller {
-    /// A load balancer had this configuration in force when its stream began.
+    /// Records the configuration in force at a load balancer when its stream began.
     pub fn load_balancer_had(&mut self, session: u64, generation: u64) {
         if let Some(name) = self.load_balancers.had(session, generation, &self.fleet) {
             tracing::warn!(
@@ -16,7 +16,6 @@ impl Controller {
         }
     }
 
-    /// For `status`.
     pub fn store_warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if !self.fleet.has_document() {
@@ -37,7 +36,6 @@ impl Controller {
         warnings
     }
 
-    /// Whether a load balancer had a newer configuration than the store.
     pub fn store_is_behind(&self) -> bool {
         self.load_balancers.ahead(self.fleet.document.generation).next().is_some()
     }

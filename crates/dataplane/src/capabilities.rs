@@ -1,10 +1,10 @@
-//! Whether this process may do what a daemon in the packet path does: one clear sentence instead of some later EPERM.
+//! Check of this process's capabilities: one clear sentence instead of a later EPERM.
 
 use anyhow::Context as _;
 
-/// What loading programs, attaching them and asking for neighbours takes: numbers of linux/capability.h.
+/// Capabilities for loading programs, attaching them and resolving neighbours: numbers of linux/capability.h.
 const NEEDED: [(&str, u32); 4] = [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
-/// Before Linux 5.8 the only right to BPF; still includes `CAP_BPF` and `CAP_PERFMON`.
+/// The only right to BPF before Linux 5.8; it still includes `CAP_BPF` and `CAP_PERFMON`.
 const CAP_SYS_ADMIN: u32 = 21;
 
 /// Fails when a right is missing; the error names it.
@@ -19,14 +19,14 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The names of the rights that this process lacks; none: it may do everything that a daemon in the packet path does.
-/// Fails when /proc does not tell.
+/// Returns the names of missing capabilities; none: a daemon in the packet path can run. Fails when /proc does not show
+/// them.
 pub fn missing() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
-/// The names of those of [`NEEDED`] that are missing; `None` when `status` does not tell.
+/// Returns the names of those of [`NEEDED`] that are missing; `None` when `status` does not show them.
 fn missing_in(status: &str) -> Option<Vec<&'static str>> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective = u64::from_str_radix(effective.trim(), 16).ok()?;

@@ -1,4 +1,4 @@
-//! Whether this kernel takes the programs: each is loaded, attached to nothing, and let go.
+//! Check that this kernel accepts the programs: each is loaded, attached to nothing, and closed.
 
 use std::mem::MaybeUninit;
 use std::net::Ipv4Addr;
@@ -53,7 +53,7 @@ pub fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
 
 fn load(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     match name {
-        // Each rule and each mode by itself, and all at once: what a variant has less than that is not compiled in.
+        // Each rule and each mode by itself, and all at once: unneeded features are not compiled in.
         "lb" => {
             let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
             let of_rules = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS));

@@ -9,7 +9,7 @@ pub fn monotonic() -> Duration {
     clock_gettime(ClockId::CLOCK_MONOTONIC).expect("every Linux has this clock").into()
 }
 
-/// Returns CLOCK_MONOTONIC in ns: what `bpf_ktime_get_ns` returns.
+/// Returns CLOCK_MONOTONIC in ns, like `bpf_ktime_get_ns`.
 pub fn monotonic_ns() -> u64 {
     monotonic().as_nanos() as u64
 }

@@ -1,4 +1,4 @@
-//! What a network device is and can, for those who only want to look.
+//! Properties of a network device, read-only.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -15,14 +15,14 @@ pub struct Xdp {
     pub native: Option<u32>,
     /// The program after the driver, by its id.
     pub generic: Option<u32>,
-    /// Whether the driver can pass, drop and send frames back by XDP; `None`: the kernel does not tell (before 6.3).
+    /// Whether the driver can pass, drop and return frames by XDP; `None`: the kernel does not report it (before 6.3).
     pub native_possible: Option<bool>,
 }
 
 /// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
 const ACT_BASIC: u64 = 1;
 
-/// What is at the device of that index. Fails when there is no such device.
+/// Returns the XDP state of the device of that index. Fails when there is no such device.
 pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     let mut options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
@@ -34,7 +34,7 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
         return Err(io::Error::from_raw_os_error(-result));
     }
     let id = |id: u32| (id != 0).then_some(id);
-    // libbpf leaves 0 where the kernel does not know the question; a driver without XDP looks the same there.
+    // libbpf leaves 0 where the kernel does not know the query; a driver without XDP looks the same there.
     let told = options.feature_flags != 0 || kernel_tells_features();
     Ok(Xdp {
         native: id(options.drv_prog_id),
@@ -43,8 +43,8 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     })
 }
 
-/// Loopback has no driver to run XDP in, so a kernel that answers says nothing of it; veth says it can: but there may be
-/// none. The version tells: the netdev family came with 6.3.
+/// Loopback has no driver that could run XDP, so the kernel's answer for it proves nothing; veth has one, but may be
+/// absent. The kernel's version decides: the netdev family came with 6.3.
 fn kernel_tells_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|name| {
         let release = name.release().to_string_lossy();
@@ -53,7 +53,7 @@ fn kernel_tells_features() -> bool {
     })
 }
 
-/// The device's MTU (bytes). Fails when there is no such device.
+/// Returns the device's MTU (bytes). Fails when there is no such device.
 pub fn mtu(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = interface_request(interface)?;

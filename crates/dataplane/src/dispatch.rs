@@ -1,9 +1,9 @@
-//! `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, kept right,
+//! `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service: loaded, attached, pinned, taken over, maintained,
 //! read.
 //!
 //! Pinned below one directory of a bpffs for each service: `workers` (the array of sockets), `sockets` (their slots),
-//! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] is what changes them, [`RequestLedger`] reads
-//! and repairs what the programs count; both work while requests come.
+//! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] changes them; [`RequestLedger`] reads and
+//! repairs the programs' counts. Both work during operation.
 
 mod options;
 mod request_ledger;
@@ -32,12 +32,12 @@ pub use request_ledger::{RequestLedger, WorkerCounts};
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::dispatch::{DispatchSkelBuilder, OpenDispatchSkel};
 
-/// Names of the counters that [`RequestLedger::counters`] gives.
+/// Names of the counters of [`RequestLedger::counters`].
 pub use coreward_intf::DISPATCH_COUNTER_NAMES as COUNTER_NAMES;
 
-/// The most workers of one service.
+/// Limit of workers of one service.
 pub const MAX_WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
-/// The most priority classes of one service.
+/// Limit of priority classes of one service.
 pub const MAX_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
 
 const PIN_WORKERS: &str = "workers";
@@ -47,7 +47,7 @@ const PIN_REQUESTS: &str = "requests";
 const PIN_LINK: &str = "responses_link";
 const PIN_DROPS_LINK: &str = "drops_link";
 
-/// The dispatch of one service. Dropping this leaves it at work.
+/// Dispatcher of one service. After a drop it continues to work.
 #[derive(Debug)]
 pub struct Dispatch {
     program: OwnedFd,
@@ -63,11 +63,10 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// Loads the programs and begins to see responses. `pins`: the service's own directory; what is pinned there from
-    /// before is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a
-    /// cgroup2 file system that all workers are in or below. The calling thread must be in the service's network
-    /// namespace. Fails when `pins` is not on a bpffs, what is pinned is of another version, or the kernel refuses a
-    /// program.
+    /// Loads the programs and begins to observe responses. `pins`: the service's own directory; the state pinned there
+    /// is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a cgroup2
+    /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
+    /// Fails when `pins` is not on a bpffs, the pins are of another version, or the kernel refuses a program.
     ///
     /// # Panics
     /// When `options` has more than [`MAX_TYPES`] types.
@@ -113,17 +112,17 @@ impl Dispatch {
         self.taken_over
     }
 
-    /// The program that chooses.
+    /// Returns the selecting program.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
-    /// The program that sees what sockets send.
+    /// Returns the program that observes sent datagrams.
     pub fn responses_program(&self) -> BorrowedFd<'_> {
         self.responses_program.as_fd()
     }
 
-    /// What the programs count.
+    /// Returns the programs' counts.
     pub fn ledger(&self) -> &RequestLedger {
         &self.ledger
     }
@@ -134,13 +133,13 @@ impl Dispatch {
         reuseport::attach(self.program.as_fd(), socket)
     }
 
-    /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
+    /// Returns the slots in use, each with its socket. A closed socket leaves its slot by itself.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         self.workers.sockets()
     }
 
-    /// Makes the reader of `socket` a worker; its slot. It gets requests from now on. (`pid`: for those who ask.) Fails
-    /// when all slots are taken, or the socket is in another array or without SO_REUSEPORT.
+    /// Makes the reader of `socket` a worker, which gets requests from now on, and returns its slot. `pid` is for
+    /// display. Fails when all slots are taken, or the socket is in another array or without SO_REUSEPORT.
     pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
         let cookie = reuseport::socket_cookie(socket)?;
@@ -155,8 +154,8 @@ impl Dispatch {
         Ok(slot)
     }
 
-    /// How many requests of each class a worker may have outstanding before it takes another one. For `jsq` only the first
-    /// class counts. `bounds` gives them for so many workers in the order of their slots.
+    /// Sets the limit of outstanding requests of each class at a worker. For `jsq` only the first class counts.
+    /// `bounds` returns them for a number of workers in the order of their slots.
     ///
     /// # Panics
     /// When there are more bounds than workers can be.
@@ -169,7 +168,7 @@ impl Dispatch {
         self.ledger.set_bounds(&slots, &rows, first);
     }
 
-    /// The expected service time of each type, in the order of [`Options::types`]; the last is for all others.
+    /// Sets the expected service time of each type, in the order of [`Options::types`]; the last is for all others.
     ///
     /// # Panics
     /// When there are more times than types can be.
@@ -179,27 +178,28 @@ impl Dispatch {
         }
     }
 
-    /// What should be done every [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no response,
-    /// bars workers that do not read. Whether a worker has died since the last look. `now`: of any clock that only goes
-    /// on. Fails when the kernel does not let the queues be read.
+    /// Performs the work of each [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no response,
+    /// disables workers that do not read. Returns whether a worker has died since the last call. `now`: of any
+    /// monotonic clock. Fails when the kernel does not show the queues.
     pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.begin_poll();
         self.read_queues()?;
         Ok(self.ledger.repair(&self.workers.sockets(), now, timeouts))
     }
 
-    /// Lets `bpf/dispatch/dispatch.bpf.c`, `queues`, pass over all UDP sockets of this network namespace.
+    /// Runs `bpf/dispatch/dispatch.bpf.c`, `queues`, over all UDP sockets of this network namespace.
     fn read_queues(&self) -> anyhow::Result<()> {
         let mut iter = Iter::new(&self.queues).context("looking at the queues")?;
         let mut nothing = [0; 8];
-        // The program prints nothing: the first read runs it over everything.
+        // The program prints nothing: the first read runs it over all sockets.
         while iter.read(&mut nothing).context("reading the queues")? > 0 {}
         Ok(())
     }
 }
 
-/// Ends the dispatch whose pins are in `pins`, but for the program at the group of sockets ([`reuseport::detach`]): the
-/// sockets are free for another array, no response is seen any more. Fails when something cannot be taken away.
+/// Ends the dispatch with the pins in `pins`, except for the program at the group of sockets ([`reuseport::detach`]):
+/// the sockets are free for another array, and responses are not observed any more. Fails when a pin or a program
+/// cannot be removed.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(PIN_WORKERS)) {
         let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
@@ -207,7 +207,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
     let link = pins.join(PIN_LINK);
     if link.exists() {
-        // Fails when its cgroup is gone; then there is nothing to take off.
+        // Fails when its cgroup is gone: nothing to detach.
         if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
             tracing::debug!(event = "link-not-detached", link = %link.display(), %error, "cannot detach the link");
         }
@@ -218,8 +218,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// What the programs of a service count, for those who only want to read. Fails when nothing of this version is pinned
-/// there.
+/// Returns the counts of a service's programs, read-only. Fails when nothing of this version is pinned there.
 pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
@@ -228,8 +227,8 @@ pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     Ok(ledger)
 }
 
-/// Where the cgroup2 file system is mounted, by /proc/mounts: all processes are in or below it. Fails when it is not
-/// mounted.
+/// Returns the mount point of the cgroup2 file system, by /proc/mounts: all processes are in or below it. Fails when it
+/// is not mounted.
 pub fn cgroup_root() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
     let mount = |line: &str| {
@@ -243,7 +242,7 @@ pub fn cgroup_root() -> anyhow::Result<PathBuf> {
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
 }
 
-/// Writes what the verifier makes a program of this service from.
+/// Sets the constants of a service's program.
 pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
     let namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
     let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
@@ -277,7 +276,6 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
         if link.update_prog(program).is_ok() {
             return Ok(link);
         }
-        // Its cgroup is gone.
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }
     let directory = File::open(cgroup).with_context(|| cgroup.display().to_string())?;
@@ -288,7 +286,7 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
     Ok(link)
 }
 
-/// In place of an earlier one, which would take what it knew of requests for what is dropped now.
+/// Replaces an earlier one, whose requests are not known here.
 fn attach_drops(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
     if pin.exists() {
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;

@@ -1,10 +1,10 @@
-//! The sockets of a service, and whose they are, as an unmodified server made them: those that listen (TCP), or that take
-//! datagrams from anybody (UDP).
+//! Sockets of a service and their processes, for an unmodified server: listening sockets (TCP), or unconnected ones
+//! (UDP).
 //!
-//! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Whose is
-//! whose shows only in the epoll sets: each worker waits for its own. The kernel lists the members of an epoll set, with
-//! inode numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may just read its socket: then
-//! who has it open ([`holding`]) is all that shows.
+//! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Only
+//! the epoll sets show their owners: each worker waits for its own. The kernel lists the members of an epoll set, with
+//! inode numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may just read its socket:
+//! then only the open descriptors show the owner ([`holding`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ use anyhow::Context as _;
 
 use crate::sockets;
 
-/// An inode number of the kernel's file system of sockets: names a socket as long as it lives.
+/// Inode number in the kernel's file system of sockets: identifies a socket for its lifetime.
 pub type Inode = u64;
 
 /// A socket of a service and the process that waits for it.
@@ -25,23 +25,22 @@ pub type Inode = u64;
 pub struct Listener {
     /// The socket.
     pub inode: Inode,
-    /// Its number in the process.
+    /// Its descriptor in the process.
     pub descriptor: i32,
     /// The process.
     pub pid: i32,
-    /// CPUs that the process may run on.
+    /// CPUs of the process's affinity.
     pub affinity: BTreeSet<usize>,
 }
 
-/// Inodes of the TCP sockets that listen at `address`; if there are none, of those that listen at its port on any
-/// address (the kernel prefers the more specific ones just so). Fails when the kernel's list cannot be read.
+/// Returns inodes of the TCP sockets that listen at `address`; if there are none, of those that listen at its port on
+/// any address (the kernel prefers more specific ones in the same way). Fails when the kernel's list cannot be read.
 pub fn listening(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     Ok(most_specific(address, &sockets::counts::listening()?))
 }
 
-/// Inodes of the UDP sockets that take datagrams from anybody at `address`; if there are none, of those that take them
-/// at its port on any IPv4 address, then on any IPv6 address (which also gets IPv4). Fails when the kernel's lists
-/// cannot be read.
+/// Returns inodes of the unconnected UDP sockets at `address`; if there are none, of those at its port on any IPv4
+/// address, then on any IPv6 address (which also gets IPv4). Fails when the kernel's lists cannot be read.
 pub fn receiving(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     // Not connected: the state that the kernel calls TCP_CLOSE.
     const UNCONNECTED: &str = "07";
@@ -51,8 +50,8 @@ pub fn receiving(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     Ok(most_specific(address, &sockets))
 }
 
-/// Of all `sockets` that listen, those that connections to `address` reach: at the address itself; if there are none, at its
-/// port on any address.
+/// Returns the listening `sockets` that connections to `address` reach: at the address itself; if there are none, at
+/// its port on any address.
 pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BTreeSet<Inode> {
     let any_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
@@ -77,13 +76,13 @@ fn sockets_in(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, Inode)
     Ok(sockets)
 }
 
-/// Local address, state and inode of a line of /proc/net/tcp, udp or udp6.
+/// Parses local address, state and inode of a line of /proc/net/tcp, udp or udp6.
 fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     let mut words = line.split_whitespace();
     let (local, state) = (words.nth(1)?, words.nth(1)?);
     let inode = words.nth(5)?.parse().ok()?;
     let (address, port) = local.split_once(':')?;
-    // The address is its 32-bit words as they stand in memory, the port a number.
+    // The address is its 32-bit words in memory order, the port a number.
     let word = |at: usize| u32::from_str_radix(address.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
     let ip: IpAddr = match address.len() {
         8 => Ipv4Addr::from(word(0)?).into(),
@@ -96,8 +95,8 @@ fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     Some((SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?), state, inode))
 }
 
-/// Who waits for each of these sockets: looks through the epoll sets of every process that may be looked into. Fails
-/// when /proc cannot be read.
+/// Returns the process that waits for each of these sockets, by the epoll sets of every accessible process. Fails when
+/// /proc cannot be read.
 pub fn waiting(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found: BTreeMap<Inode, Listener> = BTreeMap::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -134,9 +133,8 @@ fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
     Some((Inode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Who has each of these sockets open, whether it waits for it by epoll or not. Of several processes (a master that
-/// opened all, workers that inherited them) the one that has the fewest of them, then the youngest. Fails when /proc
-/// cannot be read.
+/// Returns the process that has each of these sockets open. Of several processes (a master that opened all, workers
+/// that inherited them) the one with the fewest of them, then the youngest. Fails when /proc cannot be read.
 pub fn holding(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut holders: Vec<(i32, Vec<(Inode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -171,11 +169,11 @@ fn affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// A descriptor of our own for another process's socket (pidfd_getfd, Linux 5.6). Fails when the process has ended, or
-/// we may not look into it (CAP_SYS_PTRACE).
+/// Returns a descriptor of our own for another process's socket (pidfd_getfd, Linux 5.6). Fails when the process has
+/// ended, or access is denied (CAP_SYS_PTRACE).
 pub fn take(listener: &Listener) -> anyhow::Result<OwnedFd> {
     let own = |result: libc::c_long| {
-        // SAFETY: the system call returned a new descriptor that nobody else owns.
+        // SAFETY: the system call returned a new descriptor that nothing else owns.
         nix::errno::Errno::result(result).map(|descriptor| unsafe { OwnedFd::from_raw_fd(descriptor as i32) })
     };
     // SAFETY: takes no pointers.

@@ -1,8 +1,8 @@
 //! The values of a BPF array map, shared as memory with the programs that use the map.
 //!
-//! The programs read and write it at any moment, on any CPU. So there are no references into it: everything goes by
-//! 64-bit words, each in one piece, and whatever is larger than a word is written where no program looks, then switched
-//! in. Offsets are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/include/intf.h`.
+//! The programs read and write it at any time, on any CPU. So there are no references into it: all accesses are 64-bit
+//! words, each atomic. Larger values are written where no program reads, then switched in. Offsets are bytes from the
+//! start, by `std::mem::offset_of!` of the layouts in `bpf/include/intf.h`.
 
 use std::marker::PhantomData;
 use std::num::NonZeroUsize;
@@ -21,8 +21,8 @@ pub struct MmapArray<T: ?Sized> {
     values: PhantomData<T>,
 }
 
-// SAFETY: the memory belongs to the map, not to a thread; every access goes through a raw pointer, for which the caller
-// answers.
+// SAFETY: the memory belongs to the map, not to a thread; every access uses a raw pointer, which is the caller's
+// responsibility.
 unsafe impl<T: ?Sized> Send for MmapArray<T> {}
 // SAFETY: as above.
 unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
@@ -34,7 +34,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
         Self::map(map, size_of::<T>())
     }
 
-    /// Where it stands; valid as long as `self`. Programs read and write it at the same time.
+    /// Returns its address; valid as long as `self`. Programs read and write it at the same time.
     pub fn pointer(&self) -> *mut T {
         self.address.as_ptr().cast()
     }
@@ -62,8 +62,8 @@ impl<T: ?Sized> MmapArray<T> {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: so many bytes are mapped, aligned to a page, until `self` is dropped; others change them only as memory
-        // of atomic type may be changed, word by word.
+        // SAFETY: so many bytes are mapped, aligned to a page, until `self` is dropped; others change them only word by
+        // word, as memory of atomic type may be changed.
         unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD) }
     }
 
@@ -72,7 +72,7 @@ impl<T: ?Sized> MmapArray<T> {
         &self.words()[offset / WORD..(offset + bytes) / WORD]
     }
 
-    /// The word at `offset`.
+    /// Returns the word at `offset`.
     ///
     /// # Panics
     /// When `offset` is no multiple of 8 or outside.
@@ -88,7 +88,7 @@ impl<T: ?Sized> MmapArray<T> {
         self.words_at(offset, WORD)[0].store(word, Ordering::Release);
     }
 
-    /// Puts `new` in the place of `old`, if that is the word at `offset`; in one piece, ordered before and after.
+    /// Replaces `old` by `new`, if that is the word at `offset`; atomically, ordered before and after.
     ///
     /// # Panics
     /// When `offset` is no multiple of 8 or outside.
@@ -97,7 +97,7 @@ impl<T: ?Sized> MmapArray<T> {
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// The 32-bit word at `offset`, which programs change by atomic operations of that size.
+    /// Returns the 32-bit word at `offset`, which programs change by atomic operations of that size.
     ///
     /// # Panics
     /// When `offset` is no multiple of 4 or outside.
@@ -107,7 +107,7 @@ impl<T: ?Sized> MmapArray<T> {
         unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }
     }
 
-    /// The word at `offset`, which programs change by atomic operations.
+    /// Returns the word at `offset`, which programs change by atomic operations.
     ///
     /// # Panics
     /// When `offset` is no multiple of 8 or outside.
@@ -115,7 +115,7 @@ impl<T: ?Sized> MmapArray<T> {
         &self.words_at(offset, WORD)[0]
     }
 
-    /// A copy of what stands at `offset`. Each word is whole; a program may write between two of them.
+    /// Returns a copy of the value at `offset`. Each word is whole; a program may write between two of them.
     ///
     /// # Panics
     /// When offset or size are no multiples of 8, or outside.
@@ -152,7 +152,7 @@ impl<T: ?Sized> MmapArray<T> {
         }
     }
 
-    /// Writes `value` at `offset`, word by word: for what no program looks at yet.
+    /// Writes `value` at `offset`, word by word: for memory that no program reads yet.
     ///
     /// # Panics
     /// When offset or size are no multiples of 8, or outside.

@@ -1,11 +1,11 @@
 //! MAC addresses of servers, by ARP of our own (RFC 826).
 //!
-//! The kernel's neighbour table would do for a host that sends to its neighbours; packets that XDP sends on never touch
-//! it, so its entries go stale, and a new MAC address would be noticed after up to half a minute. Here every server is
-//! asked once a second: at its known address, and at the broadcast address as soon as it missed one. So a changed MAC
-//! address is in force within about two seconds, and at once when the server announces it (gratuitous ARP).
+//! The kernel's neighbour table would serve a host that sends to its neighbours. Packets from XDP never use it, so its
+//! entries go stale, and a new MAC address would be noticed after up to half a minute. Here every server is probed once
+//! a second: at its known address, and at the broadcast address after a missed probe. So a changed MAC address is in
+//! force within about two seconds, and at once when the server announces it (gratuitous ARP).
 //!
-//! [`Neighbours`] is what is known and when to ask, without I/O; [`Resolver`] is the thread with the socket.
+//! [`Neighbours`] has the state and the schedule without I/O; [`Resolver`] is the thread with the socket.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -22,41 +22,41 @@ use parking_lot::Mutex;
 
 use crate::mac::MacAddress;
 
-/// A resolved neighbour is asked this often.
+/// Probe interval of a resolved neighbour.
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// One that is not resolved is asked this often.
+/// Probe interval of an unresolved neighbour.
 pub const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
-/// Questions that are asked in a row; then answers are read. With [`PACE`] it makes 32,000 a second: ten thousand servers are
-/// asked within a third of a second, and no switch or server gets a burst.
+/// Probes sent in a row before answers are read. With [`PACE`] it makes 32,000 a second: ten thousand servers are
+/// probed within a third of a second, and no switch or server gets a burst.
 pub const PROBES_AT_ONCE: usize = 32;
 /// Time between two such rows.
 pub const PACE: Duration = Duration::from_millis(1);
-/// After so many questions without an answer a neighbour counts as not resolved.
+/// Missed probes after which a neighbour counts as unresolved.
 pub const MISSED_LIMIT: u32 = 4;
 
 /// An ARP packet for Ethernet and IPv4 with its frame's header: 42 bytes.
 pub const FRAME_BYTES: usize = 42;
-/// Frames that are read in a row; then questions have their turn.
+/// Frames read in a row before probes are sent again.
 const HEARD_AT_ONCE: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 /// Hardware Ethernet, protocol IPv4, lengths 6 and 4.
 const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
-/// A neighbour's MAC address became known, changed, or (`None`) is not known any more.
+/// A change of a neighbour's MAC address; `None`: not known any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
-    /// Whose.
+    /// Address of the neighbour.
     pub address: Ipv4Addr,
-    /// Now.
+    /// New MAC address.
     pub mac: Option<MacAddress>,
 }
 
-/// A question to be sent.
+/// A probe to be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
-    /// Who is looked for.
+    /// Address that is resolved.
     pub address: Ipv4Addr,
-    /// Where the frame goes.
+    /// Destination of the frame.
     pub destination: MacAddress,
 }
 
@@ -67,16 +67,16 @@ struct Neighbour {
     next_probe: Duration,
 }
 
-/// What is known of the neighbours, and when to ask whom. Times are of any monotonic clock.
+/// State of the neighbours, and the schedule of probes. Times are of any monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct Neighbours {
     known: BTreeMap<Ipv4Addr, Neighbour>,
-    /// Their addresses by the next question.
+    /// Their addresses by the time of the next probe.
     order: BTreeSet<(Duration, Ipv4Addr)>,
 }
 
 impl Neighbours {
-    /// Follows these addresses and no others; new ones are asked for at once.
+    /// Sets the addresses to resolve; new ones are probed at once.
     pub fn set_addresses(&mut self, addresses: &[Ipv4Addr], now: Duration) {
         let wanted: BTreeSet<Ipv4Addr> = addresses.iter().copied().collect();
         self.known.retain(|address, _| wanted.contains(address));
@@ -86,7 +86,7 @@ impl Neighbours {
         self.order = self.known.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
     }
 
-    /// An ARP packet told an address of its sender: the answer to a question, a question of its own, or an announcement.
+    /// Records the sender of an ARP packet: an answer, a request or an announcement.
     pub fn heard(&mut self, address: Ipv4Addr, mac: MacAddress, now: Duration) -> Option<Change> {
         let neighbour = self.known.get_mut(&address)?;
         neighbour.missed = 0;
@@ -96,7 +96,7 @@ impl Neighbours {
         (neighbour.mac.replace(mac) != Some(mac)).then_some(Change { address, mac: Some(mac) })
     }
 
-    /// The questions that are due, at most [`PROBES_AT_ONCE`], and who has missed too many of them.
+    /// Returns the due probes, at most [`PROBES_AT_ONCE`], and neighbours that missed too many.
     pub fn due(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_AT_ONCE {
@@ -109,7 +109,7 @@ impl Neighbours {
             let destination = neighbour.mac.filter(|_| neighbour.missed == 0).unwrap_or(MacAddress::BROADCAST);
             probes.push(Probe { address, destination });
             neighbour.missed = neighbour.missed.saturating_add(1);
-            // One that missed a question is looked for sooner.
+            // A missed probe is repeated sooner.
             let settled = neighbour.mac.is_some() && neighbour.missed == 1;
             neighbour.next_probe = now + if settled { PROBE_INTERVAL } else { SEARCH_INTERVAL };
             self.order.insert((neighbour.next_probe, address));
@@ -117,13 +117,13 @@ impl Neighbours {
         (probes, changes)
     }
 
-    /// When the next question is due; `None` without neighbours.
+    /// Returns the time of the next probe; `None` without neighbours.
     pub fn next_due(&self) -> Option<Duration> {
         self.order.first().map(|(due, _)| *due)
     }
 }
 
-/// The request for `probe`, from us.
+/// Returns the request frame for `probe`.
 pub fn request_frame(probe: Probe, own_mac: MacAddress, own_address: Ipv4Addr) -> [u8; FRAME_BYTES] {
     let mut frame = [0; FRAME_BYTES];
     frame[..6].copy_from_slice(&probe.destination.0);
@@ -137,7 +137,7 @@ pub fn request_frame(probe: Probe, own_mac: MacAddress, own_address: Ipv4Addr) -
     frame
 }
 
-/// The sender that an ARP frame names; `None` for what is no ARP for Ethernet and IPv4, or names a group address.
+/// Returns the sender of an ARP frame; `None` for anything but ARP for Ethernet and IPv4, or a group address.
 pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < FRAME_BYTES || frame[12..14] != ETHERTYPE_ARP.to_be_bytes() || frame[14..20] != ARP_ETHERNET_IPV4 {
         return None;
@@ -147,7 +147,7 @@ pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     (!mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
-/// Follows neighbours in a thread of its own, until dropped.
+/// Resolver of neighbours in a thread of its own, until dropped.
 #[derive(Debug)]
 pub struct Resolver {
     wanted: Arc<Mutex<Option<Vec<Ipv4Addr>>>>,
@@ -179,7 +179,7 @@ impl Resolver {
         Ok((Self { wanted, alive }, receiver))
     }
 
-    /// Follows these addresses and no others.
+    /// Sets the addresses to resolve.
     pub fn set_addresses(&self, addresses: Vec<Ipv4Addr>) {
         *self.wanted.lock() = Some(addresses);
     }
@@ -201,10 +201,10 @@ impl Link {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
         let protocol = i32::from(ETHERTYPE_ARP.to_be());
-        // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+        // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked.
         let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
         Errno::result(socket).context("a packet socket for ARP (needs CAP_NET_RAW)")?;
-        // SAFETY: the descriptor was just made and is owned by nobody else.
+        // SAFETY: the descriptor was just made and nothing else owns it.
         let socket = unsafe { OwnedFd::from_raw_fd(socket) };
         // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
         let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
@@ -265,7 +265,7 @@ impl Link {
         }
     }
 
-    /// Waits until something is heard or due, at most as long as it takes to notice a new wish.
+    /// Waits until a frame arrives or a probe is due, at most as long as a new configuration may take to be noticed.
     fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(Ipv4Addr, MacAddress)>> {
         let until_due = neighbours.next_due().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
         let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
@@ -289,12 +289,13 @@ impl Link {
     }
 }
 
-/// The device's first IPv4 address: where others can ask for its MAC address.
+/// Returns the device's first IPv4 address, at which others can resolve its MAC address.
 pub fn own_address(interface: &str) -> Option<Ipv4Addr> {
     own_addresses(interface).map(|(_, address)| address).filter(|address| !address.is_unspecified())
 }
 
-/// The device's MAC address and its first IPv4 address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
+/// Returns the device's MAC address and its first IPv4 address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect.
+/// 1.1).
 fn own_addresses(interface: &str) -> Option<(MacAddress, Ipv4Addr)> {
     let (mut mac, mut address) = (None, Ipv4Addr::UNSPECIFIED);
     for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
@@ -327,7 +328,7 @@ mod tests {
         assert_eq!(neighbours.heard(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
         assert_eq!(neighbours.heard(A, MAC, at(2)), None);
         assert!(neighbours.due(at(500)).0.is_empty());
-        // Asked at its own address first, at all once it missed one.
+        // Probed at its own address first, at the broadcast address after a miss.
         assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, destination: MAC }]);
         let mut lost_at = None;
         for ms in (1003..10_000).step_by(10) {

@@ -1,7 +1,7 @@
-//! Groups of SO_REUSEPORT sockets: the program that chooses among them, and the array that it chooses from.
+//! Groups of SO_REUSEPORT sockets: the selecting program, and its array of sockets.
 //!
-//! A socket can be in one REUSEPORT_SOCKARRAY only, so what is restarted cannot install a second array beside the first:
-//! it takes over the pinned one and puts its program in the place of the one attached.
+//! A socket can be in one REUSEPORT_SOCKARRAY only, so a restarted process cannot install a second array beside the
+//! first: it takes over the pinned one and replaces the attached program.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
-/// What identifies a socket as long as it lives (SO_COOKIE).
+/// Identifier of a socket for its lifetime (SO_COOKIE).
 pub type SocketCookie = u64;
 
 /// Attaches a program of type sk_reuseport to the group that `socket` is in, in place of one attached before. Fails
@@ -18,7 +18,7 @@ pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result
     set_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd()).context("attaching to the group of sockets")
 }
 
-/// Takes the program from the group that `socket` is in: the kernel then picks by itself. Fails when none is attached.
+/// Detaches the program from the group of `socket`: the kernel then selects by itself. Fails when none is attached.
 pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
@@ -37,7 +37,7 @@ fn set_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::R
     nix::errno::Errno::result(result).map(drop)
 }
 
-/// What identifies the socket in the array. Fails when it is no socket.
+/// Returns the socket's identifier in the array. Fails when it is no socket.
 pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
     let mut cookie: SocketCookie = 0;
     let mut length = size_of_val(&cookie) as libc::socklen_t;
@@ -63,12 +63,12 @@ pub struct SocketArray {
 }
 
 impl SocketArray {
-    /// `map` must be of that type and have so many slots.
+    /// Wraps `map`, which must be of that type and have so many slots.
     pub fn new(map: MapHandle, slots: u32) -> Self {
         Self { map, slots }
     }
 
-    /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
+    /// Returns the slots in use, each with its socket. A closed socket leaves its slot by itself.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         let cookie = |slot: u32| {
             let value = self.map.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
@@ -77,7 +77,7 @@ impl SocketArray {
         (0..self.slots).filter_map(cookie).collect()
     }
 
-    /// The first slot without a socket. Fails when all slots are taken.
+    /// Returns the first slot without a socket. Fails when all slots are taken.
     pub fn free_slot(&self) -> anyhow::Result<u32> {
         let taken = self.sockets();
         let Some(slot) = (0..self.slots).find(|slot| !taken.contains_key(slot)) else {
@@ -95,7 +95,7 @@ impl SocketArray {
             .context("a socket cannot be put into the array (is it in another one, or without SO_REUSEPORT?)")
     }
 
-    /// Takes the socket out of a slot. What is not there is no error.
+    /// Removes the socket from a slot, if there is one.
     pub fn clear(&self, slot: u32) {
         if let Err(error) = self.map.delete(&slot.to_ne_bytes()) {
             tracing::debug!(event = "slot-not-cleared", slot, %error, "cannot clear a slot");

@@ -1,14 +1,14 @@
 //! `bpf/server/server.bpf.c` at a server's device: loaded, attached, pinned, taken over, filled, read.
 //!
-//! Everything that packets need is pinned below one directory of a bpffs, so that it outlives the process:
+//! The state of packets is pinned below one directory of a bpffs, so that it outlives the process:
 //!
 //! ```text
 //! server/state               struct server_state: keys, services, counters, samples
-//! server/held_timestamps     the hold rule's memory
-//! server/half_open_indexes   stateful services: indexes of connections that have no socket yet
-//! server/connection_indexes  the same, of those that have
-//! server/chained_servers     MAC addresses of the servers that packets may be handed to
-//! server/rss_mapping         struct rss_mapping; steer.bpf.c uses it, too
+//! server/held_timestamps     state of the PAWS clamp
+//! server/half_open_indexes   stateful services: indexes of connections without a socket so far
+//! server/connection_indexes  stateful services: indexes of connections with a socket
+//! server/chained_servers     MAC addresses of servers for daisy chaining
+//! server/rss_mapping         struct rss_mapping, shared with steer.bpf.c
 //! server/ingress, egress     the links (not below kernel 6.6: there the clsact qdisc holds the programs)
 //! ```
 
@@ -38,24 +38,24 @@ use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, Attachment, Direction};
 
-/// Names of the counters that [`ServerPrograms::counters`] gives.
+/// Names of the counters of [`ServerPrograms::counters`].
 pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
 
-/// How many counters there are.
+/// Number of counters.
 pub const COUNTERS: usize = intf::SERVER_COUNTER_COUNT as usize;
 
-/// What to attach where.
+/// Options of the server's programs.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Index of the device on which the services' packets come and go.
+    /// Index of the device of the services' packets.
     pub interface_index: u32,
-    /// Where to pin; below a bpffs.
+    /// Pin directory, below a bpffs.
     pub pin_directory: PathBuf,
     /// Sample every TCP SYN that arrives, not only those to services (fixed at load time).
     pub sample_every_syn: bool,
 }
 
-/// The programs at the device, and the memory that they share with us. Dropping this leaves them at work.
+/// The programs at the device, and the memory shared with them. After a drop they continue to work.
 #[derive(Debug)]
 pub struct ServerPrograms {
     options: ServerOptions,
@@ -68,7 +68,7 @@ pub struct ServerPrograms {
     counter_rows: usize,
     rss: MmapArray<intf::rss_mapping>,
     chained_servers: MmapArray<ChainedServers>,
-    /// Programs of another version are at work until this one knows the services: its maps, to be pinned then.
+    /// Maps that are pinned once the services are known; programs of another version work until then.
     beside: Option<[OwnedFd; MAPS.len()]>,
 }
 
@@ -77,11 +77,11 @@ const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
 type ChainedServers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
-    /// Loads the programs and puts them at the device. What is pinned from before is taken over, with its keys,
-    /// services and counters, and the old programs are replaced atomically. What another version pinned, with another
-    /// layout, stays at work until [`set_services`](Self::set_services) has told these what to do; then they take its
-    /// place, with its keys. Fails when the pin directory is not on a bpffs, programs that are pinned elsewhere are at
-    /// the device, or the kernel refuses programs or links.
+    /// Loads the programs and attaches them to the device. State pinned by an earlier process is taken over with keys,
+    /// services and counters, and the old programs are replaced atomically. Programs of another version with another
+    /// layout continue until [`set_services`](Self::set_services) has configured these, which then replace them, with
+    /// their keys. Fails when the pin directory is not on a bpffs, programs that are pinned elsewhere are at the
+    /// device, or the kernel refuses programs or links.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let pins = options.pin_directory.join("server");
         ensure_only_stamper(options.interface_index, &options.pin_directory)?;
@@ -114,7 +114,7 @@ impl ServerPrograms {
         self.options.pin_directory.join("server")
     }
 
-    /// In the place of those that are there.
+    /// Attaches the programs in place of earlier ones.
     fn put_at_device(&mut self) -> anyhow::Result<()> {
         let (pins, index) = (self.pins(), self.options.interface_index);
         self.attachment = tc::attach(self.ingress.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
@@ -122,8 +122,9 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Keys and time key out of the state of another layout, where all layouts from [`FIRST_LAYOUT_WITH_KEYS`] on have them: what it
-    /// has stamped is recognised, and time goes on. Older layouts stamped another cookie, which is not recognised any more.
+    /// Copies keys and time key from the state of another layout, where all layouts from [`FIRST_LAYOUT_WITH_KEYS`] on
+    /// have them: its cookies stay valid, and time continues. Older layouts stamped another cookie, which is not
+    /// recognised any more.
     fn carry_over(&mut self, state: &Path) -> anyhow::Result<()> {
         let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
         let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
@@ -144,7 +145,7 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Takes the place of another version's programs, if those were left at work.
+    /// Replaces another version's programs, if those are still at work.
     fn switch_over(&mut self) -> anyhow::Result<()> {
         let Some(maps) = self.beside.take() else { return Ok(()) };
         self.put_at_device()?;
@@ -162,8 +163,8 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`, and to hold one of
-    /// them somewhere for a while ([`tc::hold`]). Fails when the kernel refuses them.
+    /// Loads the programs, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`, and for temporary
+    /// use ([`tc::hold`]).
     pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let skeleton = load(&mut storage, sample_every_syn, None)?;
@@ -204,12 +205,12 @@ impl ServerPrograms {
         self.taken_over
     }
 
-    /// How the programs are attached.
+    /// Returns the kind of attachment.
     pub fn attachment(&self) -> Attachment {
         self.attachment
     }
 
-    /// The program of one direction, for `BPF_PROG_TEST_RUN`.
+    /// Returns the program of one direction, for `BPF_PROG_TEST_RUN`.
     pub fn program(&self, direction: Direction) -> BorrowedFd<'_> {
         match direction {
             Direction::Ingress => self.ingress.as_fd(),
@@ -217,13 +218,13 @@ impl ServerPrograms {
         }
     }
 
-    /// The map that holds the server's own RSS; `steer.bpf.c` shares it.
+    /// Returns the map with the server's own RSS, which `steer.bpf.c` shares.
     pub fn rss_map(&self) -> BorrowedFd<'_> {
         self.rss_map.as_fd()
     }
 
-    /// The services that this server serves, each with its id there and how it takes part. In force at once and all
-    /// together. Fails when there are too many, one is listed twice, or one is not IPv4.
+    /// Sets the services of this server, each with its id there and its mode, all at once. Fails when there are too
+    /// many, one is listed twice, or one is not IPv4.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
         let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
         let directory = service_slots::directory(&numbered)?;
@@ -238,8 +239,8 @@ impl ServerPrograms {
         self.state.load(ACTIVE_HALF) & 1
     }
 
-    /// The MAC address of a server to which packets may be handed (`SERVER_NUMBER_CHAINED`, and those without
-    /// timestamps); `None`: it is not known, and what is for it is kept.
+    /// Sets the MAC address of a server to which packets may be forwarded (`SERVER_NUMBER_CHAINED`, and those without
+    /// timestamps); `None`: unknown, its packets stay here.
     pub fn set_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
         let flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
@@ -253,50 +254,50 @@ impl ServerPrograms {
         directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// The fleet's cookie keys. From TSval `switch_ms` of the server's own clock (ms) on, packets are stamped with the
-    /// current one, earlier ones with the other: within 2^31 ms of now, and so far ahead when the current key changes that
-    /// no packet of then was sent yet. Before the current one changes, the fleet must know both.
+    /// Sets the fleet's cookie keys. From TSval `switch_ms` of the server's own clock (ms) on, packets are stamped with
+    /// the current one, earlier ones with the other. `switch_ms` is within 2^31 ms of now, and later than every sent
+    /// packet when the current key changes. Before that, the fleet must have both keys.
     pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
         let key = keys.keys.map(|key| key.layout());
         let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
-        // Keys first: the one that becomes current stands where none is used yet.
+        // Keys first: the new current one takes the place of an unused one.
         self.state.write(KEYS, &key);
         self.state.store(KEYS + offset_of!(intf::fleet_keys, current), current);
     }
 
-    /// What [`set_keys`](Self::set_keys) has set, also that of an earlier process.
+    /// Returns the keys of [`set_keys`](Self::set_keys), also those of an earlier process.
     pub fn keys(&self) -> (FleetKeys, u32) {
         let keys = self.state.read::<intf::fleet_keys>(KEYS);
         let current = if keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         (FleetKeys { keys: keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current }, keys.switch_ms)
     }
 
-    /// To be called every few days at least, with the server's own clock in ms: the hold rule tells by a 32-bit time
-    /// whether anything was held lately.
+    /// Keeps the time of the last clamp close to the server's own clock (ms). To be called every few days at least,
+    /// because the PAWS clamp compares 32-bit times.
     pub fn keep_last_hold_near(&mut self, now_ms: u32) {
         let first = offset_of!(intf::server_state, last_hold_ms);
         for group in 0..intf::HOLD_GROUPS as usize {
             let last = self.state.half(first + group * size_of::<u32>());
             let seen = last.load(Ordering::Relaxed);
             let past = now_ms.wrapping_sub(seen) as i32;
-            // Also what seems to come: nothing was ever held, and the clock is beyond 2^31 ms.
+            // Also a time that seems to be in the future: nothing was ever clamped, and the clock is beyond 2^31 ms.
             if !(-LAST_HOLD_AHEAD_MS..=LAST_HOLD_OLDEST_MS).contains(&past) {
                 let old = now_ms.wrapping_sub(LAST_HOLD_OLDEST_MS as u32);
-                // A packet that is held now is newer.
+                // A packet that is clamped now is newer.
                 let _ = last.compare_exchange(seen, old, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
     }
 
-    /// Masks the time part of what is stamped here: this server's own, drawn when the pinned state was made.
+    /// Returns the key that masks the time part of stamps here: this server's own, drawn with the pinned state.
     pub fn time_key(&self) -> CookieKey {
         let key = self.state.read::<intf::cookie_key>(TIME_KEY);
         CookieKey { k0: key.k0, k1: key.k1 }
     }
 
-    /// The server's own RSS, for sampling and steering; `None`: not known. `generation` is the agent's.
+    /// Sets the server's own RSS, for sampling and steering; `None`: unknown. `generation` is the agent's.
     ///
-    /// While it changes nothing is predicted; a SYN that met the old table just before may be compared with a mixture,
+    /// During the change nothing is predicted. A SYN that met the old table just before may be compared with a mixture,
     /// which the verdict over many SYNs tolerates.
     pub fn set_rss(&mut self, rss: Option<&Rss>, generation: u32) {
         // The first word: entry_count, then generation.
@@ -310,7 +311,7 @@ impl ServerPrograms {
         }
     }
 
-    /// The counters since the state was made, in the order of [`COUNTER_NAMES`].
+    /// Returns the counters since the state was created, in the order of [`COUNTER_NAMES`].
     pub fn counters(&self) -> [u64; COUNTERS] {
         let mut sums = [0u64; COUNTERS];
         let counters = offset_of!(intf::server_state, counters);
@@ -328,13 +329,13 @@ impl ServerPrograms {
         self.counters()[counter as usize]
     }
 
-    /// The number of the newest sample; 0: there is none.
+    /// Returns the number of the newest sample; 0: there is none.
     pub fn newest_sample(&self) -> u32 {
         self.state.load(offset_of!(intf::server_state, sample_sequence)) as u32
     }
 
-    /// The SYNs sampled after the one with sequence `after` (0: from the first on), oldest first. At most the last
-    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES); what was overwritten meanwhile is missing.
+    /// Returns the SYNs sampled after the one with sequence `after` (0: all), oldest first. At most the last
+    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES), without overwritten ones.
     pub fn samples(&self, after: u32) -> Vec<intf::rss_sample> {
         let samples = offset_of!(intf::server_state, samples);
         let all = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples);
@@ -343,13 +344,13 @@ impl ServerPrograms {
         samples
     }
 
-    /// Takes the programs off and removes the pins. Connections that are still stamped break.
+    /// Detaches the programs and removes the pins. Connections that are still stamped break.
     pub fn remove(self) -> anyhow::Result<()> {
         remove(self.options.interface_index, &self.options.pin_directory)
     }
 }
 
-/// Takes off whatever [`ServerPrograms::attach`] has left at a device, and removes its pins.
+/// Detaches the programs of [`ServerPrograms::attach`] at a device, and removes the pins.
 pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     let pins = pin_directory.join("server");
     tc::detach(interface_index, Direction::Egress, &pins.join("egress"))?;
@@ -358,8 +359,8 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
 }
 
-/// Two programs that stamp would each put a cookie over the other's: no connection would come about. (Before kernel 6.6 there is
-/// one place for ours.)
+/// Rejects a second stamping program: each would put a cookie over the other's, and no connection could open. (Before
+/// kernel 6.6 there is one place for ours.)
 fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     for elsewhere in pins::others(pin_directory, "server/egress") {
         let pin = elsewhere.join("server").join("egress");
@@ -373,9 +374,9 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
     Ok(())
 }
 
-/// Nothing was held lately.
+/// Nothing was clamped recently.
 const LAST_HOLD_OLDEST_MS: i32 = 1 << 29;
-/// Another CPU may have held what this one takes for the future.
+/// Another CPU may have clamped a packet at a time that seems to be in the future here.
 const LAST_HOLD_AHEAD_MS: i32 = 60_000;
 
 const KEYS: usize = offset_of!(intf::server_state, keys);
@@ -393,11 +394,9 @@ fn is_newer(sequence: u32, after: u32) -> bool {
     sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
 }
 
-/// Names of pinned maps.
 const MAPS: [&str; 6] =
     ["state", "held_timestamps", "half_open_indexes", "connection_indexes", "chained_servers", "rss_mapping"];
 
-/// Names of pinned links.
 const LINKS: [&str; 2] = ["ingress", "egress"];
 
 fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
@@ -414,7 +413,7 @@ fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
     Ok(owned.try_into().expect("one per name"))
 }
 
-/// `number` of a service's slot: what the programs need to know of it.
+/// Returns `number` of a service's slot for the programs.
 fn number(id: ServerId, mode: ServiceMode) -> u32 {
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
     u32::from(id.get())
@@ -434,8 +433,8 @@ fn remove_if_there(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// What [`ServerPrograms::attach`] would not take over of what is pinned below `pin_directory`; `None`: all is well, or
-/// nothing is pinned. Fails when what is there cannot be opened.
+/// Returns the reason why [`ServerPrograms::attach`] would not take over the state pinned below `pin_directory`;
+/// `None`: it would, or there is none. Fails when the pins cannot be opened.
 pub fn pinned_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
     problem_of_state(&pin_directory.join("server").join("state"))
 }

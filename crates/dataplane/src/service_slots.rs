@@ -10,13 +10,13 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::address_words;
 use rand::Rng as _;
 
-/// [`seeded_rng`]'s stream for the seeds that are tried.
+/// [`seeded_rng`]'s stream for candidate seeds.
 const PURPOSE_SLOT_SEEDS: u64 = 16;
 /// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250. (At the load balancer
 /// most seeds fit.)
 const SEEDS_TRIED: usize = 1 << 20;
 
-/// Why services have no place in a directory.
+/// Reason for which services have no slot in a directory.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DirectoryError {
     /// More than the programs' tables hold.
@@ -36,7 +36,7 @@ pub enum DirectoryError {
     NoSeed(usize),
 }
 
-/// The 64 bits that alone name an IPv4 service (`struct service_key` of `bpf/include/intf.h`).
+/// Returns the 64 bits that identify an IPv4 service (`struct service_key` of `bpf/include/intf.h`).
 fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
@@ -45,21 +45,22 @@ fn slot(tail: u64, seed: u64) -> usize {
     (tail.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
-/// At the load balancer: its group, and the slot that is its own without a displacement.
+/// Returns the load balancer's group, and the slot without displacement.
 fn group_and_slot(tail: u64, seed: u64) -> (usize, u16) {
     let hash = tail.wrapping_mul(seed);
     let slot = hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
     ((hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, slot as u16)
 }
 
-/// Where in `directory` a service with that tail stands, if it does.
+/// Returns the slot of a service with that tail in `directory`, if it has one.
 fn lb_slot(directory: &intf::lb_service_directory, tail: u64) -> usize {
     let (group, slot) = group_and_slot(tail, directory.seed);
     usize::from(slot ^ directory.displacement[group])
 }
 
-/// A server's directory, in which each service stands with its number, and each VIP (port and protocol 0) with
-/// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY).
+/// Returns a server's directory, with the number of each service, and with
+/// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY) for each VIP (port and protocol 0). Fails: see
+/// [`DirectoryError`].
 pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
     let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
     let slots = keys(services, intf::MAX_SERVICES_OF_SERVER)?;
@@ -71,7 +72,7 @@ pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service
     Ok(directory)
 }
 
-/// The same for a load balancer.
+/// Returns a load balancer's directory. Fails: see [`DirectoryError`].
 pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
     let mut directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
@@ -126,14 +127,14 @@ fn seed(tails: &[u64]) -> Option<u64> {
 
 type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
 
-/// A seed and displacements that give every tail a slot of its own.
+/// Returns a seed and displacements that give every tail a slot of its own.
 fn perfect_hash(tails: &[u64]) -> Option<(u64, Displacement)> {
     let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
     let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
     seeds.find_map(|seed| Some((seed, displacements(tails, seed)?)))
 }
 
-/// Displacements that give every tail a slot of its own under that seed; the largest groups choose first.
+/// Returns displacements that give every tail a slot of its own under that seed; the largest groups choose first.
 fn displacements(tails: &[u64], seed: u64) -> Option<Displacement> {
     let mut groups: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
@@ -167,8 +168,8 @@ mod tests {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// As many services as there may be, each on a VIP of its own; the last one speaks UDP at the first one's. No port is 0 or
-    /// 1, in whichever order of its bytes.
+    /// Returns the largest number of services, each on a VIP of its own; the last one is of UDP at the first one's VIP.
+    /// No port is 0 or 1, in either byte order.
     fn many(count: u32) -> Vec<(ServiceAddress, u32)> {
         let address = |n: u32| format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n);
         let mut services: Vec<_> = (0..count - 1).map(|n| (service(&address(n)), n)).collect();
@@ -190,7 +191,7 @@ mod tests {
         assert!(find(0).is_none_or(|number| number == 0), "empty slots hold the tail 0, which no packet has");
     }
 
-    /// What `find_service` of bpf/include/service.h does.
+    /// By `find_service` of bpf/include/service.h.
     #[test]
     fn a_server_finds_as_many_services_as_there_may_be() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
@@ -198,7 +199,7 @@ mod tests {
         all_are_found(&services, |tail| directory.slots[slot(tail, directory.seed)]);
     }
 
-    /// What `find_lb_service` of bpf/include/service.h does.
+    /// By `find_lb_service` of bpf/include/service.h.
     #[test]
     fn a_load_balancer_finds_as_many_services_as_there_may_be() {
         for count in [2, 64, intf::MAX_SERVICES] {

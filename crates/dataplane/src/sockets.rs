@@ -1,4 +1,4 @@
-//! Which connections have a socket in this network namespace, by the kernel's sock_diag(7).
+//! Sockets of connections in this network namespace, by the kernel's sock_diag(7).
 
 pub mod counts;
 
@@ -21,7 +21,7 @@ struct MessageHeader {
     port: u32,
 }
 
-/// struct inet_diag_sockid, linux/inet_diag.h. Ports and addresses as they stand in packets.
+/// struct inet_diag_sockid, linux/inet_diag.h. Ports and addresses in packet byte order.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct SocketId {
@@ -49,9 +49,9 @@ struct Request {
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 /// inet_diag_msg.idiag_state behind the header: family first, then the state.
 const STATE_OFFSET: usize = size_of::<MessageHeader>() + 1;
-/// include/net/tcp_states.h: what an exact look-up finds where there is no connection.
+/// include/net/tcp_states.h: the state that an exact look-up returns without a connection.
 const LISTEN: u8 = 10;
-/// Questions that are under way at once: their answers fit the smallest receive buffer.
+/// Concurrent queries: their answers fit the smallest receive buffer.
 const BATCH: usize = 64;
 
 fn request(sequence: u32, connection: &FourTuple) -> Request {
@@ -83,15 +83,15 @@ fn request(sequence: u32, connection: &FourTuple) -> Request {
             source: address(vip),
             destination: address(client),
             interface: 0,
-            // INET_DIAG_NOCOOKIE: whichever socket it is.
+            // INET_DIAG_NOCOOKIE: any socket.
             cookie: [u32::MAX; 2],
         },
     }
 }
 
-/// For each connection whether it has a socket here: established, half-open, ending or in TIME-WAIT; a listening one
-/// does not count. In the order asked. About 2 us each. Fails when the kernel has no sock_diag(7) for TCP, or does not
-/// answer.
+/// Returns for each connection whether it has a socket here: established, half-open, ending or in TIME-WAIT; a
+/// listening one does not count. In the order of `connections`. About 2 us each. Fails when the kernel has no
+/// sock_diag(7) for TCP, or does not answer.
 pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     let socket = open()?;
     let mut found = vec![false; connections.len()];
@@ -109,13 +109,13 @@ pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     Ok(found)
 }
 
-/// A socket whose answers come within a second or not at all.
+/// Opens a socket whose answers come within a second or not at all.
 fn open() -> anyhow::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
-    // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+    // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked.
     let socket = unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_SOCK_DIAG) };
     Errno::result(socket).context("a socket for sock_diag")?;
-    // SAFETY: the descriptor was just made and is owned by nobody else.
+    // SAFETY: the descriptor was just made and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(socket) };
     let patience = libc::timeval { tv_sec: 1, tv_usec: 0 };
     // SAFETY: pointer and length are those of a live timeval.
@@ -127,7 +127,7 @@ fn open() -> anyhow::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Notes in `found` what one read brought; how many answers those were.
+/// Records the answers of one read in `found`, and returns their number.
 fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
     let mut answers = 0;
     while let Ok((header, _)) = MessageHeader::read_from_prefix(bytes) {
@@ -138,7 +138,7 @@ fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
             kind if i32::from(kind) == libc::NLMSG_ERROR => {
                 let code = message.get(size_of::<MessageHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
                 match code.map(|(code, _)| Errno::from_raw(-code)) {
-                    // ENOENT: no such socket. ESTALE: it went while it was looked at.
+                    // ENOENT: no such socket. ESTALE: it disappeared during the query.
                     Some(Errno::ENOENT | Errno::ESTALE) => *place = false,
                     Some(error) => bail!("sock_diag: {error}"),
                     None => bail!("sock_diag: an error without a number"),

@@ -1,7 +1,7 @@
 //! `bpf/server/steer.bpf.c` at a group of listening sockets: loaded, attached, pinned, taken over, filled, read.
 //!
-//! A restarted agent takes over what is pinned below `steer/NAME/` of one directory of a bpffs (`workers` and `state`) and
-//! puts its program in the place of the one attached: [`crate::reuseport`] says why.
+//! A restarted agent takes over the pins below `steer/NAME/` of one directory of a bpffs (`workers` and `state`) and
+//! replaces the attached program: [`crate::reuseport`] gives the reason.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,13 +19,13 @@ use crate::mmap_array::MmapArray;
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
-/// Names of the counters that [`Steer::counters`] gives.
+/// Names of the counters of [`Steer::counters`].
 pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 
-/// How many counters there are.
+/// Number of counters.
 pub const COUNTERS: usize = intf::STEER_COUNTER_COUNT as usize;
 
-/// The steering of one service. Dropping this leaves it at work.
+/// Steering of one service. After a drop it continues to work.
 #[derive(Debug)]
 pub struct Steer {
     program: OwnedFd,
@@ -34,12 +34,12 @@ pub struct Steer {
     taken_over: bool,
 }
 
-/// What the steering of one service has counted, also where nobody steers it now.
+/// Counters of one service's steering, also without a running agent.
 #[derive(Debug)]
 pub struct Counts(MmapArray<intf::steer_state>);
 
 impl Counts {
-    /// Of the pins that [`Steer::load`] made. Fails when there are none, or of another version.
+    /// Opens the pins of [`Steer::load`]. Fails when there are none, or of another version.
     pub fn pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
         let path = pin_directory.join("steer").join(name).join("state");
         let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -48,16 +48,16 @@ impl Counts {
         Ok(Self(MmapArray::new(&map)?))
     }
 
-    /// The counters in the order of [`COUNTER_NAMES`].
+    /// Returns the counters in the order of [`COUNTER_NAMES`].
     pub fn values(&self) -> [u64; COUNTERS] {
         *self.0.read(offset_of!(intf::steer_state, counters))
     }
 }
 
 impl Steer {
-    /// Loads the program; `rss_map` is the server programs' ([`crate::server::ServerPrograms::rss_map`]). `name`: of
-    /// the service, for the pins; sockets that are pinned from before stay in their slots. Fails when the pin directory
-    /// is not on a bpffs, what is pinned is of another version, or the kernel refuses the program.
+    /// Loads the program; `rss_map` is the server programs' ([`crate::server::ServerPrograms::rss_map`]). `name` is the
+    /// service's, for the pins; pinned sockets stay in their slots. Fails when the pin directory is not on a bpffs, the
+    /// pins are of another version, or the kernel refuses the program.
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let pins = pin_directory.join("steer").join(name);
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
@@ -96,7 +96,7 @@ impl Steer {
         reuseport::attach(self.program.as_fd(), socket)
     }
 
-    /// The slots in use, each with its socket. A closed socket leaves its slot by itself.
+    /// Returns the slots in use, each with its socket. A closed socket leaves its slot by itself.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         self.workers.sockets()
     }
@@ -109,7 +109,7 @@ impl Steer {
         Ok(slot)
     }
 
-    /// The slot that takes the connections of each receive queue; `None`, and queues beyond: as the kernel picks.
+    /// Sets the slot for the connections of each receive queue; `None`, and queues beyond: the kernel's choice.
     ///
     /// # Panics
     /// With more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
@@ -121,7 +121,7 @@ impl Steer {
         self.state.write(offset_of!(intf::steer_state, socket_of_queue), &queues);
     }
 
-    /// The counters in the order of [`COUNTER_NAMES`].
+    /// Returns the counters in the order of [`COUNTER_NAMES`].
     pub fn counters(&self) -> [u64; COUNTERS] {
         *self.state.read(offset_of!(intf::steer_state, counters))
     }

@@ -1,5 +1,5 @@
-//! Attaches programs at a device's tc hooks: as pinned tcx links from kernel 6.6 on, as filters of a clsact qdisc before.
-//! Either way the kernel keeps them when this process ends, and attaching again replaces the program atomically.
+//! Programs at a device's tc hooks: as pinned tcx links from kernel 6.6 on, as filters of a clsact qdisc before. The
+//! kernel keeps them when this process ends, and attaching again replaces the program atomically.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -10,12 +10,12 @@ use anyhow::Context as _;
 use libbpf_rs::query::LinkTypeInfo;
 use libbpf_rs::{Link, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
 
-/// Which packets of the device the program sees.
+/// Direction of a program's packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// What arrives.
+    /// Arriving packets.
     Ingress,
-    /// What leaves.
+    /// Departing packets.
     Egress,
 }
 
@@ -35,7 +35,7 @@ impl Direction {
     }
 }
 
-/// How a program was attached.
+/// Kind of attachment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attachment {
     /// By a tcx link.
@@ -44,13 +44,14 @@ pub enum Attachment {
     Clsact,
 }
 
-/// Our filter's place in the clsact qdisc: before filters of the usual priorities, under a handle that tells whose it is.
+/// Priority of our filter in the clsact qdisc: before filters of the usual priorities, under a handle that identifies
+/// it.
 const CLSACT_PRIORITY: u32 = 1;
 const CLSACT_HANDLE: u32 = 0xc03e;
 const CLSACT_HELD_PRIORITY: u32 = 2;
 
 /// Attaches `program`, in place of the one that `pin` names if that is attached to the same hook. Fails when neither
-/// tcx nor clsact takes it.
+/// tcx nor clsact accepts it.
 pub fn attach(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -62,7 +63,6 @@ pub fn attach(
             replace(&link, program).with_context(|| format!("replacing the program of {}", pin.display()))?;
             return Ok(Attachment::Tcx);
         }
-        // Its device is gone.
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }
     match create_tcx_link(program, interface_index, direction) {
@@ -87,8 +87,8 @@ enum HeldBy {
     Clsact(TcHook),
 }
 
-/// Attaches `program` beside others, until what is returned is dropped. (Below kernel 6.6 the program stays if this
-/// process is killed, and is replaced by the next one held so.) Fails when neither tcx nor clsact takes it.
+/// Attaches `program` beside others, until the result is dropped. Below kernel 6.6 the program stays if this process is
+/// killed, until the next call replaces it. Fails when neither tcx nor clsact accepts it.
 pub fn hold(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<Held> {
     match create_tcx_link(program, interface_index, direction) {
         Ok(link) => Ok(Held(HeldBy::Tcx { _link: link })),
@@ -112,7 +112,7 @@ impl Drop for Held {
     }
 }
 
-/// Attaches `program` as kernels before 6.6 need it, in place of one attached so before.
+/// Attaches `program` in the way of kernels before 6.6, in place of an earlier one.
 pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
     let mut hook = clsact(program, interface_index, direction);
     hook.create().context("making a clsact qdisc")?;
@@ -120,16 +120,16 @@ pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction
     Ok(())
 }
 
-/// Takes off what [`attach`] attached. What is not there is no error.
+/// Detaches the program of [`attach`], if it is there.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
     if let Some(link) = open_link(pin)? {
-        // Fails when the device is gone; then there is nothing to take off.
+        // Fails when the device is gone: nothing to detach.
         if let Err(error) = link.detach() {
             tracing::debug!(event = "link-not-detached", pin = %pin.display(), %error, "cannot detach the link");
         }
         return fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()));
     }
-    // SAFETY: detaching and querying look at the hook alone, not at the program's descriptor.
+    // SAFETY: detaching and querying use the hook alone, not the program's descriptor.
     let no_program = unsafe { BorrowedFd::borrow_raw(0) };
     let mut hook = clsact(no_program, interface_index, direction);
     if hook.query().is_ok() {
@@ -138,8 +138,8 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
-/// Whether the link that is pinned at `pin` holds a program at this hook. Fails when what is pinned there is no link,
-/// or the kernel does not say what is at the hook.
+/// Whether the link that is pinned at `pin` holds a program at this hook. Fails when the pin is no link, or the kernel
+/// does not show the hook.
 pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
     let Some(link) = open_link(pin)? else { return Ok(false) };
     // An index alone may be another network namespace's interface.
@@ -150,7 +150,6 @@ pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> an
 /// The kernel's own limit (BPF_MPROG_MAX).
 const MOST_PROGRAMS: usize = 64;
 
-/// The ids of the programs at a tcx hook.
 fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
     let mut ids = [0u32; MOST_PROGRAMS];
     let mut options = libbpf_sys::bpf_prog_query_opts {
@@ -182,7 +181,7 @@ fn open_link(pin: &Path) -> anyhow::Result<Option<Link>> {
 }
 
 fn is_attached_to(link: &Link, interface_index: u32) -> bool {
-    // A link whose device was removed says 0.
+    // A link whose device was removed shows 0.
     matches!(link.info().map(|info| info.info), Ok(LinkTypeInfo::Tcx(tcx)) if tcx.ifindex == interface_index)
 }
 
@@ -201,7 +200,7 @@ fn create_tcx_link(
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Puts `program` in the place of the link's; no packet falls between the two.
+/// Replaces the link's program atomically, without loss of packets.
 fn replace(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
     // SAFETY: no options are passed; the kernel checks the rest.
     let result =
@@ -209,7 +208,6 @@ fn replace(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
     if result < 0 { Err(std::io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-/// Pins a link or a map.
 pub(crate) fn pin_object(object: BorrowedFd<'_>, pin: &Path) -> anyhow::Result<()> {
     let path = std::ffi::CString::new(pin.as_os_str().as_encoded_bytes()).context("a path with a zero byte")?;
     // SAFETY: a valid descriptor and a terminated string.

@@ -1,8 +1,8 @@
 //! The other end of a veth device, by rtnetlink(7), also in another network namespace.
 //!
-//! veth gives a frame that XDP sends to the other end's ring, and wakes its poll only if an XDP program is there
-//! (veth_xdp_flush() in drivers/net/veth.c). With GRO alone frames wait until the kernel itself sends something through
-//! the ring; with neither they are dropped.
+//! veth puts a frame from XDP into the other end's ring, and wakes its poll only if an XDP program is there
+//! (veth_xdp_flush() in drivers/net/veth.c). With GRO alone frames wait until the kernel itself sends through the ring;
+//! with neither they are dropped.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -37,7 +37,7 @@ pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
     Some(attached.first().is_some_and(|attached| ATTACHED_IN_DRIVER.contains(attached)))
 }
 
-/// The attributes of a link. `namespace`: another network namespace, by its number in this one.
+/// Returns the attributes of a link. `namespace`: another network namespace, by its number in this one.
 fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     let target = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
@@ -65,7 +65,7 @@ fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     }
 }
 
-/// A socket whose answers come within a second or not at all.
+/// Opens a socket whose answers come within a second or not at all.
 fn open() -> io::Result<OwnedFd> {
     let protocol = SockProtocol::NetlinkRoute;
     let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;

@@ -11,7 +11,7 @@ use super::Api;
 use crate::server::state_manager::{Change, NotForgotten};
 use coreward_fleet::audit::ENTRIES;
 
-/// Who changed what: the newest 1,000 changes, also those of controllers before this one
+/// Audit log: the newest 1,000 changes and their authors, also from earlier controllers
 #[utoipa::path(get, path = "/v1/audit", params(AuditQuery), responses((status = 200, description = "Changes", body = Audit)))]
 pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
@@ -28,7 +28,7 @@ pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> R
     .await
 }
 
-/// Forget a load balancer that is gone for good: its number in cookies is free for another one
+/// Forget a load balancer that is gone for good: its number in cookies becomes free
 #[utoipa::path(
     delete, path = "/v1/load-balancers/{load_balancer}",
     params(("load_balancer" = String, Path, description = "Its name")),

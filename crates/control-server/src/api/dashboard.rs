@@ -1,4 +1,4 @@
-//! The dashboard: one page without anything from elsewhere, and the session with which a browser reads.
+//! The dashboard: one page without external content, and the browser's session.
 
 use axum::Extension;
 use axum::extract::State;
@@ -11,11 +11,11 @@ use coreward_api::{Problem, ProblemKind};
 
 use super::Api;
 
-/// Only what the controller itself serves, and nobody shows it in a frame of their own.
+/// Only content from the controller itself, and no frames.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
 
-/// The page and what belongs to it. It holds nothing of the fleet, and needs no token.
+/// Routes of the page and its files. They contain no data of the fleet, and need no token.
 pub fn routes() -> axum::Router<Api> {
     let file = |content_type: &'static str, text: &'static str| {
         get(async move || {
@@ -33,14 +33,14 @@ pub fn routes() -> axum::Router<Api> {
         .route("/dashboard.js", file("text/javascript; charset=utf-8", include_str!("dashboard/dashboard.js")))
 }
 
-/// Begin a session of a browser: a cookie with a viewer's rights, whoever logs in with a token or a certificate
+/// Begin a browser session: a cookie with a viewer's rights, for a caller with a token or a certificate
 #[utoipa::path(post, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
 pub async fn log_in(
     State(api): State<Api>,
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
-    // Who is here has shown one of the three. By a session alone there is no next one, or it would never end.
+    // The caller has used one of the three. A session alone cannot be renewed, or it would never end.
     let shown = if headers.contains_key(header::AUTHORIZATION) {
         Shown::Token
     } else if let Some(Certified { fingerprint, not_after, .. }) = peer.certified {
@@ -52,7 +52,7 @@ pub async fn log_in(
     Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin(shown, peer.encrypted))]))
 }
 
-/// End it
+/// End the browser session
 #[utoipa::path(delete, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
 pub async fn log_out(
     State(api): State<Api>,

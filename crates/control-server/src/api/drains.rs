@@ -11,7 +11,7 @@ use crate::server::controller_state::ControllerState;
 use crate::server::state_manager::Change;
 use coreward_fleet::drains::{NotDrained, WantedDrain};
 
-/// Whether a server is drained, and what remains there
+/// Whether a server is drained, and its remaining connections
 #[utoipa::path(
     get, path = "/v1/servers/{server}/drain",
     params(("server" = String, Path, description = "Its name")),
@@ -29,7 +29,7 @@ fn status(shared: &ControllerState, server: &str) -> Result<DrainStatus, Problem
     shared.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
 
-/// Let a server take no new connections, until this is deleted: restarts and other documents do not end it
+/// Drain a server: no new connections until this is deleted; restarts and other documents do not end it
 #[utoipa::path(
     post, path = "/v1/servers/{server}/drain", request_body = DrainServer,
     params(("server" = String, Path, description = "Its name")),
@@ -60,7 +60,7 @@ pub async fn drain(
     change(&api, &shared, &server, Change::Drain(wanted), (&caller, &format!("drained{place}"))).await
 }
 
-/// Let a server take new connections again, as far as the fleet's document lets it
+/// End a server's drain: new connections again, if the fleet's document allows them
 #[utoipa::path(
     delete, path = "/v1/servers/{server}/drain",
     params(("server" = String, Path, description = "Its name")),
@@ -78,7 +78,7 @@ pub async fn undrain(
     change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
 }
 
-/// Makes the change, and tells of it where it changes anything.
+/// Makes the change, and records an event if it changes anything.
 async fn change(
     api: &Api,
     shared: &ControllerState,

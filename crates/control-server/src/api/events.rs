@@ -1,5 +1,4 @@
-//! What has happened: the differences between one look at the fleet and the next, so that nothing can happen unseen that
-//! `status` shows.
+//! Events: differences between successive states of the fleet, so that no visible change is missed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -10,11 +9,11 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use tokio::sync::watch;
 
-/// Older ones are forgotten.
+/// Limit of kept events.
 pub const KEPT: usize = 1000;
 
 pub struct EventLog {
-    /// Different for every start of the controller.
+    /// Identifier of this start of the controller.
     run: String,
     events: Mutex<VecDeque<Event>>,
     newest: watch::Sender<u64>,
@@ -35,29 +34,27 @@ impl Default for EventLog {
 }
 
 impl EventLog {
-    /// Names this start of the controller.
     pub fn run(&self) -> &str {
         &self.run
     }
 
-    /// The newest `limit` of those after the one with this id, the oldest first.
+    /// Returns the newest `limit` events after this id, the oldest first.
     pub fn after(&self, id: u64, limit: usize) -> Vec<Event> {
         let events = self.events();
         let wanted = events.iter().filter(|event| event.id > id).count();
         events.iter().skip(events.len() - wanted.min(limit)).cloned().collect()
     }
 
-    /// Changes with every event.
     pub fn newest(&self) -> watch::Receiver<u64> {
         self.newest.subscribe()
     }
 
-    /// Something that cannot be seen by looking. `wall`: since 1970.
+    /// Adds an event that is not visible in the status. `wall`: since 1970.
     pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall: Duration) {
         self.push([Happened { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
     }
 
-    /// The fleet as it is now. `wall`: since 1970.
+    /// Records the present fleet. `wall`: since 1970.
     pub fn record_changes(&self, overview: &Overview, wall: Duration) {
         let mut seen = self.seen.lock();
         let happened = match &*seen {
@@ -108,7 +105,7 @@ struct Happened {
     message: String,
 }
 
-/// What has happened between two looks.
+/// Returns the events between two states.
 fn differences(before: &Overview, after: &Overview) -> Vec<Happened> {
     let mut found = Found(Vec::new());
     if before.fleet_generation != after.fleet_generation {
@@ -137,7 +134,7 @@ impl Found {
         self.0.push(Happened { severity, event, kind, name: name.to_owned(), message: message.into() });
     }
 
-    /// Warnings that are new, and those that are no more. (Numbers in them change all the time: that is no event.)
+    /// Records new and ended warnings. (Numbers in them change often: that is no event.)
     fn warnings(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
         let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (without_numbers(warning), warning)).collect()

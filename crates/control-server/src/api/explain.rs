@@ -1,4 +1,4 @@
-//! Where packets go, and why.
+//! Explanation of a packet's destination.
 
 use axum::extract::State;
 use coreward_api::extract::Query;
@@ -10,7 +10,7 @@ use coreward_model::ServiceAddress;
 use super::Api;
 use coreward_controller::explain::{ExplainedPacket, NotExplained};
 
-/// Where a packet goes, and why
+/// Destination of a packet, and the reason
 #[utoipa::path(
     get, path = "/v1/explain", params(Explain),
     responses(

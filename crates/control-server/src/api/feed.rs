@@ -1,5 +1,4 @@
-//! What watchers are told, written once for all of them. Whoever is slow finds the newest here when it comes to look, and
-//! nothing queues up.
+//! Updates for watchers, encoded once for all of them. A slow watcher skips to the newest, so nothing queues up.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,15 +9,14 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// Loads come no more often.
+/// Shortest interval of loads.
 pub const SHORTEST_INTERVAL: Duration = Duration::from_millis(250);
-/// At a time.
+/// Limit of concurrent watchers.
 const WATCHERS: usize = 64;
 
 /// A document as JSON; empty: none yet.
 type Text = Arc<str>;
 
-/// What changes.
 pub struct Feed {
     loads: watch::Sender<Text>,
     overview: watch::Sender<Text>,
@@ -38,7 +36,6 @@ impl Default for Feed {
 }
 
 impl Feed {
-    /// The fleet as it is now.
     pub fn overview(&self, overview: Overview) {
         let mut last = self.last.lock();
         if last.as_ref() != Some(&overview) {
@@ -47,14 +44,14 @@ impl Feed {
         }
     }
 
-    /// The loads of now, if anybody watches.
+    /// Publishes the loads, if there are watchers.
     pub fn loads(&self, loads: impl FnOnce() -> Loads) {
         if self.loads.receiver_count() > 0 {
             publish(&self.loads, &loads());
         }
     }
 
-    /// Somebody watches. Fails when too many do.
+    /// Adds a watcher. Fails when there are too many.
     pub fn watch(&self) -> Result<Watcher, Problem> {
         let place = self.places.clone().try_acquire_owned().map_err(|_| {
             let detail = format!("{WATCHERS} watch already: expected fewer");
@@ -74,7 +71,6 @@ fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
 pub struct Watcher {
     /// Every [`SHORTEST_INTERVAL`].
     pub loads: watch::Receiver<Text>,
-    /// When it changes.
     pub overview: watch::Receiver<Text>,
     _place: OwnedSemaphorePermit,
 }

@@ -35,7 +35,7 @@ fn in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
     (controller.fleet().document.clone(), controller.fleet().file.clone())
 }
 
-/// The longest that a document's name may be: every mistake names it.
+/// Limit of a document's name, which every mistake contains.
 const LONGEST_NAME: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
@@ -46,7 +46,7 @@ fn check_name(name: &str) -> Result<(), Problem> {
     Ok(())
 }
 
-/// Who has the newest configuration in force, and what cannot be used somewhere
+/// Acknowledgements of the newest configuration, and rejections
 #[utoipa::path(
     get, path = "/v1/fleet/acknowledgements",
     responses((status = 200, description = "Who has, and who has not", body = Acknowledgements))
@@ -56,7 +56,7 @@ pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem>
     answer(Size::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
 }
 
-/// Put another document in force, whole or not at all, or (`dry_run`) say what it would change
+/// Apply another document, whole or not at all, or (`dry_run`) return its changes
 #[utoipa::path(
     put, path = "/v1/fleet", request_body = NewFleet,
     responses(
@@ -77,7 +77,7 @@ pub async fn put_fleet(
     let shared = api.shared()?;
     let (old, _) = in_force(&shared);
     let was_in_force = *old.text == *text && old.generation > 0;
-    // Neither other requests nor other changes wait for that.
+    // Other requests and changes do not wait for that.
     let (fleet, changes) = work::run(Size::Large, move || {
         let source = Source::from_text(&name, &text);
         let changes = difference(&Source::from_text("the fleet in force", &old.text), &source);
@@ -93,7 +93,7 @@ pub async fn put_fleet(
         tracing::info!(event = "document-applied", generation = now_in_force, %caller, "document applied");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
-    // No turn is waited for: whoever were refused one would take the document for not applied.
+    // No turn is needed: a rejected caller would take the document for not applied.
     answer(Size::Small, move || {
         Ok(FleetApplied {
             generation: now_in_force,
@@ -137,7 +137,7 @@ fn change_document(change: &config::Change) -> FleetChange {
     FleetChange { message, ..document }
 }
 
-/// Whether a document could be the fleet's: everything that is wrong with it
+/// Check a document: all mistakes
 #[utoipa::path(post, path = "/v1/check", request_body = Check, responses((status = 200, description = "What is wrong", body = Checked)))]
 pub async fn check(Json(wanted): Json<Check>) -> Result<Answer, Problem> {
     check_name(&wanted.name)?;
@@ -190,7 +190,7 @@ mod tests {
         (Api { election: Arc::new(election), guard, events, feed, document }, manager, changes)
     }
 
-    /// Two operators: the second one's document is in force when the first one is told of its own.
+    /// With two operators, each gets the generation of its own document, even if the second one's is in force by then.
     #[tokio::test]
     async fn each_is_told_of_the_generation_of_its_own_document() {
         let directory = tempfile::tempdir().unwrap();

@@ -1,6 +1,6 @@
-//! No request keeps another one or a table waiting: the worst of each kind that may be sent, at the largest size that
-//! is documented, before a fleet as large as there may be one. Measured are the CPU time that the API's thread spends
-//! at a stretch, and the time that a thread waits for the controller's lock: this test needs the machine for itself.
+//! Isolation of requests: no request delays another one or a table. The worst permitted request of each kind, at the
+//! largest documented size, runs against the largest fleet. Measured are the longest CPU time of the API's thread
+//! without a yield, and the longest wait for the controller's lock: this test needs the machine for itself.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -29,12 +29,12 @@ use coreward_listener::security::Security;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
-/// That others may be kept waiting.
+/// Limit of the delay of others.
 const LONGEST: Duration = Duration::from_millis(20);
 /// Services that have every server; the others have a few.
 const LARGE_SERVICES: usize = 8;
 
-/// As large as a fleet can be. `more`: something that makes it another one.
+/// Returns the largest fleet. `more`: a line that makes it a different one.
 fn fleet(more: &str) -> String {
     let mut text = more.to_owned();
     for n in 0..ServerId::COUNT {
@@ -62,8 +62,8 @@ struct TestEnv {
     longest_wait: Arc<AtomicU64>,
 }
 
-/// Calls `lock` several times in each millisecond, until it returns nothing. A wait is measured by the clock and in CPU
-/// time of this process, and the smaller counts: the clock includes what a hypervisor takes, CPU time other threads.
+/// Calls `lock` several times in each millisecond, until it returns nothing. The wait is the smaller of wall-clock and
+/// CPU time of this process: the first includes a hypervisor's pauses, the second other threads.
 fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
@@ -79,13 +79,13 @@ fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
 
 #[derive(Default)]
 struct ApiThread {
-    /// Nanoseconds of CPU time that it spent without a look at what else is due, at most.
+    /// Longest CPU time without a yield, in nanoseconds.
     longest: AtomicU64,
     looks: AtomicU64,
 }
 
 impl ApiThread {
-    /// The longest time since the last call, with what ends now.
+    /// Returns the longest time since the last call, with the one that ends now.
     async fn longest(&self) -> Duration {
         let looks = self.looks.load(Ordering::Relaxed);
         while self.looks.load(Ordering::Relaxed) < looks + 2 {
@@ -95,12 +95,12 @@ impl ApiThread {
     }
 }
 
-/// Runs on the API's thread: a request that is due there waits as long as this future does.
+/// Runs on the API's thread: a due request there waits as long as this future does.
 async fn watch_thread(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
     let mut before = cpu_time();
     loop {
-        // Less than a poll that matters, and long enough that the thread rests.
+        // Less than a significant poll, and long enough that the thread rests.
         tokio::time::sleep(Duration::from_millis(1)).await;
         let now = cpu_time();
         api_thread.longest.fetch_max(now - before, Ordering::Relaxed);
@@ -119,7 +119,7 @@ impl TestEnv {
         (answer.status().as_u16(), answer.bytes().await.unwrap().len())
     }
 
-    /// Returns the request, and how long the API's thread and the controller's lock kept others waiting.
+    /// Returns the answer, and the delays by the API's thread and by the controller's lock.
     async fn measure(&self, request: &Request) -> (String, Duration, Duration) {
         self.waited();
         self.api_thread.longest().await;
@@ -246,7 +246,7 @@ fn worst() -> Vec<Request> {
     requests
 }
 
-/// A hypervisor that takes the processor away counts as CPU time; but what a request takes, it takes each time.
+/// A hypervisor's pause counts as CPU time, but not in every attempt.
 const ATTEMPTS: u64 = 5;
 
 async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) {
@@ -255,7 +255,7 @@ async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) 
         let (thread, waited);
         let request = request(attempt);
         (seen, thread, waited) = site.measure(&request).await;
-        // A check takes no lock: what it parses meanwhile would count as a wait.
+        // A check takes no lock: its parsing would count as a wait.
         let takes_lock = request.1 != "/v1/check";
         if thread < LONGEST && (waited < LONGEST || !takes_lock) {
             return eprintln!("{seen}");
@@ -274,7 +274,7 @@ fn the_largest_request_keeps_nobody_waiting() {
             (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, put.to_string())
         })
         .await;
-        // Policies take what they take; that is no request.
+        // Policies are no requests.
         site.shared.make_due_tables(Duration::from_secs(3600));
         for request in worst() {
             keeps_nobody_waiting(site, |_| request.clone()).await;

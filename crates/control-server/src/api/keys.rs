@@ -9,13 +9,13 @@ use coreward_api::{Caller, Problem, ProblemKind};
 use super::Api;
 use crate::server::state_manager::Change;
 
-/// Which key stamps, and how far a rotation is
+/// State of the cookie keys and their rotation
 #[utoipa::path(get, path = "/v1/keys", responses((status = 200, description = "The keys, without the secrets", body = Keys)))]
 pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
     Ok(Json(api.shared()?.keys()))
 }
 
-/// Begin a rotation of the cookie keys, or go on with the one under way
+/// Begin a rotation of the cookie keys, or continue the one in progress
 #[utoipa::path(
     post, path = "/v1/keys/rotate", request_body = RotateKeys,
     responses(

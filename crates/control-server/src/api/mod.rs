@@ -1,8 +1,8 @@
-//! The handlers of the HTTP API: each endpoint is a function with its description above it, and a line in [`endpoints`] with
-//! the role that it asks for. What is the same for all of them is `coreward_api::endpoints`' business.
+//! Handlers of the HTTP API: each endpoint is a function with its description above it, and a line in [`endpoints`]
+//! with its role. `coreward_api::endpoints` has the common parts.
 //!
-//! * [`events`]: what has happened, found by looking at what there is again and again
-//! * [`feed`]: what watchers are told
+//! * [`events`]: events, found by polling the status
+//! * [`feed`]: updates for watchers
 
 mod audit;
 mod dashboard;
@@ -40,13 +40,13 @@ use coreward_store::StoreError;
 use events::EventLog;
 use feed::Feed;
 
-/// How often it is looked what has happened.
+/// Poll interval of events.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balancer, knows and can be told. Every request carries \
                            `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
 
-/// What all handlers know.
+/// State of all handlers.
 #[derive(Clone)]
 pub struct Api {
     election: Arc<LeaderElection>,
@@ -57,16 +57,15 @@ pub struct Api {
 }
 
 impl Api {
-    /// What the leader knows and decides. Fails when this controller does not lead.
+    /// Returns the leader's state. Fails when this controller does not lead.
     fn shared(&self) -> Result<Arc<ControllerState>, Problem> {
         self.election.shared().map_err(|_| self.not_leading(None))
     }
 }
 
 impl Api {
-    /// Why a change was not made.
+    /// Returns the reason for which a change was not made.
     fn not_changed(&self, error: &anyhow::Error) -> Problem {
-        // Who has been deposed meanwhile has nobody left who would answer.
         if is_deposed(error) || self.election.shared().is_err() {
             self.not_leading(Some(error))
         } else if error.downcast_ref::<StoreError>().is_some() {
@@ -128,7 +127,7 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "application/json")], document)
 }
 
-/// What serves the endpoints, and the document that describes them.
+/// Returns the router of the endpoints, and the document that describes them.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
     let guard = Arc::new(Guard::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
     let api =
@@ -139,7 +138,7 @@ fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<
     Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
-/// Serves the API until the answer is dropped. Fails when there can be no more threads.
+/// Serves the API until the result is dropped. Fails when there can be no more threads.
 pub fn serve(
     listener: Listener,
     acceptor: impl Acceptor,
@@ -156,7 +155,7 @@ pub fn serve(
     })
 }
 
-/// SIGHUP: the tokens are read again, for ever.
+/// Reads the tokens again at each SIGHUP, forever.
 async fn follow_signal(guard: &Guard, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
@@ -165,21 +164,20 @@ async fn follow_signal(guard: &Guard, mut hangup: Signal) {
     }
 }
 
-/// Looks what has happened, and tells watchers, for ever.
+/// Polls for events and updates watchers, forever.
 async fn poll_loop(api: Api) {
     let mut due = tokio::time::interval(feed::SHORTEST_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_poll = Instant::now();
     loop {
         let moment = due.tick().await;
-        // Who does not lead knows nothing.
         let Ok(shared) = api.shared() else { continue };
         let whole = moment >= next_poll;
         if whole {
             next_poll = moment + POLL_INTERVAL;
         }
         let api = api.clone();
-        // Thousands of servers take their time.
+        // Thousands of servers take some time.
         let looked = work::run(Size::Small, move || {
             if whole {
                 let now = shared.now();

@@ -1,4 +1,4 @@
-//! What there is to see.
+//! Status of the fleet.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION").to_owned(), api: "v1".to_owned() })
 }
 
-/// Whether the controller does its work
+/// Health of the controller
 #[utoipa::path(get, path = "/v1/health", responses((status = 200, description = "What it does", body = Health)))]
 pub async fn health(State(api): State<Api>) -> Json<Health> {
     let state = match api.shared() {
@@ -33,7 +33,7 @@ pub async fn health(State(api): State<Api>) -> Json<Health> {
     Json(Health { state, leader: address, leader_api: leader.and_then(|leader| leader.api) })
 }
 
-/// Everything there is to see: services, servers, load balancers, keys
+/// Full status: services, servers, load balancers, keys
 #[utoipa::path(get, path = "/v1/status", params(StatusQuery), responses((status = 200, description = "All of it", body = Status)))]
 pub async fn status(
     State(api): State<Api>,
@@ -44,7 +44,7 @@ pub async fn status(
     answer(Size::Small, move || Ok(shared.status(query.rss_keys))).await
 }
 
-/// Where this caller may see what it asks for.
+/// Returns the status that this caller may read.
 fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
@@ -144,21 +144,21 @@ pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> 
     .await
 }
 
-/// The load of every core of every server, and counts to make rates of
+/// Load of every core of every server, and counters
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "All of them", body = Loads)))]
 pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     answer(Size::Small, move || Ok(shared.loads())).await
 }
 
-/// The newest table of every service, without what stands in it
+/// Newest table of every service, without contents
 #[utoipa::path(get, path = "/v1/tables", responses((status = 200, description = "All", body = Tables)))]
 pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     answer(Size::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
 }
 
-/// The newest table of one service: bucket by bucket, where first packets go
+/// Newest table of one service: placement of first packets by bucket
 #[utoipa::path(
     get, path = "/v1/tables/{service}",
     params(("service" = String, Path, description = "Its name")),

@@ -1,4 +1,4 @@
-//! Events, and a stream of all that changes.
+//! Events, and a stream of all changes.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -21,12 +21,12 @@ use super::events::KEPT;
 use super::feed::Watcher;
 use crate::server::controller_state::ControllerState;
 
-/// How often something is sent where nothing happens, so that both sides see whether the other is there.
+/// Interval of keep-alive messages, by which both sides detect a broken connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// How long browsers wait before they come back (ms).
+/// Delay before browsers reconnect (ms).
 const COME_BACK: Duration = Duration::from_secs(1);
 
-/// What has happened, as far back as the controller remembers
+/// Kept events of the fleet
 #[utoipa::path(get, path = "/v1/events", params(EventsQuery), responses((status = 200, description = "Events", body = Events)))]
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.shared()?;
@@ -38,7 +38,6 @@ pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) ->
     Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.after(query.after, limit) }))
 }
 
-/// What to watch.
 #[derive(Debug, Clone, Copy, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -53,11 +52,12 @@ fn second() -> u32 {
     1000
 }
 
-/// A stream of all that changes (server-sent events)
+/// Stream of all changes (server-sent events)
 ///
-/// `status` (an `Overview`) at once and whenever it changes; `loads` (`Loads`) at the interval; `event` (an `Event`) for each
-/// that happens. Events have ids: who comes back with `Last-Event-ID` gets those that it missed; without it, the newest 100.
-/// The stream ends when this controller leads no more, and when tokens and certificates are looked at again (SIGHUP): come back then.
+/// `status` (an `Overview`) at once and whenever it changes; `loads` (`Loads`) at the interval; `event` (an `Event`)
+/// for each new one. Events have ids: a client that reconnects with `Last-Event-ID` gets the missed ones; without it,
+/// the newest 100. The stream ends when this controller leads no more, and when tokens and certificates are checked
+/// again (SIGHUP): reconnect then.
 #[utoipa::path(
     get, path = "/v1/watch",
     params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Of the last event that was received")),
@@ -98,16 +98,15 @@ pub async fn watch(
     Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
 }
 
-/// What one watcher is still to be told.
+/// Pending updates of one watcher.
 struct Changes {
     api: Api,
-    /// Of the term in which it began.
     shared: Arc<ControllerState>,
-    /// Changes when who may watch may have changed.
+    /// Changes when permissions may have changed.
     who_may: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest: tokio::sync::watch::Receiver<u64>,
-    /// The id of the last event that is in `waiting` or was sent.
+    /// Id of the last event in `waiting` or sent.
     seen: u64,
     waiting: VecDeque<Event>,
     due: Instant,
@@ -115,7 +114,7 @@ struct Changes {
 }
 
 impl Changes {
-    /// `None`: the controller ends, or leads no more, or who watches must say again who it is.
+    /// `None`: the controller ends or was deposed, or the watcher must authenticate again.
     async fn next(&mut self) -> Option<sse::Event> {
         loop {
             if !self.shared.leads() {

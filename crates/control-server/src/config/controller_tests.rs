@@ -59,7 +59,7 @@ fn reload_names_the_keys_that_need_a_restart() {
     }
 }
 
-/// What is wrong in one place keeps nothing of another one back.
+/// A mistake hides no other one.
 #[test]
 fn every_mistake_is_named_at_once() {
     let directory = tempfile::tempdir().unwrap();

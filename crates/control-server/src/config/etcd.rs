@@ -10,30 +10,29 @@ use serde_json::{Value, json};
 
 use super::StoreLocation;
 
-/// How long nobody leads when the leader dies, without a word in the file.
+/// Default time without a leader after a leader's failure.
 const DEFAULT_LEASE: Duration = Duration::from_secs(5);
 
-/// Where etcd is, and how to lead.
+/// Connection to etcd, and leadership.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdConfig {
     /// `http://HOST:PORT` or `https://HOST:PORT`: at least one, each once.
     pub endpoints: Vec<String>,
-    /// What all keys begin with; no slash at its end.
+    /// Prefix of all keys; no slash at its end.
     pub prefix: String,
-    /// How long this controller leads without a word from etcd; whole seconds.
+    /// Time for which this controller leads without an answer from etcd; whole seconds.
     pub lease: Duration,
-    /// Where daemons reach this controller.
+    /// Address of this controller for daemons.
     pub advertise: SocketAddr,
     /// `https://HOST:PORT` of this controller's API, for others; `None`: it listens on its own host only.
     pub api: Option<String>,
-    /// How to speak TLS with etcd.
     pub tls: Option<EtcdTlsConfig>,
 }
 
-/// The files are read at the start, and again when they change.
+/// TLS files for etcd, read at the start, and again when they change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdTlsConfig {
-    /// Certificates of the authorities that etcd's certificate must come from (PEM).
+    /// Certificates of the authorities of etcd's certificate (PEM).
     pub ca: PathBuf,
     /// Our own certificate and the key to it (PEM).
     pub own: Option<(PathBuf, PathBuf)>,
@@ -69,7 +68,7 @@ config_struct! {
     }
 }
 
-/// Where a member of etcd is.
+/// Address of a member of etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint(pub String);
 
@@ -91,7 +90,7 @@ impl FromToml for Endpoint {
     }
 }
 
-/// Where an API is, for others.
+/// Address of an API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiPlace(pub String);
 
@@ -118,7 +117,7 @@ fn is_host_and_port(place: &str) -> bool {
     place.rsplit_once(':').is_some_and(|(host, port)| is_host(host) && is_port(port))
 }
 
-/// What keys begin with.
+/// Prefix of keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prefix(pub String);
 
@@ -144,16 +143,15 @@ impl FromToml for Prefix {
     }
 }
 
-/// Where this controller listens.
 #[derive(Debug, Clone, Copy)]
 pub struct Listens {
     /// For daemons.
     pub parts: Option<SocketAddr>,
-    /// For people.
+    /// For the API.
     pub api: SocketAddr,
 }
 
-/// Where the file says that everything is; exactly one place. `fleet`: where in the file the fleet's document is named.
+/// Returns the location of the store in the file; exactly one. `fleet`: position of the fleet's document in the file.
 pub fn store_place(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
@@ -236,7 +234,8 @@ fn check(etcd: Spanned<EtcdFile>, listens: Listens, reader: &mut Reader<'_>) -> 
     Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
 }
 
-/// Where others reach an API that listens at `api`, on the machine at `advertise`. Beyond its own host it speaks TLS only.
+/// Returns the URL of an API that listens at `api`, on the machine at `advertise`. Beyond its own host it uses TLS
+/// only.
 fn api_place(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
     let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };
     let is_there = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;

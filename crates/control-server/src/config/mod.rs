@@ -1,4 +1,4 @@
-//! The controller's own file, parsed into something that holds together. docs/config.md is the reference for users.
+//! The controller's own file, parsed and checked. docs/config.md is the reference for users.
 
 #[cfg(test)]
 mod controller_tests;
@@ -18,35 +18,35 @@ use file::ControllerFile;
 
 pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
 
-/// What the controller itself is told.
+/// Configuration of the controller.
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
-    /// Where agents, load balancers and `coreward status` connect to.
+    /// Address for agents, load balancers and `coreward status`.
     pub listen: SocketAddr,
     pub api: SocketAddr,
     pub token_directory: PathBuf,
-    /// Where everything is that must survive.
+    /// Location of the store.
     pub store: StoreLocation,
-    /// Where metrics are served for Prometheus; `None`: nowhere.
+    /// Address of the metrics for Prometheus; `None`: none are served.
     pub metrics: Option<SocketAddr>,
-    /// The fleet's document; `None`: what was applied last, which the store keeps.
+    /// The fleet's document; `None`: the last applied one, from the store.
     pub fleet: Option<PathBuf>,
-    /// The key that agents with `manage_rss = true` set; `None`: the one that the store drew.
+    /// The key that agents with `manage_rss = true` set; `None`: the store's.
     pub rss_key: Option<Secret<RssKey>>,
-    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    /// Own identity; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<coreward_tls::Files>,
-    /// Certificates that are refused though they are right.
+    /// Certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<Fingerprint>,
-    /// Whether nobody needs to be told that it listens beyond this host without TLS.
+    /// Whether listening beyond this host without TLS needs no warning.
     pub allow_plaintext: bool,
 }
 
-/// Where everything is that must survive.
+/// Location of the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreLocation {
-    /// In a file of this controller's own.
+    /// A file of this controller alone.
     Embedded(PathBuf),
-    /// In etcd, which it shares with others.
+    /// etcd, shared with other controllers.
     Etcd(EtcdConfig),
 }
 
@@ -60,7 +60,7 @@ impl StoreLocation {
 }
 
 impl ControllerConfig {
-    /// Keys that have another value in `new`, and are read at the start only.
+    /// Returns the changed keys of `new` that are read at the start only.
     pub fn restart_keys(&self, new: &Self) -> Vec<&'static str> {
         let keys = [
             ("listen", self.listen != new.listen),
@@ -74,7 +74,6 @@ impl ControllerConfig {
         keys.into_iter().filter(|(_, changed)| *changed).map(|(key, _)| key).collect()
     }
 
-    /// Who may come.
     pub fn listener_config(&self) -> ListenerConfig<'_> {
         let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
         ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
@@ -118,5 +117,5 @@ impl ControllerConfig {
     }
 }
 
-/// The state directory of the packaged unit, which leaves the controller nothing else to write.
+/// The state directory of the packaged unit, the only writable one.
 const STATE_DIRECTORY: &str = "/var/lib/coreward";

@@ -1,4 +1,5 @@
-//! One agent's stream: a registration, then reports and answers in; out its configuration, now and at every change, and questions.
+//! Stream of one agent. In: a registration, then reports and answers. Out: its configuration, now and at every change,
+//! and queries.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,12 +19,12 @@ use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
 
-/// Delay of the answer to a registration that is rejected.
+/// Delay of the answer to a rejected registration.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// What an agent says: on a stream of its own, or through its rack.
+/// Messages of an agent: from a stream of its own, or through its rack.
 pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
@@ -31,12 +32,12 @@ impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S 
 pub enum ReportSource {
     /// The agent's own.
     Agent(AuthenticatedPeer),
-    /// That of the rack through which the agent speaks. The rack vouches for it.
+    /// The rack's, which vouches for its agents.
     Rack(RackRelay),
 }
 
 impl ReportSource {
-    /// Whether it may speak for the server.
+    /// Rejects an agent that may not report for the server.
     fn require_name(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(peer) => peer.require_name(Role::Agent, server).map(|()| None),
@@ -54,7 +55,6 @@ impl fmt::Display for ReportSource {
     }
 }
 
-/// Serves the stream until it ends.
 pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messages: impl Messages, answers: Answers) {
     let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
@@ -87,8 +87,8 @@ pub async fn serve(shared: Arc<ControllerState>, source: ReportSource, mut messa
     }
 }
 
-/// Ends the stream with this error. A connection has a limited number of streams, so a delay limits how often it can be refused; an
-/// agent that takes over from another, or looks for the leader, is not delayed.
+/// Ends the stream with this error. A connection has a limited number of streams, so a delay limits the rate of
+/// rejections. An agent that takes over from another, or searches the leader, is not delayed.
 async fn refuse(status: Status, answers: &Answers) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
@@ -165,8 +165,8 @@ async fn converse(
     }
 }
 
-/// Returns the next message. While the agent is over its limit nothing is read or decoded: what it sends waits in its own connection,
-/// and HTTP/2's flow control stops it there.
+/// Returns the next message. While the agent is over its limit nothing is read or decoded: its messages wait in its own
+/// connection, where HTTP/2's flow control stops it.
 async fn next_message(
     shared: &ControllerState,
     session: &Session,
@@ -189,7 +189,7 @@ async fn next_message(
     Ok(message.and_then(|message| message.message))
 }
 
-/// A report that is of no use is counted and logged; only when the session itself is over the stream ends.
+/// Records a report. An invalid one is counted and logged; the stream ends only with the session.
 fn take(shared: &ControllerState, session: &Session, report: v1::Report, log: &mut RefusalLog) -> Result<(), Status> {
     let report = Report::try_from(report);
     let now = shared.now();
@@ -205,11 +205,11 @@ fn take(shared: &ControllerState, session: &Session, report: v1::Report, log: &m
     Ok(())
 }
 
-/// Says once why reports are refused, not ten times a second.
+/// Logs rejected reports once, not ten times a second.
 #[derive(Default)]
 struct RefusalLog {
     newest: Option<&'static str>,
-    /// Whether the stream is not read now.
+    /// Whether the stream is paused.
     is_delayed: bool,
     was_delayed: bool,
 }

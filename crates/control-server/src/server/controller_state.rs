@@ -1,4 +1,4 @@
-//! What all callers share.
+//! State shared by all callers.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
@@ -32,59 +32,57 @@ use super::state_manager::{Change, Counts};
 use super::table_scheduler::TableBudget;
 use super::update_publisher::UpdatePublisher;
 
-/// The controller's decisions, and what they say now.
+/// The controller, and its present results.
 pub struct ControllerState {
     controller: Mutex<Controller>,
-    /// Until when this controller leads; `None`: there is no other.
+    /// Leadership; `None`: there is no other controller.
     leadership: Option<Arc<Leadership>>,
-    /// What load balancers are to have.
     pub publisher: UpdatePublisher,
     due: Notify,
-    /// Whether it is their turn.
+    /// Time budget of tables.
     pub table_budget: TableBudget,
-    /// Counts configurations of agents: what they wait for.
+    /// Counts configurations of agents; their streams wait for it.
     agent_configurations: watch::Sender<u64>,
-    /// Who is asked for sockets, and who asks.
     pub sockets: Sockets,
-    /// Whether this controller leads no more.
+    /// Whether this controller was deposed.
     deposed: watch::Sender<bool>,
     changes: mpsc::Sender<WantedChange>,
     /// Whether tables are made: after a restart not at once.
     settled: AtomicBool,
-    /// What the newest configurations were made of, beside the fleet.
+    /// Inputs of the newest configurations, beside the fleet.
     last_published: Mutex<LastPublished>,
-    /// From servers' newest reports to the tables that have them.
+    /// From servers' newest reports to their tables.
     report_to_table: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,
     counts: Arc<Counts>,
 }
 
-/// A change of the records, and who waits for it.
+/// A change of the records, and its waiting caller.
 pub struct WantedChange {
     pub change: Change,
     pub author: Author,
-    /// Told when it is in force, or why it is not.
+    /// Result, sent when the change is in force or rejected.
     pub done: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
 impl WantedChange {
-    /// One that nobody waits for.
+    /// Returns a change without a waiting caller.
     pub fn without_answer(change: Change, author: Author) -> Self {
         Self { change, author, done: oneshot::channel().0 }
     }
 }
 
-/// What a change has come to, whatever others change after it.
+/// Result of a change, whatever others change after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChangeOutcome {
     /// Whether it makes another configuration.
     pub is_new: bool,
-    /// Of the fleet's document that was in force then.
+    /// Of the fleet's document in force then.
     pub document_generation: u64,
 }
 
-/// That are looked at without a pause: some hundred microseconds.
+/// Servers read without a pause: some hundred microseconds.
 const SERVERS_AT_ONCE: usize = 32;
 
 const CHANGES: usize = 64;
@@ -93,12 +91,12 @@ const CHANGES: usize = 64;
 struct LastPublished {
     alive: BTreeSet<String>,
     predecessor_changes: u64,
-    /// When the last tables were made.
+    /// Time of the last tables.
     ticked: Duration,
 }
 
 impl ControllerState {
-    /// Changes that callers want come out of the receiver.
+    /// Creates the state. Requested changes go to the receiver.
     pub fn new(
         controller: Controller,
         (clock, counts): (RecordClock, Arc<Counts>),
@@ -127,52 +125,51 @@ impl ControllerState {
         (shared, receiver)
     }
 
-    /// Changes the records, and returns when that is in force. Fails when it cannot be written down.
+    /// Changes the records, and returns when that is in force. Fails when it cannot be written.
     pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
         self.change_by(Author::controller(), change).await
     }
 
-    /// The same, because somebody wants it.
+    /// [`ControllerState::change`] with its author.
     pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
         let (done, outcome) = oneshot::channel();
         self.changes.send(WantedChange { change, author, done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
     }
 
-    /// Until when this controller leads; `None`: there is no other.
+    /// Returns the leadership; `None`: there is no other controller.
     pub fn leadership(&self) -> Option<&Arc<Leadership>> {
         self.leadership.as_ref()
     }
 
-    /// Whether this controller leads now. Asked before anything is handed out: a process that was stopped does not know how
-    /// long.
+    /// Whether this controller leads now. To be checked before every answer, because a process may have been stopped
+    /// for any time.
     pub fn leads(&self) -> bool {
         self.leadership.as_ref().is_none_or(|leadership| leadership.holds())
     }
 
-    /// Returns when this controller leads no more ([`ControllerState::depose`]). Every stream waits here, and nothing wakes it before.
+    /// Returns when this controller is deposed ([`ControllerState::depose`]). Every stream waits here, and nothing
+    /// wakes it before.
     pub async fn deposed(&self) {
-        // The sender is this one's own.
         let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
     }
 
-    /// This controller leads no more: whoever watches the lease says so to all streams.
+    /// Marks this controller as deposed, which ends all streams.
     pub fn depose(&self) {
         self.deposed.send_replace(true);
     }
 
-    /// The moment.
     pub fn now(&self) -> Now {
         Now { monotonic: self.started.elapsed(), wall: wall_now(), record: self.clock.now() }
     }
 
-    /// Held for microseconds; never across an await.
+    /// Locks the controller. Held for microseconds; never across an await.
     pub fn controller(&self) -> MutexGuard<'_, Controller> {
-        // Every call leaves the state whole, so after a panic in one of them the others can go on.
+        // Every call leaves the state whole, so other callers can continue after a panic.
         self.controller.lock()
     }
 
-    /// Runs one of many steps. Others that wait for the controller have it before the next step.
+    /// Runs one of many steps. Other callers get the lock before the next step.
     fn step<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
         let mut controller = self.controller();
         let result = step(&mut controller);
@@ -180,7 +177,8 @@ impl ControllerState {
         result
     }
 
-    /// Everything there is to see; with whole RSS keys where `rss_keys`. Of thousands of servers it takes tens of milliseconds.
+    /// Returns the full status; with whole RSS keys where `rss_keys`. For thousands of servers it takes tens of
+    /// milliseconds.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_head(now);
@@ -201,7 +199,7 @@ impl ControllerState {
         loop {
             let position = self.controller().service_position(name)?;
             let service = self.service_at(position, rss_keys, now);
-            // Else the document has changed since, and the position with it.
+            // Otherwise the document has changed since, and the position with it.
             if service.as_ref().is_some_and(|service| service.name == name) {
                 return service;
             }
@@ -227,7 +225,7 @@ impl ControllerState {
         self.controller().load_balancer_status(now)
     }
 
-    /// What changes now and then.
+    /// Returns the values that change rarely.
     pub fn overview(&self, now: Now) -> Overview {
         let mut overview = self.controller().overview_head(now);
         let read =
@@ -238,7 +236,7 @@ impl ControllerState {
         overview
     }
 
-    /// What changes with every report.
+    /// Returns the values that change with every report.
     pub fn loads(&self) -> Loads {
         let now = self.now();
         let mut loads = self.controller().loads_head(now);
@@ -246,7 +244,7 @@ impl ControllerState {
         loads
     }
 
-    /// The service at this address as it is now, for explanations. Fails when there is none.
+    /// Returns a snapshot of the service at this address, for explanations. Fails when there is none.
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, NotExplained> {
         let now = self.now();
         let view = self.controller().service_view(address, now)?;
@@ -254,7 +252,7 @@ impl ControllerState {
         Ok(view.with_servers(servers))
     }
 
-    /// The newest table of the service; `None`: there is no such service, or it has none.
+    /// Returns the newest table of the service; `None`: no such service, or no table.
     pub fn table(&self, service: &str) -> Option<Table> {
         let (table, age) = self.controller().newest_table(service, self.now())?;
         let names = self.each_server(|_, id, server| (id, server.name.clone())).into_iter().collect();
@@ -308,7 +306,7 @@ impl ControllerState {
         }
     }
 
-    /// The service's pool where the controller would have to make it, which takes tens of milliseconds for thousands of
+    /// Returns the service's pool if the controller has none cached, which takes tens of milliseconds for thousands of
     /// servers.
     fn pool_if_unknown(&self, position: usize, now: Now) -> Option<Pool> {
         if !self.controller().lacks_pool(position)? {
@@ -332,12 +330,10 @@ impl ControllerState {
         keys
     }
 
-    /// Whether tables are made.
     pub fn is_settled(&self) -> bool {
         self.settled.load(Ordering::Relaxed)
     }
 
-    /// What Prometheus is told.
     pub fn metrics(&self) -> Snapshot {
         let now = self.now();
         let mut page = component::begin(Component::Controller);
@@ -355,14 +351,13 @@ impl ControllerState {
         page
     }
 
-    /// Whether the loads of all servers that take new connections are known.
     pub fn all_report(&self) -> bool {
         let now = self.now();
         let controller = self.controller();
         controller.all_report(now) && controller.all_have_checked(now)
     }
 
-    /// A report interval has ended. Gives the time until the next end.
+    /// Ends a report interval. Returns the time until the next end.
     pub fn tick(&self) -> Duration {
         let now = self.now();
         let (timing, interval) = {
@@ -392,7 +387,7 @@ impl ControllerState {
         self.post(&tables, received.into_iter());
     }
 
-    /// Makes tables that are due, the longest first, until none is or `enough` time has passed. Gives the time that it took.
+    /// Makes due tables, the longest due first, until none is due or `enough` time has passed. Returns the time taken.
     pub fn make_due_tables(&self, enough: Duration) -> Duration {
         let begun = Instant::now();
         while begun.elapsed() < enough {
@@ -403,19 +398,18 @@ impl ControllerState {
         begun.elapsed()
     }
 
-    /// Ready when tables are due.
     pub async fn due(&self) {
         self.due.notified().await;
     }
 
-    /// What a table is made of may have changed.
+    /// Notifies the scheduler that inputs of tables may have changed.
     pub fn inputs_changed(&self) {
         if self.may_make_tables() {
             self.due.notify_one();
         }
     }
 
-    /// Whether tables are due, and are made at all.
+    /// Whether tables are due and may be made.
     pub fn may_make_tables(&self) -> bool {
         self.is_settled() && self.controller().is_due()
     }
@@ -436,7 +430,7 @@ impl ControllerState {
         self.last_published.lock()
     }
 
-    /// Load balancers know of each other who is.
+    /// Publishes which load balancers are alive.
     fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
         let alive = controller.alive(now);
@@ -447,17 +441,16 @@ impl ControllerState {
         }
     }
 
-    /// Puts another configuration in force.
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
         let kept: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
-        // Nobody waits while it is written down, or while the old one is thrown away.
+        // No caller waits while it is encoded, or while the old one is dropped.
         let alive = self.controller().alive(now);
         let configuration = fleet.for_load_balancers(|name| alive.contains(name));
         let indexed = Indexed::of(&fleet);
         let old = self.controller().configure_indexed(fleet, indexed);
         drop(old);
-        // Tables of before may name servers that are no more: the data plane knows which are.
+        // Earlier tables may name servers that are gone: the data plane knows which are.
         self.publisher.publish_configuration(configuration, |service| kept.contains(&service));
         self.agent_configurations.send_modify(|count| *count += 1);
         if !self.settled.load(Ordering::Relaxed) {
@@ -470,7 +463,7 @@ impl ControllerState {
         }
     }
 
-    /// With tables on change: makes those due whose services' servers have changed otherwise than by a report.
+    /// With tables on change: makes the tables that are due by other changes than reports.
     pub fn poll_inputs(&self) {
         if !self.settled.load(Ordering::Relaxed) {
             return;
@@ -489,7 +482,7 @@ impl ControllerState {
         }
     }
 
-    /// From now on tables are made.
+    /// Enables tables.
     pub fn settle(&self) {
         self.settled.store(true, Ordering::Relaxed);
     }

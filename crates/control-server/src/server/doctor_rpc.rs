@@ -6,7 +6,7 @@ use coreward_wire::v1;
 use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// What a machine must know to be looked at.
+/// Returns the facts of the fleet that checks of a machine need.
 pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
     let controller = shared.controller();
     let fleet = controller.fleet();

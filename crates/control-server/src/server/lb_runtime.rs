@@ -1,7 +1,7 @@
-//! Load balancers' connections have a thread of their own. What agents and racks say is served in the order in which it came, and a
-//! burst of it takes tens of milliseconds of a CPU; a table that was made meanwhile is not to wait behind it, nor is what a load
-//! balancer says of it. The kernel prefers a thread that mostly sleeps, so this holds on one CPU, too. Without TLS nobody knows whose a
-//! connection is before it has said so, and load balancers are served with the others.
+//! Runtime for the connections of load balancers, in a thread of its own. Agents and racks are served in order of
+//! arrival, and a burst of them takes tens of milliseconds of a CPU; tables and load balancers' messages must not wait
+//! behind it. The kernel prefers a thread that mostly sleeps, so this holds on one CPU, too. Without TLS the role of a
+//! connection is unknown at its start, and load balancers are served with the others.
 
 use std::io;
 use std::sync::Arc;
@@ -18,10 +18,8 @@ use tokio_stream::{Stream, StreamExt as _};
 use super::{Service, builder, service};
 use crate::server::leader_election::LeaderElection;
 
-/// Connections that wait for the thread.
 const WAITING: usize = 64;
 
-/// Serves load balancers, for as long as it is there.
 pub struct LbRuntime {
     runtime: Option<Runtime>,
     connections: mpsc::Sender<io::Result<AcceptedConnection>>,
@@ -29,7 +27,7 @@ pub struct LbRuntime {
 }
 
 impl LbRuntime {
-    /// Begins to serve. Fails when there can be no more threads.
+    /// Starts the thread. Fails when there can be no more threads.
     pub fn begin(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -43,7 +41,7 @@ impl LbRuntime {
         Ok(Self { runtime: Some(runtime), connections, serving })
     }
 
-    /// Takes load balancers' connections out of these: those whose certificate says so.
+    /// Takes the connections of load balancers, by their certificates, out of these.
     pub fn take_from<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         admitted: S,
@@ -68,7 +66,7 @@ impl LbRuntime {
         self.runtime.as_ref().expect("it is there until this is dropped")
     }
 
-    /// Returns when it serves no more.
+    /// Returns when the thread has ended.
     pub async fn ended(&mut self) -> anyhow::Result<()> {
         (&mut self.serving).await?.context("load balancers are not served")
     }
@@ -76,7 +74,7 @@ impl LbRuntime {
 
 impl Drop for LbRuntime {
     fn drop(&mut self) {
-        // Waiting for its thread is not possible in asynchronous code.
+        // Joining a thread is not possible in asynchronous code.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }

@@ -1,4 +1,4 @@
-//! Who leads. A controller with a store of its own always does; of several on etcd one does, and the others say who.
+//! Leadership. A controller with a store of its own always leads; of several on etcd one does, and the others name it.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -26,12 +26,12 @@ use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use coreward_listener::security::Security;
 use coreward_store::StoreError;
 
-/// What others are told of who leads, in etcd.
+/// Record of the leader in etcd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
-    /// Where daemons reach it.
+    /// Its address for daemons.
     pub address: SocketAddr,
-    /// `https://HOST:PORT` of its API; `None`: on its own host only, or it is of a version that does not say.
+    /// `https://HOST:PORT` of its API; `None`: on its own host only, or unknown (older version).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api: Option<String>,
 }
@@ -48,21 +48,21 @@ impl fmt::Display for Leader {
 #[derive(Clone)]
 enum Role {
     Leads(Arc<ControllerState>),
-    /// Who leads, as far as is known.
+    /// The leader, if known.
     Follows(Option<Leader>),
 }
 
-/// Who leads, as this controller knows it.
+/// Leadership as this controller knows it.
 pub struct LeaderElection {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
-    /// Who is let in, whoever leads.
+    /// Access rules, independent of the leader.
     pub security: Arc<Security>,
     pub api_requests: Arc<RequestCounts>,
 }
 
 impl LeaderElection {
-    /// Nobody leads. `cluster`: where it is decided who does.
+    /// Starts without a leader. `cluster`: the election's etcd.
     pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
         Self {
             role: Mutex::new(Role::Follows(None)),
@@ -76,7 +76,7 @@ impl LeaderElection {
         self.set(Role::Leads(shared));
     }
 
-    /// Another one leads, or nobody.
+    /// Records another leader, or none.
     pub fn become_follower(&self, leader: Option<Leader>) {
         self.set(Role::Follows(leader));
     }
@@ -89,8 +89,8 @@ impl LeaderElection {
         self.role.lock().clone()
     }
 
-    /// What the leader knows and decides. Fails when this controller does not lead: UNAVAILABLE, with the one that
-    /// does.
+    /// Returns the leader's state. Fails when this controller does not lead: UNAVAILABLE, with the address of the
+    /// leader.
     pub fn shared(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leads(shared) if shared.leads() => Ok(shared),
@@ -99,7 +99,7 @@ impl LeaderElection {
         }
     }
 
-    /// Who leads, where that is another controller.
+    /// Returns the leader, if that is another controller.
     pub fn leader(&self) -> Option<Leader> {
         match self.role() {
             Role::Leads(_) => None,
@@ -107,7 +107,6 @@ impl LeaderElection {
         }
     }
 
-    /// What Prometheus is told.
     pub fn metrics(&self) -> Snapshot {
         let leads = self.shared().ok();
         let mut page = match &leads {
@@ -141,7 +140,7 @@ impl LeaderElection {
     }
 }
 
-/// Of a controller that does not lead; `leader`: the one that does.
+/// Returns the error of a follower, with the leader.
 pub fn not_leading(leader: Option<Leader>) -> Status {
     let Some(Leader { address, .. }) = leader else {
         return Status::unavailable("this controller does not lead, and no other one does at this moment");
@@ -153,7 +152,7 @@ pub fn not_leading(leader: Option<Leader>) -> Status {
     status
 }
 
-/// Whether a change was not made, or may not have been made, because this controller leads no more.
+/// Whether a change failed, or may have failed, because this controller was deposed.
 pub fn is_deposed(error: &anyhow::Error) -> bool {
     let etcd = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
         Some(StoreError::Etcd(error)) => Some(error),
@@ -162,7 +161,7 @@ pub fn is_deposed(error: &anyhow::Error) -> bool {
     matches!(etcd, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
 }
 
-/// Waits until this controller leads, and says meanwhile who does.
+/// Waits until this controller leads, and records the leader meanwhile.
 pub async fn campaign(
     election: &Arc<LeaderElection>,
     cluster: &Arc<Cluster>,
@@ -195,7 +194,7 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
 }
 
-/// Who leads by what etcd says, in words. Not to be called from asynchronous code. Fails when etcd cannot be asked.
+/// Describes the leader in etcd. Not to be called from asynchronous code. Fails when etcd does not answer.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
@@ -207,13 +206,14 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     })
 }
 
-/// The way to etcd. Not to be called from asynchronous code. Fails when a file that `[etcd.tls]` names cannot be used.
+/// Returns the connection to etcd. Not to be called from asynchronous code. Fails when a file of `[etcd.tls]` cannot be
+/// used.
 pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
     let tls = config.tls.as_ref().map(tls).transpose()?;
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
 }
 
-/// Takes files of `[etcd.tls]` up when they have changed, for ever. What cannot be used changes nothing.
+/// Loads changed files of `[etcd.tls]`, forever. An unusable file changes nothing.
 pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let own = files.own.iter().flat_map(|(certificate, key)| [certificate, key]);

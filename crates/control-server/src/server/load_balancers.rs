@@ -1,4 +1,4 @@
-//! One load balancer's stream: a registration, then what it sees, in; configuration, tables and answers of agents out.
+//! Stream of one load balancer. In: a registration, then its state. Out: configuration, tables and agents' answers.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -19,7 +19,6 @@ use coreward_listener::security::AuthenticatedPeer;
 
 type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
-/// Serves the stream until it ends.
 pub async fn serve(
     shared: Arc<ControllerState>,
     peer: AuthenticatedPeer,
@@ -67,7 +66,7 @@ async fn leave(shared: &ControllerState, name: String, session: u64) {
     }
 }
 
-/// Who it is, and whether it takes changes. From then on it is in the fleet: others know its number and its address.
+/// Registers it, and returns whether it accepts changes. From then on others know its number and its address.
 async fn introduce(
     shared: &ControllerState,
     peer: &AuthenticatedPeer,
@@ -107,7 +106,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
     }
 }
 
-/// What it sees and asks, until it disconnects.
+/// Receives its state and queries until it disconnects.
 async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming<v1::LoadBalancerMessage>) {
     use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
@@ -146,7 +145,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
     }
 }
 
-/// Hands the question to the server's agent. When that is away the load balancer is told at once.
+/// Relays the query to the server's agent. Without one, the load balancer is told at once.
 fn ask(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { asker: session, ..query };
@@ -156,8 +155,8 @@ fn ask(shared: &ControllerState, session: u64, query: SocketQuery) {
     }
 }
 
-/// The newest configuration, then the newest tables, each time there is something new and room for it. Who is slow
-/// misses tables, and gets the newest.
+/// Sends the newest configuration, then the newest tables, whenever there is an update and room for it. A slow receiver
+/// skips tables.
 async fn send_updates(
     shared: &ControllerState,
     mut cursor: Cursor,
@@ -177,7 +176,7 @@ async fn send_updates(
                     return;
                 }
                 changes.mark_unchanged();
-                // Without a document, after the loss of a disk for one, load balancers keep what they have in force.
+                // Without a document, for example after the loss of a disk, load balancers keep their configuration.
                 if !shared.controller().fleet().has_document() {
                     continue;
                 }

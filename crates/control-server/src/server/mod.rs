@@ -1,10 +1,10 @@
-//! The daemon: the controller's decisions behind gRPC, ticking, and reading its file again when told.
+//! The daemon: the controller's decisions behind gRPC, timers, and reloading.
 //!
-//! * [`controller_state`]: what all callers share
-//! * [`update_publisher`]: what load balancers are to have
-//! * [`state_manager`]: configuration and records; the only one that writes the store
-//! * [`leader_election`]: who leads, where there are several controllers
-//! * [`socket_query_relay`]: questions and answers between the two
+//! * [`controller_state`]: state shared by all callers
+//! * [`update_publisher`]: updates for load balancers
+//! * [`state_manager`]: configuration and records; the only writer of the store
+//! * [`leader_election`]: leadership among several controllers
+//! * [`socket_query_relay`]: socket queries and answers between load balancers and agents
 //! * [`agents`], [`racks`], [`load_balancers`], [`doctor_rpc`]: one kind of caller each
 
 mod agents;
@@ -63,27 +63,27 @@ use leader_election::LeaderElection;
 use state_manager::{Change, NotForgotten, StateManager};
 use table_scheduler::make_tables;
 
-/// Who has something to say by gRPC.
+/// Roles with a gRPC stream.
 const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
-/// Before a controller that has led stands for election again: others are first.
+/// Pause of a controller that has led before the next election: others are first.
 const AFTER_LEADING: Duration = Duration::from_secs(1);
-/// Tables that a load balancer is sent before it takes one: some at once, but not so many that newer ones wait behind them.
+/// Tables sent to a load balancer before it confirms one: several, but not so many that newer ones wait behind them.
 const TABLES_ON_THE_WAY: usize = 4;
-/// After so many reports, or pieces of other work, it is looked at what has come meanwhile and which time is over: of racks each
-/// takes up to some hundred microseconds (tokio's 61 are 10 ms then).
+/// Tasks after which tokio polls I/O and timers: a rack's message takes up to some hundred microseconds (tokio's
+/// default of 61 would be 10 ms).
 const EVENT_INTERVAL: u32 = 7;
-/// How often ids of servers that left are looked over.
+/// Interval of checks for ids of servers that left.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
-/// How often it is looked whether buckets have changed hands, and whether the rotation of the cookie keys can go on.
+/// Interval of checks for moved buckets and for the next step of a rotation.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again. Fails when a file is wrong, the store cannot
-/// be used or the address cannot be listened on.
+/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again. Fails when a file is invalid, the store
+/// cannot be used or the address cannot be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
-    // One worker takes what agents and racks say, and makes tables of it. Such a worker runs next what a task has just woken (a
-    // current-thread runtime: what has waited longest), so a table that is due does not wait for the reports of a thousand agents that
-    // came meanwhile.
+    // One worker receives from agents and racks, and makes tables. Such a worker runs next the task that was just woken
+    // (a current-thread runtime: the one that has waited longest). So a due table does not wait for the reports of a
+    // thousand agents.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .event_interval(EVENT_INTERVAL)
@@ -102,7 +102,7 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     outcome
 }
 
-/// Lowers the priority of the calling thread, so that reports and tables do not wait where all share one CPU.
+/// Lowers the priority of the calling thread, so that it does not delay reports and tables on a shared CPU.
 pub(crate) fn lower_thread_priority(thread: &str) {
     if let Err(error) = coreward_daemon::priority::yield_to_others() {
         tracing::warn!(event = "thread-priority-unchanged", thread, %error, "cannot lower a thread's priority");
@@ -121,13 +121,13 @@ pub struct Server {
     hangups: Hangups,
 }
 
-/// SIGHUP, for each that waits for it.
+/// SIGHUP, for each task that waits for it.
 struct Hangups {
     files: Signal,
     tokens: Signal,
 }
 
-/// Where the records are.
+/// The opened store.
 enum OpenedStore {
     /// There is no other controller.
     Own(Box<StateManager>),
@@ -135,15 +135,14 @@ enum OpenedStore {
 }
 
 impl Server {
-    /// Reads the file, opens the store and listens. Fails when one of these fails.
-    ///
-    /// Boxed, so that callers do not compile the server once more.
+    /// Reads the file, opens the store and binds the addresses. Boxed, so that callers do not compile the server once
+    /// more.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
     }
 
     async fn open(path: &Path) -> anyhow::Result<Self> {
-        // Who changes a file from now on says so to this.
+        // Watches before the files are read: later changes are not missed.
         let hangups = Hangups { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
         let (config, store, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
@@ -162,12 +161,11 @@ impl Server {
         Ok(Self { path: path.to_owned(), config, store, election, listener, address, api, tokens, hangups })
     }
 
-    /// Where it listens (the port that the system chose where `listen` names port 0).
+    /// Returns its address (with the port that the system chose for port 0).
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Who leads.
     pub fn election(&self) -> Arc<LeaderElection> {
         self.election.clone()
     }
@@ -176,7 +174,7 @@ impl Server {
         self.api.address()
     }
 
-    /// Serves for ever. Fails when the listening socket fails.
+    /// Serves forever. Fails when the listening socket fails.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
         Box::pin(self.run())
     }
@@ -184,7 +182,7 @@ impl Server {
     async fn run(self) -> anyhow::Result<()> {
         let asked = self.election.clone();
         endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
-        // Before anybody can ask: who starts the only controller may ask it at once.
+        // Before the first request: the starter of the only controller may query it at once.
         let work = match self.store {
             OpenedStore::Own(manager) => Work::Alone(Box::new(Term::begin(*manager, &self.election, None))),
             OpenedStore::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
@@ -216,15 +214,15 @@ impl Server {
     }
 }
 
-/// What a controller does beside answering.
+/// Background work of a controller.
 enum Work {
-    /// It leads for ever.
+    /// Leads forever.
     Alone(Box<Term>),
-    /// It leads when no other controller does.
+    /// Leads when no other controller does.
     Together(Arc<Cluster>, EtcdConfig),
 }
 
-/// The file, and what it says where the records are. Not to be called from asynchronous code.
+/// Reads the file and opens the store. Not to be called from asynchronous code.
 fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
     let config = ControllerConfig::load(path)?;
     let security = Security::of(&config.listener_config())?;
@@ -238,7 +236,7 @@ fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)
     Ok((config, store, security))
 }
 
-/// Leads whenever nobody else does, for ever.
+/// Leads whenever no other controller does, forever.
 async fn take_turns(
     path: &Path,
     mut config: ControllerConfig,
@@ -276,7 +274,6 @@ async fn take_turns(
                 shared.depose();
                 reason
             }
-            // Perhaps another controller can.
             Err(error) => format!("what is on record cannot be used: {error:#}"),
         };
         tracing::warn!(event = "deposed", reason, "this controller no longer leads");
@@ -288,7 +285,7 @@ async fn take_turns(
     }
 }
 
-/// SIGHUP at a controller that does not lead: certificates are refused there, too. The rest of the file counts when it leads.
+/// Handles SIGHUP at a follower: certificates are revoked there, too. The rest of the file counts when it leads.
 async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
     loop {
         hangup.recv().await;
@@ -301,7 +298,7 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
     }
 }
 
-/// A controller's time as the one that leads.
+/// One term of leadership.
 struct Term {
     manager: StateManager,
     shared: Arc<ControllerState>,
@@ -309,7 +306,7 @@ struct Term {
 }
 
 impl Term {
-    /// From now on questions are answered.
+    /// Starts to answer requests.
     fn begin(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
         let (shared, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
@@ -318,7 +315,7 @@ impl Term {
         Self { manager, shared, changes }
     }
 
-    /// Decides and serves, for ever.
+    /// Decides and serves, forever.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, shared, changes } = self;
         tokio::select! {
@@ -329,7 +326,7 @@ impl Term {
     }
 }
 
-/// Changes of configuration and records, one after the other, for ever.
+/// Makes changes of configuration and records in order, forever.
 async fn keep(
     mut manager: StateManager,
     shared: &ControllerState,
@@ -348,7 +345,6 @@ async fn keep(
         let (back, outcome) = make(manager, shared, change, author).await?;
         manager = back;
         match (waiting, outcome) {
-            // Who has hung up meanwhile does not want to know.
             (Some(done), outcome) => drop(done.send(outcome)),
             (None, Err(error)) => {
                 tracing::warn!(
@@ -362,14 +358,14 @@ async fn keep(
     }
 }
 
-/// Makes a change, and puts it in force.
+/// Makes a change and puts it in force.
 pub(crate) async fn make(
     mut manager: StateManager,
     shared: &ControllerState,
     change: Change,
     author: Author,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
-    // Changes are made one after the other: here nobody else drains the last healthy one meanwhile.
+    // Changes are sequential, so no other one drains the last healthy server meanwhile.
     if let Change::Drain(wanted) = &change
         && let Err(refused) = shared.controller().can_drain(wanted, shared.now())
     {
@@ -380,7 +376,7 @@ pub(crate) async fn make(
     {
         return Ok((manager, Err(NotForgotten::Connected(name.clone()).into())));
     }
-    // The disk may take its time: tables and reports go on.
+    // The disk may be slow: tables and reports go on.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
         let outcome = manager.make(change, &author);
         (manager, outcome)
@@ -398,7 +394,7 @@ pub(crate) async fn make(
     Ok((manager, outcome))
 }
 
-/// Looks after what is to be written down by itself, for ever: buckets that changed hands, and keys.
+/// Writes moved buckets and key steps to the records, forever.
 async fn maintenance_loop(shared: &ControllerState) {
     let mut due = tokio::time::interval(POLL_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -437,7 +433,7 @@ async fn maintenance_loop(shared: &ControllerState) {
     }
 }
 
-/// The gRPC code of a refusal that ends a stream.
+/// Returns the gRPC code of a rejection that ends a stream.
 fn rejection_status(refused: &Rejection) -> Status {
     let message = refused.to_string();
     match refused {
@@ -454,7 +450,7 @@ fn rejection_status(refused: &Rejection) -> Status {
     }
 }
 
-/// A stream, and in which term: whoever has heard of a newer one leaves.
+/// Returns a stream with its term: a peer that knows a newer term leaves.
 fn begun<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
     let mut response = Response::new(ReceiverStream::new(stream));
     if let Some(leadership) = shared.leadership() {
@@ -472,7 +468,7 @@ fn service(service: Service) -> SizedControl<Service> {
 }
 
 impl Service {
-    /// Who asks, if he may.
+    /// Returns the authenticated peer, if it has one of the roles.
     fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::of(request, &self.election.security)?;
         peer.require(roles)?;

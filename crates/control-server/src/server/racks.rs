@@ -1,5 +1,5 @@
-//! One rack's stream. In: its registration, then its agents' messages and its summaries. Out: its configuration and its
-//! agents' updates. Each agent behind it is served as if it had connected itself ([`super::agents`]).
+//! Stream of one rack. In: its registration, then its agents' messages and its summaries. Out: its configuration and
+//! its agents' updates. Each agent behind it is served like a direct one ([`super::agents`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,15 +20,14 @@ use coreward_controller::rejection::Rejection;
 use coreward_listener::security::AuthenticatedPeer;
 
 type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
-/// Queue of an agent's messages to the task that serves it.
+/// Queue of an agent's messages to its task.
 type AgentMessages = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
-/// Messages of one agent that wait to be served. The rack's stream waits where there is no room.
+/// Waiting messages of one agent. The rack's stream waits when the queue is full.
 const QUEUED: usize = 4;
-/// Streams of agents behind one rack: as many as there are ids of servers.
+/// Limit of agents' streams behind one rack: the number of server ids.
 const MOST_AGENTS: usize = 16_384;
 
-/// Serves the stream until it ends.
 pub async fn serve(
     shared: Arc<ControllerState>,
     peer: AuthenticatedPeer,
@@ -75,7 +74,7 @@ async fn register(
     session.map(|session| (name, session)).map_err(|refused| rejection_status(&refused))
 }
 
-/// What it passes up and hands on, until it disconnects.
+/// Receives summaries and agents' messages until it disconnects.
 async fn listen(
     shared: &Arc<ControllerState>,
     name: &str,
@@ -104,7 +103,7 @@ async fn listen(
                     }
                     let relay = RackRelay { rack: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| begin(shared, relay, updates.clone()));
-                    // Where nobody serves it any more, it has been told why.
+                    // Its task has ended, and the rack was told why.
                     let _ = agent.send(Ok(message)).await;
                 }
             }
@@ -124,7 +123,6 @@ async fn listen(
     }
 }
 
-/// Serves an agent behind the rack, from its registration on.
 fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
     let (said, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
@@ -148,8 +146,8 @@ fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> A
     said
 }
 
-/// What the rack must know: looked at once per report interval, and told when it has changed. Ends when the rack does, or says why the
-/// rack must.
+/// Sends the rack's configuration when it has changed, checked once per report interval. Ends with the rack, or with
+/// the reason to end it.
 async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Rejection> {
     let (mut told, mut looked_at) = (None, None);
     loop {

@@ -1,6 +1,6 @@
-//! Questions for sockets on their way from load balancers to agents, and the answers on their way back. Nothing waits: what
-//! finds its queue full, or nobody there, is dropped, and asked again by who wants to know. An agent answers what it was asked,
-//! and nothing else: by another's answer a load balancer would free connections of servers that the agent does not speak for.
+//! Relay of socket queries from load balancers to agents, and of the answers. Nothing waits: a message to a full queue
+//! or an absent peer is dropped, and the load balancer queries again. An agent may answer only its own queries: with a
+//! foreign answer a load balancer would free connections of other servers.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,22 +8,22 @@ use coreward_wire::{SocketAnswer, SocketQuery};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
-/// Questions of up to 256 connections that wait for one agent, or answers that wait for one load balancer.
+/// Waiting queries of up to 256 connections for one agent, or answers for one load balancer.
 const QUEUED: usize = 64;
-/// Questions that an agent may still answer: of all load balancers with a connection table as many as each has under way, twice.
+/// Open queries of an agent: twice those of all load balancers with a connection table.
 const OPEN: usize = 1024;
 
-/// Who can be asked, and who waits for answers; by session.
+/// Agents and load balancers by session.
 #[derive(Default)]
 pub struct Sockets {
     agents: Mutex<HashMap<u64, Asked>>,
     askers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
 
-/// An agent that can be asked.
+/// An agent that can be queried.
 struct Asked {
     questions: mpsc::Sender<SocketQuery>,
-    /// What it was asked and has not answered: who asked, and the question's number there.
+    /// Open queries: load balancer, and the query's number there.
     open: VecDeque<(u64, u64)>,
 }
 
@@ -32,26 +32,24 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Sockets {
-    /// An agent's session has begun: its questions come here.
+    /// Returns the queue of queries of a new agent session.
     pub fn expect_questions(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
         let (questions, receiver) = mpsc::channel(QUEUED);
         locked(&self.agents).insert(agent, Asked { questions, open: VecDeque::new() });
         receiver
     }
 
-    /// A load balancer's session has begun: its answers come here.
+    /// Returns the queue of answers of a new load balancer session.
     pub fn expect_answers(&self, asker: u64) -> mpsc::Receiver<SocketAnswer> {
         let (sender, receiver) = mpsc::channel(QUEUED);
         locked(&self.askers).insert(asker, sender);
         receiver
     }
 
-    /// The agent's session is over.
     pub fn forget_agent(&self, agent: u64) {
         locked(&self.agents).remove(&agent);
     }
 
-    /// The load balancer's session is over.
     pub fn forget_asker(&self, asker: u64) {
         locked(&self.askers).remove(&asker);
     }
@@ -66,7 +64,7 @@ impl Sockets {
         }
     }
 
-    /// The agent has answered; `false`: a question that is not open.
+    /// Relays an answer; `false`: the query is not open.
     pub fn answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let question = (answer.asker, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
@@ -81,7 +79,7 @@ impl Sockets {
         was_asked
     }
 
-    /// Sends an answer to the load balancer that asked, if it is there and reads.
+    /// Sends an answer to the load balancer, if it is connected and reads.
     pub fn reply(&self, answer: SocketAnswer) {
         if let Some(sender) = locked(&self.askers).get(&answer.asker) {
             let _ = sender.try_send(answer);

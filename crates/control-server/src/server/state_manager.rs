@@ -1,4 +1,4 @@
-//! Configuration and records: read, put together, written down. A change is in force whole or not at all.
+//! Configuration and records: read, merged, written. A change is in force as a whole or not at all.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::{Document, Records, whole_seconds};
 use coreward_store::{Store, StoreError};
 
-/// The only one that writes the store.
+/// Manager of configuration and records, the only writer of the store.
 pub struct StateManager {
     path: PathBuf,
     config: ControllerConfig,
@@ -38,20 +38,20 @@ pub struct StateManager {
     counts: Arc<Counts>,
 }
 
-/// What people are told of configuration and store.
+/// Counters of configuration and store.
 #[derive(Debug)]
 pub struct Counts {
     /// Whether the last write succeeded.
     pub is_writable: AtomicBool,
-    /// That succeeded.
+    /// Successful writes.
     pub writes: AtomicU64,
-    /// That did not.
+    /// Failed writes.
     pub failed_writes: AtomicU64,
-    /// Of the files, that succeeded.
+    /// Successful reloads of the files.
     pub reloads: AtomicU64,
-    /// That did not.
+    /// Failed reloads.
     pub failed_reloads: AtomicU64,
-    /// Whether something else is in force than what stood in the fleet's file when it was read last.
+    /// Whether the configuration in force differs from the fleet's file at its last reading.
     pub file_refused: AtomicBool,
 }
 
@@ -64,7 +64,6 @@ impl Default for Counts {
 }
 
 impl Counts {
-    /// For `status`.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if !self.is_writable.load(Ordering::Relaxed) {
@@ -83,7 +82,6 @@ impl Counts {
         warnings
     }
 
-    /// What Prometheus is told.
     pub fn add_metrics(&self, page: &mut Snapshot) {
         let number = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
         let flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
@@ -97,27 +95,27 @@ impl Counts {
 }
 
 pub enum Change {
-    /// The files are to be read again.
+    /// Read the files again.
     Reload,
-    /// There is another document of the fleet.
+    /// Apply another document of the fleet.
     Apply(Box<WantedDocument>),
-    /// Time has passed.
+    /// Retire ids after time has passed.
     Retire,
-    /// A load balancer has connected.
+    /// Add a connected load balancer.
     Enrol {
         name: String,
-        /// Where others reach it.
+        /// Address for other load balancers.
         address: Option<IpAddr>,
     },
-    /// A load balancer has disconnected.
+    /// Record a disconnected load balancer.
     Departed {
         name: String,
     },
-    /// A server is to take no new connections.
+    /// Drain a server.
     Drain(WantedDrain),
-    /// That of this name may take them again.
+    /// Undrain the server of this name.
     Undrain(String),
-    /// The load balancer of this name is gone for good.
+    /// Forget the load balancer of this name.
     Forget(String),
     Keys(KeyStep),
     Buckets(Vec<(String, BucketHistory)>),
@@ -127,11 +125,11 @@ pub struct WantedDocument {
     pub fleet: Result<FleetConfig, Diagnostics>,
     pub changes: Vec<String>,
     pub generation: u64,
-    /// Only whether it could be in force.
+    /// Validate only.
     pub dry_run: bool,
 }
 
-/// Why a document is not in force.
+/// Reason for which a document is not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum NotApplied {
     /// The operator keeps it in a file.
@@ -143,25 +141,25 @@ pub enum NotApplied {
     ManagedByFile {
         /// The fleet's file.
         file: PathBuf,
-        /// The controller's own.
+        /// The controller's file.
         controller: PathBuf,
     },
-    /// Somebody else was faster.
+    /// Another change was faster.
     #[error("generation {0} is in force, not {1}, with which this was compared: expected a new look at the difference")]
     GenerationConflict(u64, u64),
-    /// Something in it is wrong.
+    /// The document has mistakes.
     #[error(transparent)]
     Wrong(#[from] Diagnostics),
 }
 
-/// Secrets come from the operating system.
+/// Returns the operating system's generator of secrets.
 fn random() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
 impl StateManager {
-    /// Reads the fleet's file, opens the store, and takes the one into the other. `config`: what stands in `path`;
-    /// `denied`: where its list of certificates goes.
+    /// Reads the fleet's file, opens the store, and merges both. `config`: contents of `path`; `denied`: receives its
+    /// list of revoked certificates.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
@@ -169,7 +167,7 @@ impl StateManager {
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
         let file = config.fleet.as_deref().map(FleetConfig::load).transpose();
-        // Before the store is made: a fleet that is wrong leaves nothing behind.
+        // Before the store is created: an invalid fleet leaves nothing behind.
         if let (Err(mistakes), false) = (&file, config.store.may_hold_records()) {
             return Err(mistakes.clone().into());
         }
@@ -199,7 +197,7 @@ impl StateManager {
             Self { path: path.to_owned(), config, fleet, records, store, clock, restarted, revoked, counts };
         match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}
-            // On a disk that is full a controller goes on by what is on record, and changes nothing.
+            // With a full disk a controller continues from the records, and changes nothing.
             (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
                 tracing::warn!(event = "store-read-only", %error, "stored state in force: nothing can be changed");
                 if stored.document.text != manager.records.document.text {
@@ -212,7 +210,6 @@ impl StateManager {
         Ok(manager)
     }
 
-    /// What people are told of this.
     pub fn counts(&self) -> Arc<Counts> {
         self.counts.clone()
     }
@@ -237,24 +234,22 @@ impl StateManager {
         self.restarted
     }
 
-    /// By which everything is written down.
     pub fn clock(&self) -> RecordClock {
         self.clock
     }
 
-    /// The configuration in force.
     pub fn fleet(&self) -> Fleet {
         let rss_key = self.config.rss_key.as_ref().map(|key| key.expose().clone());
         Fleet::new(&self.fleet, &self.records).of_controller(self.config.fleet.clone(), rss_key)
     }
 
-    /// Of the fleet's document in force.
+    /// Returns the generation of the fleet's document in force.
     pub fn document_generation(&self) -> u64 {
         self.records.document.generation
     }
 
-    /// Makes the change; the new configuration, if it changes that. On an error everything is as it was, but for certificates that
-    /// are refused from now on. What changes no configuration is made also when it cannot be written down now.
+    /// Makes the change and returns the new configuration, if it changes. On an error nothing has changed, except for
+    /// revoked certificates. A change that alters no configuration is made even if it cannot be written now.
     pub fn make(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
@@ -269,7 +264,7 @@ impl StateManager {
             Change::Retire => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change(|records| {
-                    // So that no more than the time between two of these is not counted after a crash.
+                    // So at most the time between two of these is lost by a crash.
                     records.clock = Some(whole_seconds(now));
                     records.retire(max_connection_lifetime, now)
                 })
@@ -314,7 +309,7 @@ impl StateManager {
         }
     }
 
-    /// A change of one thing, with its entry in the audit.
+    /// Makes a change of one subject, with its audit entry.
     fn noted(
         &mut self,
         author: &Author,
@@ -333,7 +328,7 @@ impl StateManager {
         })
     }
 
-    /// Changes the records; true from `change`: that is a new configuration.
+    /// Changes the records; `change` returns whether that is a new configuration.
     fn change(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
         let is_new = change(&mut records);
@@ -342,8 +337,8 @@ impl StateManager {
             records.clock = Some(whole_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
-                // When who came and went is no configuration: it goes on record with the next change. A load balancer that
-                // comes back while the disk is full gets its tables.
+                // Connections are no configuration: they go on record with the next change. A load balancer that
+                // returns while the disk is full gets its tables.
                 Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
                     tracing::warn!(event = "change-not-stored", %error, "a change is not stored yet");
                 }
@@ -378,7 +373,7 @@ impl StateManager {
 
     fn reload(&mut self, author: &Author) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.path)?;
-        // Also where the rest cannot be in force: a key that was lost does not wait for room on a disk.
+        // Also when the rest cannot be in force: the revocation of a lost key does not wait for room on a disk.
         self.revoked.set(config.revoked_certificates.iter().copied());
         let fleet = match &config.fleet {
             Some(file) => FleetConfig::load(file)?,
@@ -407,7 +402,7 @@ impl StateManager {
     }
 }
 
-/// What is in force at first: what stands in the fleet's file, or else the document on record, put together with what is on record.
+/// Returns the first configuration: the fleet's file, or else the document on record, merged with the records.
 fn begin(
     file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
@@ -419,14 +414,14 @@ fn begin(
         None => applied(&records.document).context("the fleet that was applied last cannot be read any more")?,
     };
     records.apply(&fleet, now, &mut random())?;
-    // Who does not come back is away from now on.
+    // Peers that do not return are away from now on.
     let names: Vec<String> = records.load_balancers.keys().cloned().collect();
     names.iter().for_each(|name| records.departed(name, now));
     records.clock = Some(whole_seconds(now));
     Ok((fleet, records))
 }
 
-/// Notes another document.
+/// Records another document.
 fn note_document(
     records: &mut Records,
     before: &Records,
@@ -442,7 +437,7 @@ fn note_document(
     records.note(author, note, wall_now());
 }
 
-/// How it stands with what an action is about.
+/// Describes the state of an action's subject.
 fn in_words(records: &Records, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let announced = if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
@@ -465,18 +460,17 @@ fn in_words(records: &Records, action: &str, target: &str) -> String {
     }
 }
 
-/// Why a load balancer is not forgotten.
+/// Reason for which a load balancer is not forgotten.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotForgotten {
-    /// Nobody of that name is on record.
     #[error("load balancer {0:?} does not exist")]
     Unknown(String),
-    /// It would come back at once.
+    /// It would return at once.
     #[error("load balancer {0:?} is connected: expected one whose daemon was stopped")]
     Connected(String),
 }
 
-/// The fleet as the store keeps it.
+/// Returns the fleet in the store.
 fn applied(document: &Document) -> Result<FleetConfig, Diagnostics> {
     let name = format!("the applied fleet (generation {})", document.generation);
     FleetConfig::on_record(&Source::from_text(&name, &document.text))

@@ -1,5 +1,5 @@
-//! When tables are made: at the end of each report interval, or as soon as something has changed of which they are made, while
-//! reports have their share of the time.
+//! Scheduler of tables: at the end of each report interval, or soon after a change of their inputs, with a share of
+//! time for reports.
 
 use std::time::Duration;
 
@@ -8,23 +8,23 @@ use tokio::time::{Instant, sleep_until};
 
 use super::controller_state::ControllerState;
 
-/// After a restart load balancers keep the tables that they have until agents, who try again every 2 s at the latest,
-/// are back; but no longer than this.
+/// After a restart load balancers keep their tables until agents are back, which retry every 2 s at the latest; but no
+/// longer than this.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_LOOK: Duration = Duration::from_millis(10);
-/// Tables that are due are made as long as this; then reports have their turn.
+/// Time in which due tables are made before reports have their turn.
 const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
-/// After tables were made, none are for so many times as long: they take at most half of a CPU.
+/// Pause after tables, as a multiple of their time: they take at most half of a CPU.
 const TABLES_REST: u32 = 1;
-/// But at least so long: what comes meanwhile is in the next ones.
+/// Shortest pause: changes in it are in the next tables.
 const TABLES_GAP: Duration = Duration::from_millis(1);
 
-/// From when on it is the turn of tables again; `None`: it always was.
+/// Time from which tables may be made again; `None`: at once.
 #[derive(Debug, Default)]
 pub struct TableBudget(Mutex<Option<Instant>>);
 
 impl TableBudget {
-    /// Makes tables that are due if it is their turn. Gives when it is next.
+    /// Makes due tables if the budget allows. Returns the time of the next turn.
     fn take(&self, shared: &ControllerState) -> Instant {
         let mut next = self.0.lock();
         if let Some(later) = next.filter(|next| *next > Instant::now()) {
@@ -36,8 +36,8 @@ impl TableBudget {
 }
 
 impl ControllerState {
-    /// Loads are new. Whoever takes them in makes the tables, too, when it is their turn: a task of their own that had to wait for its
-    /// turn among hundreds that have reports to take in would make them after a burst of these.
+    /// Makes tables after new loads, if the budget allows, in the task that received the loads. A separate task would
+    /// wait behind the burst of hundreds of tasks with reports.
     pub fn on_loads_updated(&self) {
         if self.may_make_tables() {
             self.table_budget.take(self);
@@ -46,7 +46,7 @@ impl ControllerState {
     }
 }
 
-/// Makes tables, for ever. `restarted`: load balancers have those of before.
+/// Makes tables, forever. `restarted`: load balancers have earlier ones.
 pub async fn make_tables(shared: &ControllerState, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.all_report() {
@@ -60,12 +60,12 @@ async fn at_intervals(shared: &ControllerState) {
     let mut due = Instant::now();
     loop {
         sleep_until(due).await;
-        // After a pause of the machine one tick, not all that were missed.
+        // After a pause of the machine one tick, not all missed ones.
         due = (due + shared.tick()).max(Instant::now());
     }
 }
 
-/// Tables that are due while no loads come.
+/// Makes due tables while no loads arrive.
 async fn on_change(shared: &ControllerState) {
     loop {
         shared.due().await;

@@ -1,5 +1,5 @@
-//! The newest configuration and tables of all load balancers, encoded once. A slow session skips to the newest ones, so
-//! nothing queues up.
+//! Publisher of the newest configuration and tables to all load balancers, encoded once. A slow session skips to the
+//! newest ones, so nothing queues up.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
@@ -12,7 +12,7 @@ use tokio::sync::watch;
 /// The newest configuration and the newest table of each service.
 pub struct UpdatePublisher {
     snapshot: Mutex<Snapshot>,
-    /// Grows with every posting.
+    /// Number of updates.
     changes: watch::Sender<u64>,
 }
 
@@ -20,23 +20,23 @@ struct Snapshot {
     configuration: PublishedConfiguration,
     newest: u64,
     tables: HashMap<ServiceIndex, (u64, Bytes)>,
-    /// The same by posting.
+    /// By update number.
     order: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
 
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
-    /// The posting that brought it.
+    /// Its update number.
     number: u64,
     /// Encoded when a session first needs it whole.
     whole: OnceLock<Bytes>,
-    /// The posting of the one before, and what has changed since.
+    /// Previous update number, and the changes since.
     change: Option<(u64, Bytes)>,
 }
 
 /// Updates that a session has not received yet.
 pub struct PendingUpdates {
-    /// Comes before the tables.
+    /// Precedes the tables.
     pub configuration: Option<ConfigUpdate>,
     /// The newest table of each service.
     pub tables: Vec<Bytes>,
@@ -62,7 +62,7 @@ impl PublishedConfiguration {
         Self { fleet, number, whole: OnceLock::new(), change }
     }
 
-    /// Returns the update of a session that has the configuration of that posting.
+    /// Returns the configuration update for a session at that cursor.
     fn after(&self, cursor: u64) -> ConfigUpdate {
         match &self.change {
             Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
@@ -72,7 +72,6 @@ impl PublishedConfiguration {
 }
 
 impl UpdatePublisher {
-    /// A configuration, no tables yet.
     pub fn new(configuration: FleetConfiguration) -> Self {
         let configuration = PublishedConfiguration::new(configuration, 1, None);
         let snapshot = Snapshot { configuration, newest: 1, tables: HashMap::new(), order: BTreeMap::new() };
@@ -106,7 +105,7 @@ impl UpdatePublisher {
         });
     }
 
-    /// Another configuration; tables of services that it does not `keep` are gone.
+    /// Publishes another configuration; tables of services that it does not `keep` are removed.
     pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
         self.publish(|snapshot, number| {
             let before = &snapshot.configuration;
@@ -128,7 +127,7 @@ impl UpdatePublisher {
         PendingUpdates { configuration, tables }
     }
 
-    /// Changes with every posting.
+    /// Returns a receiver that changes with every update.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -158,7 +157,7 @@ mod tests {
         }
     }
 
-    /// Generations of a configuration whole or of a change, and tables.
+    /// Returns the generations of a whole configuration or of a change, and tables.
     fn received(publisher: &UpdatePublisher, cursor: &mut Cursor) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
         let pending = publisher.pending(cursor);
         let (mut whole, mut change) = (None, None);

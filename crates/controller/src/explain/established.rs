@@ -1,4 +1,4 @@
-//! Where a packet that opens no connection goes: what a load balancer makes of it, as far as the controller can know.
+//! Packets that open no connection: the load balancer's decision, as far as the controller can know.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::owner_and_place;
@@ -10,16 +10,13 @@ use coreward_model::tuple::Protocol;
 
 use super::{Case, Verdict};
 
-/// What `coreward explain` is asked about.
+/// Packet to explain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainedPacket {
-    /// The packet that opens the connection.
     First,
-    /// Any other.
     Established {
-        /// The cookie as the packet carries it (TSecr); `None`: no timestamps.
+        /// TSecr of the packet; `None`: no timestamps.
         cookie: Option<u32>,
-        /// RST.
         reset: bool,
     },
 }
@@ -28,7 +25,7 @@ const CORRECTED_RESET: &str = "a reset without timestamps goes where the load ba
                                not know is dropped, as these servers take nothing that was sent to all";
 
 impl Case<'_> {
-    /// The verdict on a packet that opens no connection.
+    /// Returns the verdict on a packet that opens no connection.
     pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
         let mode = self.view.service.mode;
         match mode.consistency {
@@ -97,7 +94,7 @@ impl Case<'_> {
         }
     }
 
-    /// By a cookie that load balancers stamp. A connection that they do not stamp stands in the flow table instead.
+    /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
     fn by_corrected_cookie(&self, echo: u32) -> Verdict {
         let id = correction::recognise(&self.view.cookie_keys, &self.tuple, echo);
         let first = "if the load balancer's flow table does not know the connection, its cookie counts:";

@@ -1,4 +1,4 @@
-//! What is said of a service before its program is loaded.
+//! Options of a service before its program is loaded.
 
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 
-/// Which worker gets a request.
+/// Policy that selects a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
     /// `random`: the kernel's own choice, by a hash of the client's address and port
@@ -25,7 +25,7 @@ const POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
     [Policy::Random, Policy::RoundRobin, Policy::ShortestQueue, Policy::LightestQueue, Policy::RankedQueue];
 
 impl Policy {
-    /// Its number in bpf/include/dispatch.h.
+    /// Returns its number in bpf/include/dispatch.h.
     pub fn number(self) -> u32 {
         match self {
             Self::Random => intf::DISPATCH_POLICY_RANDOM,
@@ -36,18 +36,18 @@ impl Policy {
         }
     }
 
-    /// As people write it.
+    /// Returns its name in configuration and output.
     pub fn name(self) -> &'static str {
         intf::DISPATCH_POLICY_NAMES[self.number() as usize]
     }
 
-    /// Every one.
+    /// Returns all policies.
     pub fn all() -> impl Iterator<Item = Self> {
         POLICIES.into_iter()
     }
 }
 
-/// A name that no policy has.
+/// An unknown policy name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?}: expected one of {names}", names = intf::DISPATCH_POLICY_NAMES.join(", "))]
 pub struct UnknownPolicy(pub String);
@@ -60,40 +60,40 @@ impl FromStr for Policy {
     }
 }
 
-/// Where a request and its response carry the number that belongs to both.
+/// Position of the number that identifies a request and its response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestId {
-    /// From the start of a request's payload.
+    /// Offset from the start of a request's payload.
     pub offset: u16,
-    /// From the start of a response's payload.
+    /// Offset from the start of a response's payload.
     pub response_offset: u16,
-    /// 1 to 8.
+    /// Its length: 1 to 8.
     pub bytes: u8,
 }
 
 /// A kind of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestType {
-    /// The bytes that it has from [`Options::type_offset`] on; those not in `mask` are 0.
+    /// Its bytes from [`Options::type_offset`] on; those not in `mask` are 0.
     pub value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Which bits count.
+    /// Bits that count.
     pub mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
     /// The priority class, 0 is the highest.
     pub class: u8,
 }
 
-/// How the requests of one service are dispatched.
+/// Dispatch options of one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Where the service's sockets are bound; an unspecified address: on any.
+    /// Address of the service's sockets; an unspecified address: any.
     pub service: SocketAddr,
-    /// Which worker gets a request.
+    /// Policy.
     pub policy: Policy,
-    /// None: responses are told apart by the client's address and port alone.
+    /// None: responses are matched by the client's address and port alone.
     pub request_id: Option<RequestId>,
-    /// Where in the payload [`RequestType::value`] is looked for.
+    /// Offset of [`RequestType::value`] in the payload.
     pub type_offset: u16,
-    /// At most [`MAX_TYPES`], the first that matches counts.
+    /// At most [`MAX_TYPES`]; the first match counts.
     pub types: Vec<RequestType>,
     /// The priority class of requests that match none of `types`.
     pub other_class: u8,
@@ -101,13 +101,13 @@ pub struct Options {
     pub learn: bool,
 }
 
-/// Types that can be told apart; one more stands for all others.
+/// Limit of request types; one more is for all others.
 pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
-/// How long a worker may take, and how often it is looked after.
+/// Timeouts of requests and workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// A request without a response that is older and cannot be in the queue any more is given up.
+    /// Age at which a request without a response, and not in the queue any more, is given up.
     pub response_timeout: Duration,
     /// A worker with a queue that answers nothing for so long gets no requests until it answers.
     pub stall_after: Duration,
@@ -119,9 +119,9 @@ impl Default for Timeouts {
     }
 }
 
-/// Time between two looks; what [`Timeouts`] says is rounded up to multiples of it.
+/// Time between two polls; [`Timeouts`] are rounded up to multiples of it.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The longest [`Timeouts::response_timeout`]: ages are kept modulo 256 looks.
+/// Limit of [`Timeouts::response_timeout`]: ages are kept modulo 256 polls.
 pub const LONGEST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! The books of one service: what its workers have outstanding, read and kept right while the programs write.
+//! Ledger of one service: its workers' outstanding requests, read and repaired while the programs write.
 //!
-//! One rule for all who write (`bpf/dispatch/state.h`): who takes an entry out of `requests` by compare-and-swap
-//! subtracts what it had added. User space takes those that will have no response.
+//! One rule holds for all writers (`bpf/dispatch/state.h`): whoever removes an entry from `requests` by
+//! compare-and-swap subtracts its contribution. User space removes those that will have no response.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -24,15 +24,15 @@ type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
-/// What a request is expected to take as long as nobody knows. All alike, so that `jlq` does as `jsq`.
+/// Initial expected service time. All requests are alike, so that `jlq` acts as `jsq`.
 const UNKNOWN_TIME: Duration = Duration::from_micros(10);
 /// The flags above a worker's expected work.
 const WORK_FLAGS: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
-/// What is known of one worker.
+/// Counts of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerCounts {
-    /// Where its socket stands in the array.
+    /// Slot of its socket in the array.
     pub slot: u32,
     /// The process that reads it.
     pub pid: u32,
@@ -42,11 +42,11 @@ pub struct WorkerCounts {
     pub outstanding_work: Duration,
     /// Requests that went to it.
     pub dispatched: u64,
-    /// Requests whose response was seen.
+    /// Requests with an observed response.
     pub completed: u64,
     /// Requests given up: no response, dropped, or the worker before in this slot died.
     pub repaired: u64,
-    /// Datagrams that waited in its queue at the last look.
+    /// Datagrams in its queue at the last poll.
     pub queued: u32,
     /// Datagrams that its full receive buffer dropped, by the kernel's count (32 bits).
     pub dropped: u32,
@@ -62,7 +62,7 @@ pub struct RequestLedger {
     liveness: BTreeMap<u32, Liveness>,
 }
 
-/// As `struct client` of bpf/dispatch/request.h has addresses; an unspecified one is 0.
+/// Returns an address in the layout of `struct client` in bpf/dispatch/request.h; an unspecified one is 0.
 pub(super) fn client_words(address: IpAddr) -> [u64; 2] {
     match address {
         IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],
@@ -93,7 +93,7 @@ impl Entry {
         (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
     }
 
-    /// How many looks ago it was dispatched, modulo 256.
+    /// Returns the number of polls since its dispatch, modulo 256.
     fn age(self, epoch: u64) -> u32 {
         epoch.wrapping_sub(self.0 >> intf::DISPATCH_EPOCH_SHIFT) as u32 & intf::DISPATCH_EPOCH_MASK
     }
@@ -116,7 +116,7 @@ impl RequestLedger {
         self.state.load(offset_of!(intf::dispatch_state, layout_version)) == u64::from(intf::DISPATCH_LAYOUT_VERSION)
     }
 
-    /// Fills what was just made.
+    /// Initialises new maps.
     pub(super) fn start(&self) -> anyhow::Result<()> {
         let mut seed = [0; 8];
         SysRng.try_fill_bytes(&mut seed).context("random numbers of the kernel")?;
@@ -129,7 +129,7 @@ impl RequestLedger {
         Ok(())
     }
 
-    /// Notes whose books these are.
+    /// Stores service and policy, for readers.
     pub(super) fn describe(&self, options: &Options) {
         let at = |field| self.state.half(field);
         at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
@@ -141,7 +141,7 @@ impl RequestLedger {
         self.state.write(offset_of!(intf::dispatch_state, address), &octets);
     }
 
-    /// The service and its policy's name.
+    /// Returns the service and its policy's name.
     pub fn service(&self) -> (SocketAddr, &'static str) {
         let octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
         let at = |field| self.state.half(field).load(Ordering::Relaxed);
@@ -151,18 +151,18 @@ impl RequestLedger {
         (SocketAddr::new(Ipv6Addr::from(*octets).to_canonical(), port), name)
     }
 
-    /// How long ago the last look was, by the wall clock: more than some [`POLL_INTERVAL`]s, and nobody repairs.
+    /// Returns the time since the last poll, by the wall clock: above some [`POLL_INTERVAL`]s, the repair has stopped.
     pub fn since_last_look(&self) -> Duration {
         let looked = self.state.load(offset_of!(intf::dispatch_state, looked_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(looked))
     }
 
-    /// The counters in the order of [`super::COUNTER_NAMES`].
+    /// Returns the counters in the order of [`super::COUNTER_NAMES`].
     pub fn counters(&self) -> [u64; intf::DISPATCH_COUNTER_COUNT as usize] {
         *self.state.read(offset_of!(intf::dispatch_state, counters))
     }
 
-    /// Every slot that has or had a worker.
+    /// Returns every slot that has or had a worker.
     pub fn workers(&self) -> Vec<WorkerCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker(slot)).collect()
     }
@@ -170,7 +170,8 @@ impl RequestLedger {
     fn worker(&self, slot: u32) -> Option<WorkerCounts> {
         let outstanding = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed);
         let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
-        // Not counted by itself, which would cost every request an atomic operation: it is the sum of where requests are.
+        // Not counted separately, which would cost every request an atomic operation: it is the sum over the requests'
+        // places.
         let in_flight = (outstanding & intf::DISPATCH_COUNT_MASK).saturating_sub(worker.surplus);
         let dispatched = worker.untracked + worker.completed + worker.repaired + u64::from(in_flight);
         (worker.socket != 0 || dispatched != 0).then(|| WorkerCounts {
@@ -187,7 +188,7 @@ impl RequestLedger {
         })
     }
 
-    /// Service times observed of each type so far: their sum (ns) and how many.
+    /// Returns the observed service times of each type: their sum (ns) and number.
     pub fn observed(&self, types: usize) -> Vec<(u64, u64)> {
         let read = |number: usize| {
             let kind = self.state.read::<intf::dispatch_type>(type_at(number));
@@ -202,7 +203,8 @@ impl RequestLedger {
         self.state.store(at, weight.bits().into());
     }
 
-    /// `rows`: by class, for the workers in `slots`; `first`: what stands in slot 0 whatever worker has it.
+    /// Sets the bounds. `rows`: by class, for the workers in `slots`; `first`: the values in slot 0 whatever worker has
+    /// it.
     pub(super) fn set_bounds(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
         for (class, row) in rows.iter().take(CLASSES).enumerate() {
             let at = |slot: u32| {
@@ -214,14 +216,14 @@ impl RequestLedger {
         }
     }
 
-    /// The slot gets a worker; it is opened when the worker's socket stands in the array.
+    /// Assigns the slot to a worker; it is opened when the worker's socket is in the array.
     pub(super) fn occupy(&self, slot: u32, socket: SocketCookie, pid: u32) {
         self.give_up_all(slot);
         self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), socket);
         self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, pid)).store(pid, Ordering::Relaxed);
     }
 
-    /// The slot's worker is gone.
+    /// Releases the slot of a worker that is gone.
     pub(super) fn vacate(&self, slot: u32) {
         self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
         self.give_up_all(slot);
@@ -231,19 +233,20 @@ impl RequestLedger {
         }
     }
 
-    /// The slot's worker gets requests from now on.
+    /// Opens the slot: its worker gets requests from now on.
     pub(super) fn open(&self, slot: u32) {
         self.enable(slot);
         self.set_order();
     }
 
-    /// Until the programs' next look the present requests are of a new age.
+    /// Begins a poll: present requests get a new age.
     pub(super) fn begin_poll(&self) {
         self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
         self.state.store(offset_of!(intf::dispatch_state, looked_ms), wall_clock_ms());
     }
 
-    /// After the queues were read. `sockets`: what stands in the array. Whether a worker has died.
+    /// Repairs the counts after the queues were read. `sockets`: the contents of the array. Returns whether a worker
+    /// has died.
     pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, timeouts: &Timeouts) -> bool {
         let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKERS];
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
@@ -251,7 +254,7 @@ impl RequestLedger {
         for (slot, entries) in (0..).zip(&entries) {
             let socket = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, socket));
             if socket == 0 {
-                // Dispatched by another CPU in the moment when the worker died.
+                // Dispatched by another CPU just when the worker died.
                 entries.iter().for_each(|(place, entry)| self.give_up(*place, *entry));
                 continue;
             }
@@ -313,7 +316,7 @@ impl RequestLedger {
         }
     }
 
-    /// Gives up whatever the slot's worker has outstanding: nobody will answer.
+    /// Gives up all outstanding requests of the slot's worker.
     fn give_up_all(&self, slot: u32) {
         let of_slot: Vec<_> = self.entries().filter(|(_, entry)| entry.slot() == slot).collect();
         of_slot.into_iter().for_each(|(place, entry)| self.give_up(place, entry));
@@ -347,7 +350,7 @@ impl RequestLedger {
         self.state.word(work_at(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
     }
 
-    /// Which slots take turns, and up to which slot there are workers.
+    /// Sets the slots that take turns, and the highest slot with a worker.
     fn set_order(&self) {
         let flags = |slot| self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK;
         let present: Vec<u32> =

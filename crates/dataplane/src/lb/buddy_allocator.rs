@@ -1,12 +1,11 @@
-//! Which parts of a piece of memory are free: blocks of 2^k bytes, each at a multiple of its size (a buddy system). No
-//! memory is touched here.
+//! Buddy system: allocator of blocks of 2^k bytes, each at a multiple of its size. It does not touch the memory.
 
 use std::collections::BTreeSet;
 
 /// The smallest block: a cache line.
 const SMALLEST: u32 = 64;
 
-/// A block that is in use.
+/// A block in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Block {
     /// Bytes from the start of the memory; never 0.
@@ -16,7 +15,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// The block of so many bytes at that place.
+    /// Returns the block of so many bytes at that offset.
     pub fn holding(at: u32, bytes: u32) -> Self {
         Self { at, order: order_of(bytes) }
     }
@@ -26,16 +25,16 @@ fn order_of(bytes: u32) -> u32 {
     bytes.max(SMALLEST).next_power_of_two().trailing_zeros()
 }
 
-/// The free parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Blocks {
-    /// By order: where free blocks of that size stand.
+    /// By order: offsets of free blocks of that size.
     free: [BTreeSet<u32>; 32],
     bytes: u32,
 }
 
 impl Blocks {
-    /// Of a memory of so many bytes, a power of two, all of it free but its first block and what is `used`: places and bytes.
+    /// Returns the blocks of a memory of so many bytes, a power of two. All is free but the first block and `used`:
+    /// offsets and bytes.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
         let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::holding(at, bytes)).collect();
@@ -51,13 +50,13 @@ impl Blocks {
         blocks
     }
 
-    /// There are more bytes now: a power of two.
+    /// Grows to so many bytes: a power of two.
     pub fn grow(&mut self, bytes: u32) {
         let old = std::mem::replace(&mut self.bytes, bytes);
         self.carve(old, bytes);
     }
 
-    /// All of `start..end` is free.
+    /// Frees all of `start..end`.
     fn carve(&mut self, mut start: u32, end: u32) {
         while start < end {
             let aligned = if start == 0 { 31 } else { start.trailing_zeros() };
@@ -68,19 +67,19 @@ impl Blocks {
         }
     }
 
-    /// A free block with room for so many bytes; `None`: there is none.
+    /// Returns a free block with room for so many bytes; `None`: there is none.
     pub fn take(&mut self, bytes: u32) -> Option<Block> {
         let wanted = order_of(bytes);
         let order = (wanted..32).find(|order| !self.free[*order as usize].is_empty())?;
         let at = self.free[order as usize].pop_first()?;
-        // The upper halves of what is too large stay free.
+        // The upper halves of a larger block stay free.
         for half in wanted..order {
             self.free[half as usize].insert(at + (1 << half));
         }
         Some(Block { at, order: wanted })
     }
 
-    /// The block is free again.
+    /// Frees the block.
     pub fn free(&mut self, block: Block) {
         let Block { mut at, mut order } = block;
         loop {

@@ -1,4 +1,4 @@
-//! What was done with packets.
+//! Counters of packets.
 
 use std::mem::offset_of;
 
@@ -6,20 +6,20 @@ use coreward_intf as intf;
 
 use super::{LoadBalancer, ServiceIndex};
 
-/// How many outcomes are counted; their names are [`COUNTER_NAMES`](super::COUNTER_NAMES).
+/// Number of counted outcomes; their names are [`COUNTER_NAMES`](super::COUNTER_NAMES).
 pub const COUNTERS: usize = intf::LB_COUNTER_COUNT as usize;
 
-/// How many events are counted; their names are [`EVENT_NAMES`](super::EVENT_NAMES).
+/// Number of counted events; their names are [`EVENT_NAMES`](super::EVENT_NAMES).
 pub const EVENTS: usize = intf::LB_EVENT_COUNT as usize;
 
-/// What was done with packets, since the maps were made.
+/// Outcomes of packets since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counters {
     /// In the order of [`COUNTER_NAMES`](super::COUNTER_NAMES): each packet once.
     pub packets: [u64; COUNTERS],
-    /// In the order of [`EVENT_NAMES`](super::EVENT_NAMES): what else happened to some of them.
+    /// In the order of [`EVENT_NAMES`](super::EVENT_NAMES): events beside the outcome.
     pub events: [u64; EVENTS],
-    /// Frame bytes of what was forwarded.
+    /// Frame bytes of forwarded packets.
     pub forwarded_bytes: u64,
 }
 
@@ -42,7 +42,7 @@ impl Counters {
 }
 
 impl LoadBalancer {
-    /// What was done with a service's packets.
+    /// Returns the counters of a service's packets.
     pub fn counters(&self, service: ServiceIndex) -> Counters {
         self.sum(&[usize::from(service.0)])
     }
@@ -55,8 +55,8 @@ impl LoadBalancer {
         (0..self.maps.counter_rows()).map(of_row).sum()
     }
 
-    /// Moves what a place's service has counted to the removed ones, so that the next service there starts at zero. No packet is
-    /// counted there any more.
+    /// Adds the counters of an index's service to those of removed services, so that the next service there starts at
+    /// zero. No packet is counted there any more.
     pub(super) fn retire_counters(&self, service: ServiceIndex) {
         let words = size_of::<intf::lb_counters>() / size_of::<u64>();
         for row in 0..self.maps.counter_rows() {
@@ -71,13 +71,13 @@ impl LoadBalancer {
         }
     }
 
-    /// What was done with packets of no service, or whose service could not be told.
+    /// Returns the counters of packets without a known service.
     pub fn counters_without_service(&self) -> Counters {
         self.sum(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 
-    /// What was done with all packets, also those of services that are gone. That only grows: also when this process has taken over and
-    /// has not been told yet which services there are.
+    /// Returns the counters of all packets, removed services included. They only grow, also after a take-over before
+    /// the services are configured.
     pub fn total_counters(&self) -> Counters {
         let places = 0..self.places.len();
         let others = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];

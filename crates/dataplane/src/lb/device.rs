@@ -1,4 +1,4 @@
-//! The program at a device: attached, in the place of the one before it, at the device's own MAC address.
+//! Attaching the program to a device: replacement of an earlier one, and the device's own MAC address.
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;
@@ -16,9 +16,9 @@ use crate::pins;
 use crate::veth;
 
 impl LoadBalancer {
-    /// Puts the program at the device `interface`: in the place of the pinned one if there is one. Fails when the
-    /// interface does not exist, another XDP program is there, what was taken over is at another interface, or the
-    /// driver cannot run XDP and `mode` is [`XdpMode::Native`].
+    /// Attaches the program to the device `interface`, in place of a pinned one. Fails when the interface does not
+    /// exist, another XDP program is there, the state taken over is for another interface, or the driver cannot run XDP
+    /// and `mode` is [`XdpMode::Native`].
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
         let index =
             nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
@@ -103,7 +103,7 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    /// Whose program is at the device already, and what to do.
+    /// Returns the origin of the program at the device, and the remedy.
     fn describe_owner(&self, interface: &str, index: u32) -> String {
         let own = self.pins.as_deref().and_then(Path::parent);
         let others = own.map(|own| pins::others(own, "lb/link")).unwrap_or_default();
@@ -125,8 +125,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, as somebody
-    /// may change it. Fails when the device is gone.
+    /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, because the
+    /// operator may change it. Fails when the device is gone.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
         let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
@@ -137,7 +137,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Frames to this address are taken, and leave with it as their source. Set by [`attach`](Self::attach).
+    /// Sets the address of accepted frames, and of sent frames' source. [`attach`](Self::attach) sets it.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
     }
@@ -147,7 +147,7 @@ fn no_such_interface(interface: &str) -> String {
     format!("interface {interface:?} does not exist")
 }
 
-/// The interface's MAC address. Not from /sys, which may show another network namespace.
+/// Returns the interface's MAC address. Not from /sys, which may show another network namespace.
 fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
     let addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
     let mac = addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {

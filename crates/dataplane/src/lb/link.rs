@@ -1,4 +1,4 @@
-//! XDP links and pins: what libbpf-rs does not offer (a link with flags, a pin for a bare descriptor).
+//! XDP links and pins beyond libbpf-rs: a link with flags, a pin for a bare descriptor.
 
 use std::ffi::CString;
 use std::io;
@@ -21,7 +21,7 @@ fn descriptor(result: i32) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
     }
-    // SAFETY: a new descriptor that nobody else knows.
+    // SAFETY: a new descriptor that nothing else owns.
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
@@ -29,7 +29,6 @@ fn done(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-/// Pins a map, a program or a link.
 pub(super) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
     let c_path = c_path(path)?;
     // SAFETY: the string lives through the call.
@@ -68,7 +67,7 @@ impl XdpLink {
         Ok(Self(descriptor(result)?))
     }
 
-    /// The link pinned at `path`; `None` when there is none.
+    /// Returns the link pinned at `path`; `None` when there is none.
     pub fn pinned(path: &Path) -> anyhow::Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
@@ -87,18 +86,16 @@ impl XdpLink {
         }
     }
 
-    /// The id of the program at the device now.
     pub fn program(&self) -> anyhow::Result<u32> {
         Ok(LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.prog_id)
     }
 
-    /// Puts `program` in the place of the one at the device; no packet falls between the two.
+    /// Replaces the program at the device atomically, without loss of packets.
     pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
         done(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
     }
 
-    /// Pins the link.
     pub fn pin(&self, path: &Path) -> anyhow::Result<()> {
         pin(self.0.as_fd(), path)
     }

@@ -21,13 +21,13 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
     Maps::take_over(&directory).err().map(|error| format!("{error:#}"))
 }
 
-/// The id of the program at the device by the link that is pinned below `pin_directory`; `None`: there is no such link.
-/// Fails when the link cannot be read.
+/// Returns the id of the program at the device by the link that is pinned below `pin_directory`; `None`: there is no
+/// such link. Fails when the link cannot be read.
 pub fn pinned_program(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program()).transpose()
 }
 
-/// The servers of a load balancer at work, read while packets pass and without its daemon.
+/// The servers of a working load balancer, read during operation and without its daemon.
 #[derive(Debug)]
 pub struct PinnedServers {
     maps: Maps,
@@ -39,12 +39,12 @@ impl PinnedServers {
         Ok(Self { maps: Maps::take_over(&program::pins_at_work(pin_directory)?)? })
     }
 
-    /// The place of a service; `None`: there is no such service.
+    /// Returns the index of a service; `None`: there is no such service.
     pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
         services_of(&self.maps).get(address).map(|service| service.index)
     }
 
-    /// A server as packets see it now; `None`: the service does not know it.
+    /// Returns a server as packets see it now; `None`: it is not one of the service.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;

@@ -27,11 +27,11 @@ use crate::mmap_array::MmapArray;
 use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
-/// With no table at all this rule is compiled in, and without a service this mode: most likely the first one's.
+/// Without any table this rule is compiled in, and without a service this mode: most likely the first one's.
 const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
 
-/// How large the maps are whose size is configured.
+/// Sizes of the maps that are configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
     /// Sets of the flow table.
@@ -44,7 +44,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// As configured; the others as a process begins with them.
+    /// Returns the configured sizes; the others are initial ones.
     pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
         let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
@@ -68,12 +68,10 @@ impl Sizes {
     }
 }
 
-/// Where all servers are.
 pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
-/// Which servers each service knows.
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
-/// The maps of the program, in the order of [`MAP_NAMES`], and the memory of those that we write or read.
+/// The maps of the program, in the order of [`MAP_NAMES`], and the memory of the mapped ones.
 #[derive(Debug)]
 pub(super) struct Maps {
     handles: [MapHandle; MAP_NAMES.len()],
@@ -86,7 +84,6 @@ pub(super) struct Maps {
     /// By row and server id.
     pub traffic: MmapArray<[intf::server_traffic]>,
     pub connections: Table,
-    /// The flow table.
     pub flows: MmapArray<[intf::flow_set]>,
     /// Entries of the connection table that packets took.
     pub takes: MmapArray<intf::connection_takes>,
@@ -161,7 +158,7 @@ impl Maps {
         })
     }
 
-    /// New maps, empty, and the program that uses them.
+    /// Creates empty maps, and the program that uses them.
     pub fn create(variant: &Variant, sizes: Sizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, &sizes)?;
@@ -191,7 +188,7 @@ impl Maps {
         Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
     }
 
-    /// The program in another variant, on the same maps.
+    /// Loads another variant of the program on the same maps.
     pub fn load(&self, variant: &Variant) -> anyhow::Result<OwnedFd> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, &self.sizes)?;
@@ -202,13 +199,13 @@ impl Maps {
         Ok(loaded.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
-    /// The program with the constants of the program `like`, but watching one service ([`super::capture`]), and the map
-    /// of its perf buffer.
+    /// Loads the program with the constants of the program `like`, but capturing one service ([`super::capture`]), and
+    /// returns it with the map of its perf buffer.
     pub fn load_capturing(&self, like: BorrowedFd<'_>, watched: &Watched) -> anyhow::Result<(OwnedFd, MapHandle)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
         let constants = constants_of(like)?;
-        // Of another version of coreward the constants would mean something else.
+        // The constants of another version of coreward have another meaning.
         let same = "the program at work was not loaded by this version of coreward: restart the daemon first";
         skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
         let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
@@ -233,8 +230,7 @@ impl Maps {
         Ok(())
     }
 
-    /// Takes the maps over that are pinned in `directory`, as they are. Fails when one is missing or is not what this
-    /// program would make.
+    /// Takes over the maps pinned in `directory`. Fails when one is missing or differs from this program's.
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
@@ -257,8 +253,8 @@ impl Maps {
         Ok(maps)
     }
 
-    /// Gives what was taken over in `directory` the size that is wanted, if that can be done while packets pass. Fails
-    /// when the connection table is in use.
+    /// Resizes the maps taken over in `directory`, if that is possible during operation. Fails when the connection
+    /// table is in use.
     pub fn resize(&mut self, directory: &Path, wanted: Sizes) -> anyhow::Result<()> {
         if self.sizes.flow_sets != wanted.flow_sets {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
@@ -291,7 +287,7 @@ impl Maps {
         Ok(())
     }
 
-    /// The tables that these services have are theirs; to be called once, after a take-over.
+    /// Assigns the present tables to these services; to be called once, after a take-over.
     pub fn adopt_tables(&mut self, services: &mut BTreeMap<ServiceAddress, Service>) {
         let at = |service: &Service| self.state.load(table_at(service.index)) as u32;
         let mut with_table: Vec<(u32, &mut Service)> =
@@ -303,30 +299,27 @@ impl Maps {
         }
     }
 
-    /// How many sets the flow table has.
     pub fn flow_sets(&self) -> usize {
         self.sizes.flow_sets as usize
     }
 
-    /// How many rows of counters there are.
     pub fn counter_rows(&self) -> usize {
         self.sizes.counter_rows as usize
     }
 
-    /// Bytes for placement tables.
     pub fn placement_memory_bytes(&self) -> u32 {
         self.sizes.placement_memory
     }
 
-    /// A memory of so many bytes for placement tables, with all that stands in the present one.
+    /// Returns a memory of so many bytes for placement tables, with the contents of the present one.
     pub fn larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
         self.tables.memory().copy_to(&map_memory(&map, bytes)?);
         Ok(map)
     }
 
-    /// Goes on with that memory; the program that uses it. `switch` puts it in the place of the one before. On an error
-    /// everything is as it was.
+    /// Continues with that memory, and returns the program that uses it. `switch` installs it. On an error nothing has
+    /// changed.
     pub fn with_placement_memory(
         &mut self,
         map: MapHandle,
@@ -354,7 +347,7 @@ impl Maps {
         Ok(program)
     }
 
-    /// Puts a new array of `T`, all 0, in the place of the one pinned in `directory`.
+    /// Replaces the array of `T` pinned in `directory` by a new one, all 0.
     fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let map = new_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
@@ -367,18 +360,18 @@ impl Maps {
         self.handles[position(name)].as_fd()
     }
 
-    /// Where the first fragments of datagrams went.
+    /// Returns the destinations of datagrams' first fragments.
     pub fn fragments(&self) -> &MapHandle {
         &self.handles[position(FRAGMENTS)]
     }
 
-    /// The clocks of servers that are stamped here.
+    /// Returns the clocks of servers with LB-side stamping.
     pub fn corrected_servers(&self) -> &MapHandle {
         &self.handles[position(CORRECTED_SERVERS)]
     }
 }
 
-/// A new array, all 0, that can be mapped.
+/// Creates an array, all 0, that can be mapped.
 fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHandle> {
     let options = libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
@@ -391,12 +384,12 @@ fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHa
         .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
-/// The memory for placement tables, of so many bytes without what lies behind them.
+/// Maps so many bytes for placement tables.
 fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
 
-/// What the variant for `coreward capture` watches.
+/// Service that `coreward capture` watches.
 pub(super) struct Watched {
     pub vip: SocketAddrV4,
     pub protocol: Protocol,
@@ -404,7 +397,7 @@ pub(super) struct Watched {
     pub length: u32,
 }
 
-/// The read-only data of a loaded program: the constants by which variants differ.
+/// Returns the read-only data of a loaded program: the constants by which variants differ.
 fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
     let options = ProgInfoQueryOptions::default().include_map_ids(true);
@@ -420,13 +413,12 @@ fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     anyhow::bail!("the program at work has no constants: it is not ours")
 }
 
-/// Where a map stands in [`MAP_NAMES`].
 fn position(name: &str) -> usize {
     MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
 }
 
-/// The sizes of what is pinned in `directory`. Fails when a map is missing, or has a size that this program would not
-/// make.
+/// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or has a size that this program
+/// would not use.
 fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     let entries = |name: &str| {
         let path = directory.join(name);
@@ -453,7 +445,7 @@ fn advice(directory: &Path) -> String {
     )
 }
 
-/// The map pinned at `path`, if it has the shape of `expected`.
+/// Returns the map pinned at `path`, if it has the shape of `expected`.
 fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
     let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
@@ -466,7 +458,7 @@ fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandl
     Ok(map)
 }
 
-/// Removes what [`Maps::pin`] made, of this version or another, and not the link.
+/// Removes the pins of [`Maps::pin`], of any version, except the link.
 pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
         let path = entry?.path();
@@ -477,7 +469,7 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the program at work, of whichever version, counts by CPU, as generic XDP needs it.
+/// Whether the working program, of any version, counts by CPU, as generic XDP needs it.
 pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     let path = directory.join("state");
     let state = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -487,7 +479,7 @@ pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     Ok(word.iter().any(|byte| *byte != 0))
 }
 
-/// Removes what [`Maps::pin`] made, and the directory.
+/// Removes the pins of [`Maps::pin`], and the directory.
 pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
     unpin_maps(directory)?;
     match fs::remove_dir(directory) {
@@ -498,7 +490,6 @@ pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Whether any map is pinned there.
 pub(super) fn any_pinned(directory: &Path) -> bool {
     MAP_NAMES.iter().any(|name| directory.join(name).exists())
 }
@@ -538,14 +529,14 @@ fn or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 
-/// `struct token_bucket` of `bpf/lb/broadcast.h`: nanoseconds per token, and how far the bucket may be overdrawn.
+/// Returns `struct token_bucket` of `bpf/lb/broadcast.h`: nanoseconds per token, and the allowed overdraft.
 fn bucket(rate: PacketRate) -> (u64, u64) {
     let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (interval, interval * u64::from(rate.burst.max(1) - 1))
 }
 
-/// Where the load balancer pins below the configured directory; made if missing. Fails when the directory is not on a
-/// BPF file system.
+/// Returns the load balancer's directory below the configured one, created if missing. Fails when the directory is not
+/// on a BPF file system.
 pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -553,8 +544,7 @@ pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     Ok(directory)
 }
 
-/// The same where a load balancer has pinned its maps, for those who look on: nothing is made. Fails when there is
-/// none.
+/// Returns the directory with a load balancer's pinned maps, without creating any. Fails when there is none.
 pub(super) fn pins_at_work(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     ensure!(
