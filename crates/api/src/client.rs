@@ -1,4 +1,4 @@
-//! The side that asks: commands.
+//! Client for commands.
 
 mod contact;
 mod exchange;
@@ -28,14 +28,14 @@ use crate::types::{
 pub use contact::{ControllerUrl, NoControllerUrl, Proof};
 use exchange::{Question, exchange};
 
-/// How long each of several controllers may take to say whether it leads.
+/// Time in which each of several controllers must report whether it leads.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
-/// The controllers of a fleet, and what proves to them who asks. Of several the one that leads answers.
+/// Client of a fleet's controllers, with the caller's proof. Of several the leader answers.
 #[derive(Debug, Clone)]
 pub struct Client {
     controllers: Vec<ControllerUrl>,
@@ -44,16 +44,16 @@ pub struct Client {
 }
 
 impl Client {
-    /// One controller on this host. Fails when the file with the token cannot be read, or others than its owner can
-    /// read it.
+    /// Returns a client of one controller on this host. Fails when the token's file cannot be read, or is readable by
+    /// others than its owner.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
         let proof = Proof::Token { file: token_file.to_owned(), ca: None };
         Self::of_several(vec![controller], &proof, Host::AskedFor)
     }
 
-    /// All controllers of a fleet. `host`: what the certificates of those with `https://` must say of where they are.
-    /// Fails when a file cannot be read, others than its owner can read a secret, or `https://` is asked for without a
-    /// `ca`.
+    /// Returns a client of all controllers of a fleet. `host`: expected host in the certificates of those with
+    /// `https://`. Fails when a file cannot be read, a secret is readable by others than its owner, or `https://` is
+    /// used without a `ca`.
     pub fn of_several(controllers: Vec<ControllerUrl>, proof: &Proof, host: Host) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Proof::Token { file, ca } => {
@@ -75,50 +75,48 @@ impl Client {
         Ok(Self { controllers, token, https })
     }
 
-    /// What it does: whether it leads, and who does where it does not.
+    /// Returns the controller's health: whether it leads, and otherwise the leader.
     pub async fn health(&self) -> anyhow::Result<Health> {
         self.get("health", &()).await
     }
 
-    /// Everything there is to see. `rss_keys`: with whole RSS keys (operators).
-    ///
-    /// # Errors
-    /// As for all of these: when the controller cannot be reached; a [`Problem`] when it says no.
+    /// Returns the full status. `rss_keys`: with whole RSS keys (operators). Fails, like all of these, when the
+    /// controller cannot be reached, and with a [`Problem`] when it rejects the request.
     pub async fn status(&self, rss_keys: bool) -> anyhow::Result<Status> {
         self.get("status", &[("rss_keys", rss_keys)]).await
     }
 
-    /// Where a packet goes, and why.
+    /// Explains a packet's destination.
     pub async fn explain(&self, question: &Explain) -> anyhow::Result<Explanation> {
         self.get("explain", question).await
     }
 
-    /// Which key stamps.
+    /// Returns the state of the cookie keys.
     pub async fn keys(&self) -> anyhow::Result<Keys> {
         self.get("keys", &()).await
     }
 
-    /// Begins a rotation of the cookie keys, or goes on with it.
+    /// Begins a rotation of the cookie keys, or continues it.
     pub async fn rotate_keys(&self, rotate: &RotateKeys) -> anyhow::Result<Keys> {
         self.send(Method::POST, "keys/rotate", rotate).await
     }
 
-    /// The fleet's document in force.
+    /// Returns the fleet's document in force.
     pub async fn fleet(&self) -> anyhow::Result<Fleet> {
         self.get("fleet", &()).await
     }
 
-    /// Puts another one in force, or says what it would change.
+    /// Applies another document, or returns its changes.
     pub async fn put_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
         self.send(Method::PUT, "fleet", fleet).await
     }
 
-    /// Who has the newest configuration in force.
+    /// Returns the acknowledgements of the newest configuration.
     pub async fn acknowledgements(&self) -> anyhow::Result<Acknowledgements> {
         self.get("fleet/acknowledgements", &()).await
     }
 
-    /// Who changed what: the newest so many changes.
+    /// Returns the newest changes with their authors.
     pub async fn audit(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
         self.get("audit", query).await
     }
@@ -129,27 +127,27 @@ impl Client {
         self.ask(Question { method: Method::DELETE, path, body: None }).await
     }
 
-    /// Whether a document could be the fleet's.
+    /// Checks a document.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
         self.send(Method::POST, "check", check).await
     }
 
-    /// The load of every core of every server, and counts to make rates of.
+    /// Returns the load of every core of every server, and counters.
     pub async fn loads(&self) -> anyhow::Result<Loads> {
         self.get("loads", &()).await
     }
 
-    /// Whether a server is drained, and what remains there.
+    /// Returns a server's drain and its remaining connections.
     pub async fn drain_status(&self, server: &str) -> anyhow::Result<DrainStatus> {
         self.get(&drain_path(server), &()).await
     }
 
-    /// Lets a server take no new connections from now on.
+    /// Drains a server.
     pub async fn drain(&self, server: &str, drain: &DrainServer) -> anyhow::Result<DrainStatus> {
         self.send(Method::POST, &drain_path(server), drain).await
     }
 
-    /// Ends that.
+    /// Ends a drain.
     pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
         self.ask(Question { method: Method::DELETE, path: drain_path(server), body: None }).await
     }
@@ -173,8 +171,8 @@ impl Client {
         self.ask_one(controller, question).await
     }
 
-    /// Of several controllers the one that leads: all are asked at once, as one may stand still. What is to be changed is
-    /// told to that one only, so that it is not done twice.
+    /// Returns the leader. All controllers are queried at once, because one may hang. A change goes to the leader only,
+    /// so that it is not made twice.
     async fn leader(&self) -> anyhow::Result<&ControllerUrl> {
         let mut looks = JoinSet::new();
         for (position, controller) in self.controllers.iter().enumerate() {
@@ -229,7 +227,7 @@ impl Client {
     }
 }
 
-/// Why TLS did not come about, where it is that.
+/// Returns the TLS failure that caused the error, if there is one.
 fn failure(error: &anyhow::Error) -> Option<&Failure> {
     error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }

@@ -1,5 +1,4 @@
-//! Who is connected: so many at a time. Who is connected and asks for nothing makes room for those who come, so that nobody is
-//! kept out by connections that are opened and left alone.
+//! Limit of connections, with eviction of idle ones, so that unused connections keep no client out.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -15,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::limits::network;
 
-/// While everybody is being answered: how often it is looked whether somebody is no more.
+/// Interval of checks for an idle connection while all are active.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// All connection slots of a server.
@@ -27,15 +26,15 @@ pub(crate) struct ConnectionSlots {
 #[derive(Default)]
 struct Connections {
     by_number: BTreeMap<u64, Connection>,
-    /// Grows: who has the lesser number came, or was answered, earlier.
+    /// Counter of arrivals and answers: smaller numbers are earlier.
     next: u64,
 }
 
 struct Connection {
     network: IpAddr,
-    /// Requests that are being answered.
+    /// Active requests.
     requests: usize,
-    /// When it was answered last, or came.
+    /// Time of its last answer, or of its arrival.
     idle_since: u64,
     leave: Arc<Notify>,
 }
@@ -46,7 +45,7 @@ impl Connections {
         self.next
     }
 
-    /// Whoever has asked for nothing for longest, of the network that has most of those.
+    /// Returns the connection that has been idle for longest, in the network with most idle ones.
     fn idlest(&self) -> Option<&Connection> {
         let idle = || self.by_number.values().filter(|connection| connection.requests == 0);
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -56,7 +55,6 @@ impl Connections {
 }
 
 impl ConnectionSlots {
-    /// So many.
     pub(crate) fn new(count: usize) -> Arc<Self> {
         Arc::new(Self { free: Arc::new(Semaphore::new(count)), connections: Mutex::default() })
     }
@@ -89,7 +87,6 @@ impl ConnectionSlots {
     }
 }
 
-/// That of one connection.
 pub(crate) struct Permit {
     slots: Arc<ConnectionSlots>,
     number: u64,
@@ -98,13 +95,13 @@ pub(crate) struct Permit {
 }
 
 impl Permit {
-    /// A request is being answered until what this gives is dropped.
+    /// Marks a request as active until the result is dropped.
     pub(crate) fn begin_request(self: &Arc<Self>) -> RequestGuard {
         self.change(|connection, _| connection.requests += 1);
         RequestGuard(self.clone())
     }
 
-    /// When others need it and nothing is being answered.
+    /// Returns when others need the slot and no request is active.
     pub(crate) async fn is_needed(&self) {
         loop {
             self.leave.notified().await;
@@ -129,7 +126,7 @@ impl Drop for Permit {
     }
 }
 
-/// A request that is being answered.
+/// An active request.
 pub(crate) struct RequestGuard(Arc<Permit>);
 
 impl Drop for RequestGuard {
@@ -140,7 +137,7 @@ impl Drop for RequestGuard {
     }
 }
 
-/// An answer's body: until it ends, the request is being answered.
+/// Body of an answer: the request is active until it ends.
 pub(crate) struct Answer<B> {
     pub(crate) body: B,
     pub(crate) _guard: RequestGuard,

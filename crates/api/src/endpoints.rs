@@ -1,5 +1,5 @@
-//! What all endpoints have in common. An endpoint is added with the role that it asks for, and that one line gives it
-//! authentication, limits, a timeout, and its place in the OpenAPI document.
+//! Common parts of all endpoints. An endpoint is added with its role; that line gives it authentication, limits, a
+//! timeout, and its place in the OpenAPI document.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,11 +27,11 @@ use crate::sessions::Sessions;
 use crate::tokens::Tokens;
 use crate::{Caller, Problem, ProblemKind, Role};
 
-/// Bytes of a request's body where an endpoint says nothing else.
+/// Default limit of a request's body in bytes.
 pub const SMALL_BODY: usize = 64 << 10;
 /// Bytes of a body with a document of the fleet: 16,384 servers and 1,000 services are about 2 MB.
 pub const DOCUMENT_BODY: usize = 8 << 20;
-/// From a request's first byte to the first one of its answer.
+/// Time from a request's first byte to the first byte of its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// The name of bearer tokens in the OpenAPI document.
 const TOKEN_SCHEME: &str = "token";
@@ -45,34 +45,34 @@ impl RequestCounts {
         *self.0.lock().entry(status).or_default() += 1;
     }
 
-    /// By status.
+    /// Returns the counts by status.
     pub fn all(&self) -> BTreeMap<u16, u64> {
         self.0.lock().clone()
     }
 }
 
-/// Who may come in.
+/// Access control of the API.
 pub struct Guard {
     tokens: Arc<Tokens>,
     sessions: Sessions,
-    /// Certificates that are refused though they are right.
+    /// Revoked certificates.
     revoked: RevocationList,
     limits: Limits,
     requests: Arc<RequestCounts>,
-    /// Counts how often who may come in has changed.
+    /// Counts changes of permissions.
     changes: watch::Sender<u64>,
 }
 
 impl Guard {
-    /// Whoever has one of these.
+    /// Accepts callers with one of these.
     pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), Limits::default());
         Self { tokens, sessions, revoked, limits, requests, changes: watch::Sender::new(0) }
     }
 
-    /// Reads the tokens again. Where there are others, sessions that were begun with a token end; those begun with a
-    /// certificate do in any case, as it may be denied now; and so does an answer that lasts ([`Guard::changes`]). Who
-    /// may still come in comes back. Fails when a token cannot be used: all old ones stay valid.
+    /// Reads the tokens again. If they changed, sessions that were begun with a token end. Those begun with a
+    /// certificate always end, because it may be revoked now, and so do streaming answers ([`Guard::changes`]);
+    /// permitted callers reconnect. Fails when a token cannot be used: all old ones stay valid.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_by(false);
@@ -83,17 +83,17 @@ impl Guard {
         outcome.map(drop)
     }
 
-    /// Changes when who may come in may have changed: an answer that lasts ends then.
+    /// Changes when permissions may have changed: streaming answers end then.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 
-    /// Sessions of browsers.
+    /// Returns the sessions of browsers.
     pub fn sessions(&self) -> &Sessions {
         &self.sessions
     }
 
-    /// Who it is that asks: by its token, or else by its certificate, or its session.
+    /// Returns the caller by its token, its certificate, or its session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
         let session = || self.sessions.has(request.headers(), &self.revoked).then(|| (Role::Viewer, "session".into()));
@@ -113,7 +113,7 @@ impl Guard {
         }
     }
 
-    /// The role, and what names the token.
+    /// Returns the role, and the token's id.
     fn role_of(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // RFC 9110, Sect. 11.1: the scheme's case does not matter.
@@ -123,12 +123,12 @@ impl Guard {
     }
 }
 
-/// Names a token, and does not tell it: the beginning of its SHA-256.
+/// Identifies a token without revealing it: the beginning of its SHA-256.
 pub fn token_id(token: &str) -> String {
     Fingerprint::of_bytes(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
-/// What stands before one endpoint.
+/// Checks before one endpoint.
 #[derive(Clone)]
 struct RouteGuard {
     guard: Arc<Guard>,
@@ -164,7 +164,7 @@ async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response 
     }
 }
 
-/// All endpoints, and the document that describes them.
+/// All endpoints, and their document.
 pub struct Endpoints<S> {
     guard: Arc<Guard>,
     router: OpenApiRouter<S>,
@@ -175,7 +175,7 @@ pub struct Endpoints<S> {
 struct Common;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
-    /// None yet.
+    /// Returns an empty set.
     pub fn new(guard: Arc<Guard>, title: &str, description: &str) -> Self {
         let mut document = Common::openapi();
         document.info.title = title.to_owned();
@@ -194,7 +194,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         self.add_with_body(needed, SMALL_BODY, routes)
     }
 
-    /// The same, for bodies of up to so many bytes.
+    /// [`Endpoints::add`] with another limit of the body in bytes.
     pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
         let (schemas, mut paths, router) = routes;
         paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
@@ -204,7 +204,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         self
     }
 
-    /// What serves them, and the document.
+    /// Returns the router and the document.
     pub fn into_parts(self) -> (Router<S>, OpenApi) {
         let (router, document) = self.router.split_for_parts();
         let router = router
@@ -217,7 +217,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     }
 }
 
-/// Nothing is kept by browsers or proxies, or taken for something else than it says.
+/// Disables caching, and guessing of content types.
 async fn with_common_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
@@ -229,7 +229,7 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
     [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().flatten()
 }
 
-/// What the document says of every operation beside what its handler says: whom it is for, and which errors any can have.
+/// Adds the common parts of an operation to the document: its role, and the errors of all operations.
 fn describe(operation: &mut Operation, needed: Role) {
     // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the roles that are needed.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SCHEME, [needed.name()])]);
@@ -252,7 +252,7 @@ fn describe(operation: &mut Operation, needed: Role) {
     }
 }
 
-/// An answer that is a [`Problem`].
+/// Returns the description of an answer with a [`Problem`].
 fn problem_response(description: &str) -> RefOr<DescribedResponse> {
     let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
     RefOr::T(ResponseBuilder::new().description(description).content(PROBLEM_JSON, content).build())

@@ -1,4 +1,4 @@
-//! What handlers take out of a request; what does not fit is answered by a [`Problem`].
+//! Extractors of handlers; a mismatch is answered by a [`Problem`].
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -32,7 +32,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
         let (head, body) = request.into_parts();
-        // What the head says of the body's kind is checked first, by a body that is right in any case.
+        // The head's content type is checked first, with a valid body.
         let empty = Request::from_parts(head.clone(), Body::from("{}"));
         axum::Json::<Object<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
@@ -42,7 +42,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
     }
 }
 
-/// Every body is an object: serde would take an array of a struct's fields, too.
+/// Requires an object: serde would accept an array of a struct's fields, too.
 struct Object<T>(T);
 
 impl<'de, T: DeserializeOwned> Deserialize<'de> for Object<T> {

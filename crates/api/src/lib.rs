@@ -1,15 +1,14 @@
-//! The controller's HTTP API, as its two sides see it.
+//! The controller's HTTP API, for both sides.
 //!
-//! * [`types`][]: the documents, from which the OpenAPI document comes, too
-//! * [`problem`][]: errors, as RFC 9457 has them
-//! * [`role`] and [`tokens`]: who may do what, and how callers prove who they are
+//! * [`types`][]: documents, also the source of the OpenAPI document
+//! * [`problem`][]: errors by RFC 9457
+//! * [`role`] and [`tokens`]: roles, and the proofs of callers
 //! * [`sessions`][]: browsers
-//! * [`endpoints`][]: an endpoint is its handler and the role that it asks for, said in one place; everything else that
-//!   holds for all of them (authentication, limits, timeouts, the OpenAPI document) comes from here
-//! * [`extract`][]: what handlers take out of a request
-//! * [`work`][]: answers that take time
+//! * [`endpoints`][]: handlers with their roles, and their common parts: authentication, limits, timeouts, OpenAPI
+//! * [`extract`][]: parts of a request for handlers
+//! * [`work`][]: slow answers
 //! * [`serve`][]: connections
-//! * [`client`][]: for commands
+//! * [`client`][]: client for commands
 //!
 //! The handlers are the controller's: `crates/control-server/src/api`.
 

@@ -1,4 +1,4 @@
-//! How often each may ask.
+//! Rate limits of callers.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::num::NonZeroU32;
@@ -18,18 +18,18 @@ type Limiter<K> = RateLimiter<
     NoOpMiddleware<<MonotonicClock as governor::clock::Clock>::Instant>,
 >;
 
-/// Requests that read: a dashboard, a few scripts. Per second, for each role and address.
+/// Reading requests: a dashboard, a few scripts. Per second, for each role and address.
 const READS: NonZeroU32 = NonZeroU32::new(200).unwrap();
 /// Requests that only an operator may send, per second for each address.
 const WRITES: NonZeroU32 = NonZeroU32::new(20).unwrap();
 /// Requests without a valid token, per second for each address.
 const REFUSALS: NonZeroU32 = NonZeroU32::new(10).unwrap();
-/// So many at once, as a multiple of the rate.
+/// Burst as a multiple of the rate.
 const BURST: u32 = 5;
-/// When that many are known, those that have not asked for a while are forgotten.
+/// Number of callers from which inactive ones are forgotten.
 const KNOWN: usize = 4096;
 
-/// All limits.
+/// The rate limits.
 pub struct Limits {
     clock: MonotonicClock,
     reads: Limiter<(Role, IpAddr)>,
@@ -53,12 +53,12 @@ impl Default for Limits {
 const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
 
 impl Limits {
-    /// One who has proved who it is asks.
+    /// Counts a request of an authenticated caller.
     pub fn asks(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
         self.check(if writes { &self.writes } else { &self.reads }, &(role, network(address)))
     }
 
-    /// One who has not.
+    /// Counts a request without a valid proof.
     pub fn refused(&self, address: IpAddr) -> Result<(), Problem> {
         self.check(&self.refusals, &network(address))
     }
@@ -77,7 +77,7 @@ fn too_many(wait: Duration) -> Problem {
         .retry_after(seconds)
 }
 
-/// One host may have all addresses of an IPv6 network of 64 bits.
+/// Returns the /64 network of an IPv6 address, which one host may have as a whole.
 pub(crate) fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX))),
@@ -93,7 +93,6 @@ mod tests {
     fn excess_requests_get_retry_after() {
         let limits = Limits::default();
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
-        // Another address of the same network does not help.
         let began = std::time::Instant::now();
         let (allowed, problem) = (0..=u16::MAX)
             .find_map(|n| limits.asks(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem)))

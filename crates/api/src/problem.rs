@@ -1,4 +1,4 @@
-//! Errors as RFC 9457 has them: `application/problem+json`.
+//! Errors by RFC 9457: `application/problem+json`.
 
 use axum::Json;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
@@ -11,50 +11,49 @@ use utoipa::ToSchema;
 /// Media type of a [`Problem`].
 pub const PROBLEM_JSON: &str = "application/problem+json";
 
-/// What kind of error it is.
+/// Kind of error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub enum ProblemKind {
-    /// The request cannot be understood.
+    /// The request is malformed.
     #[serde(rename = "urn:coreward:problem:bad-request")]
     BadRequest,
     /// No token, or one that is not valid.
     #[serde(rename = "urn:coreward:problem:unauthenticated")]
     Unauthenticated,
-    /// The token's role may not do that.
+    /// The role does not permit it.
     #[serde(rename = "urn:coreward:problem:forbidden")]
     Forbidden,
-    /// There is no such thing.
+    /// Not found.
     #[serde(rename = "urn:coreward:problem:not-found")]
     NotFound,
-    /// The path knows other methods only.
+    /// The path has other methods only.
     #[serde(rename = "urn:coreward:problem:method-not-allowed")]
     MethodNotAllowed,
     /// The request took too long.
     #[serde(rename = "urn:coreward:problem:timeout")]
     Timeout,
-    /// The state of the controller is another than the request supposes.
+    /// The controller's state is not the one that the request expects.
     #[serde(rename = "urn:coreward:problem:conflict")]
     Conflict,
-    /// The body is larger than this endpoint takes.
+    /// The body exceeds the endpoint's limit.
     #[serde(rename = "urn:coreward:problem:too-large")]
     TooLarge,
-    /// The body is no JSON.
+    /// The body is not JSON.
     #[serde(rename = "urn:coreward:problem:unsupported-media-type")]
     UnsupportedMediaType,
-    /// A document in the request is wrong; `mistakes` says where.
+    /// The document in the request has mistakes (see `mistakes`).
     #[serde(rename = "urn:coreward:problem:wrong-document")]
     WrongDocument,
-    /// More requests than this caller may send, or more watchers than there is room for; `Retry-After` says when to try
-    /// again.
+    /// The caller's rate limit, or the limit of watchers, is exceeded; `Retry-After` has the time of the next attempt.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
     TooManyRequests,
-    /// Of several controllers another one leads; `leader` and `leader_api` say which.
+    /// Another controller leads (see `leader` and `leader_api`).
     #[serde(rename = "urn:coreward:problem:not-leading")]
     NotLeading,
-    /// What is to be changed cannot be written down, as a disk that is full; everything is as it was.
+    /// The change cannot be stored, for example on a full disk; nothing has changed.
     #[serde(rename = "urn:coreward:problem:not-stored")]
     NotStored,
-    /// The controller's own fault.
+    /// Fault of the controller.
     #[serde(rename = "urn:coreward:problem:internal")]
     Internal,
 }
@@ -83,48 +82,48 @@ impl ProblemKind {
 /// An error (RFC 9457).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
-    /// What kind of error it is.
+    /// Kind of error.
     #[serde(rename = "type")]
     pub kind: ProblemKind,
-    /// That in words.
+    /// Title of the kind.
     pub title: Box<str>,
     /// The status of the answer.
     pub status: u16,
-    /// What was found, and what was expected.
+    /// Found value and expectation.
     pub detail: String,
-    /// What is wrong with a document, in the order of its lines (the first 100).
+    /// Mistakes of a document, in the order of its lines (the first 100).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mistakes: Vec<DocumentMistake>,
     /// Seconds, as in `Retry-After`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub retry_after_s: Option<u64>,
-    /// Where daemons reach the controller that leads, where this one does not.
+    /// Address of the leading controller for daemons, if this one follows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leader: Option<Box<str>>,
-    /// `https://HOST:PORT` of that one's API, where it listens beyond its own host: the same request is for there.
+    /// `https://HOST:PORT` of the leader's API, if it listens beyond its own host: repeat the request there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(format = "uri")]
     pub leader_api: Option<Box<str>>,
 }
 
-/// Something in a document that is not as expected.
+/// A mistake in a document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DocumentMistake {
-    /// What the request calls the document.
+    /// Name of the document in the request.
     pub file: String,
-    /// Counted from 1; null: all of it.
+    /// Line from 1; null: the whole document.
     pub line: Option<u32>,
-    /// Counted from 1, in characters.
+    /// Column from 1, in characters.
     pub column: Option<u32>,
     /// Full name of the key, as `service.vip`; null where there is none (a syntax error).
     pub key: Option<String>,
-    /// What was found.
+    /// Found value.
     pub problem: String,
-    /// What was expected instead, where one can say.
+    /// Expected value, if it can be named.
     pub expected: Option<String>,
-    /// The valid name most like the one that was found.
+    /// The valid name closest to the found one.
     pub nearest: Option<String>,
-    /// All of that in one line.
+    /// The mistake in one line.
     pub message: String,
 }
 
@@ -144,7 +143,7 @@ impl From<&Diagnostic> for DocumentMistake {
 }
 
 impl Problem {
-    /// `detail`: what was found, and what was expected.
+    /// `detail`: found value and expectation.
     pub fn new(kind: ProblemKind, detail: impl Into<String>) -> Self {
         let (status, title) = kind.status_and_title();
         let (title, status) = (title.into(), status.as_u16());
@@ -161,17 +160,17 @@ impl Problem {
         }
     }
 
-    /// There is no `what` of that name.
+    /// Returns the error for an unknown `what`.
     pub fn not_found(what: &str, name: &str) -> Self {
         Self::new(ProblemKind::NotFound, format!("{what} {name:?} does not exist"))
     }
 
-    /// The controller's own fault.
+    /// Returns the error for a fault of the controller.
     pub fn internal(error: &anyhow::Error) -> Self {
         Self::new(ProblemKind::Internal, format!("{error:#}"))
     }
 
-    /// To be tried again after so many seconds.
+    /// Sets the seconds until the next attempt.
     pub fn retry_after(self, seconds: u64) -> Self {
         Self { retry_after_s: Some(seconds), ..self }
     }

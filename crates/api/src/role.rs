@@ -1,4 +1,4 @@
-//! Who may do what.
+//! Roles of callers.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -7,18 +7,18 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What a caller may do; each may do what those before may.
+/// Role of a caller; each includes those before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// See what there is.
+    /// Read the status.
     Viewer,
-    /// Change it, and see RSS keys.
+    /// Change the fleet, and read RSS keys.
     Operator,
 }
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: [Role; 2] = [Role::Viewer, Role::Operator];
 
     /// Its name.
@@ -36,14 +36,14 @@ impl fmt::Display for Role {
     }
 }
 
-/// Who has proved to be one.
+/// An authenticated caller.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Caller {
-    /// What it may do.
+    /// Its role.
     pub role: Role,
-    /// From where it calls.
+    /// Its address.
     pub address: IpAddr,
-    /// What has proved it: the name in a certificate, a token's role and id, or a session.
+    /// Its proof: the name in a certificate, a token's role and id, or a session.
     pub who: Arc<str>,
 }
 

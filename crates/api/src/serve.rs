@@ -1,4 +1,4 @@
-//! Connections: HTTP/1.1 on a thread of its own, so that a large answer or a crowd of askers never makes tables late.
+//! Connections: HTTP/1.1 on a thread of its own, so that large answers and many callers do not delay tables.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -19,16 +19,16 @@ use tokio::sync::oneshot;
 use crate::connection_limit::{Answer, ConnectionSlots, Permit};
 use crate::{Role, work};
 
-/// What connections can take.
+/// Limits of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// At a time. Of those who come then, each takes the place of one that asks for nothing; where there is none it waits.
+    /// Concurrent connections. At the limit, a new one replaces an idle one; without any it waits.
     pub connections: usize,
-    /// To the end of a request's head, from the handshake or from the end of the last answer on. An answer lasts as long as it does.
+    /// Time to the end of a request's head, from the handshake or from the last answer on. Answers are not limited.
     pub head: Duration,
     /// Bytes of a head.
     pub head_bytes: usize,
-    /// Who takes nothing of an answer for so long is let go.
+    /// Time after which a client that reads nothing of an answer is disconnected.
     pub write: Duration,
 }
 
@@ -38,32 +38,32 @@ impl Default for Bounds {
     }
 }
 
-/// Who is at the other end of a connection; every request carries it.
+/// Peer of a connection, known to every request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Its address.
     pub address: IpAddr,
-    /// What its certificate proves.
+    /// Identity by its certificate.
     pub certified: Option<Certified>,
-    /// Whether nobody on the way can read what it sends.
+    /// Whether the connection is encrypted.
     pub encrypted: bool,
 }
 
-/// What a certificate proves of an operator or a viewer.
+/// Identity of an operator or a viewer by certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certified {
-    /// What it may do.
+    /// Its role.
     pub role: Role,
     /// The name in the certificate.
     pub name: Arc<str>,
-    /// Of the certificate.
+    /// Fingerprint of the certificate.
     pub fingerprint: Fingerprint,
-    /// When that ends (since 1970).
+    /// End of the certificate (since 1970).
     pub not_after: Duration,
 }
 
 impl Peer {
-    /// Somebody without TLS.
+    /// Returns a peer without TLS.
     pub fn in_clear(address: IpAddr) -> Self {
         Self { address, certified: None, encrypted: false }
     }
@@ -75,12 +75,12 @@ impl Default for Peer {
     }
 }
 
-/// Makes a connection safe before the first request.
+/// Secures a connection before the first request.
 pub trait Acceptor: Clone + Send + Sync + 'static {
-    /// What requests come from.
+    /// Stream of requests.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
-    /// The connection, and who is at the other end of it. Gives up by itself who does not go on.
+    /// Returns the secured connection and its peer. Has a timeout of its own.
     fn accept(
         &self,
         stream: TcpStream,
@@ -88,7 +88,7 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = io::Result<(Self::Stream, Peer)>> + Send;
 }
 
-/// As it is.
+/// Accepts connections without TLS.
 #[derive(Debug, Clone, Copy)]
 pub struct Plain;
 
@@ -100,7 +100,7 @@ impl Acceptor for Plain {
     }
 }
 
-/// A socket that listens.
+/// A listening socket.
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
@@ -108,7 +108,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Fails when the address cannot be listened on.
+    /// Binds the address. Fails when that is not possible.
     pub fn bind(wanted: SocketAddr) -> anyhow::Result<Self> {
         let expected = "expected a free port and an address of this host (`api`)";
         let listener =
@@ -118,18 +118,18 @@ impl Listener {
         Ok(Self { listener, address, bounds: Bounds::default() })
     }
 
-    /// The same, with other bounds.
+    /// Sets other limits.
     pub fn within(self, bounds: Bounds) -> Self {
         Self { bounds, ..self }
     }
 
-    /// Where it listens.
+    /// Returns its address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves until the answer is dropped; `beside` runs on the same thread. `begin_thread` is called on each that
-    /// makes answers. Fails when there can be no more threads.
+    /// Serves until the result is dropped; `beside` runs on the same thread. `begin_thread` is called on each worker
+    /// thread. Fails when there can be no more threads.
     pub fn serve(
         self,
         acceptor: impl Acceptor,
@@ -162,7 +162,7 @@ impl Listener {
     }
 }
 
-/// Ends the serving when it is dropped.
+/// Ends the server when it is dropped.
 pub struct Serving {
     _alive: oneshot::Sender<std::convert::Infallible>,
 }
@@ -173,7 +173,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // Out of files, for one: others need time to end.
+                // For example without free descriptors: connections need time to end.
                 tracing::warn!(event = "accept-failed", %error, "cannot accept a connection to the API");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
@@ -183,7 +183,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
             let ended = tokio::select! {
-                // First what it has sent: who has just asked stays.
+                // First its pending request: a client that has just sent one stays.
                 biased;
                 ended = connection(stream, address, bounds, &permit, acceptor, router) => ended,
                 () = permit.is_needed() => Err("others come, and it asks for nothing".into()),

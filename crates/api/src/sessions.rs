@@ -1,5 +1,5 @@
-//! Sessions of browsers. A browser sends its cookie to whatever listens on the host, and on behalf of any page of the same
-//! site; so a session is a viewer's, whoever logged in, and nothing of the fleet can be changed by one.
+//! Sessions of browsers. A browser sends its cookie to any listener on the host, and on behalf of any page of the same
+//! site. So a session has a viewer's role whoever logged in, and cannot change the fleet.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -13,26 +13,26 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
 
-/// How long a session lasts.
+/// Lifetime of a session.
 const LIFE: Duration = Duration::from_secs(12 * 3600);
-/// At a time; the oldest ends when there would be more.
+/// Limit of sessions; the oldest one ends.
 const MAX_SESSIONS: usize = 256;
 const COOKIE: &str = "coreward_session";
 
-/// All of them.
+/// Sessions in force.
 #[derive(Default)]
 pub struct Sessions(Mutex<Vec<Session>>);
 
-/// What somebody showed who began a session.
+/// Proof by which a session was begun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shown {
     /// A token.
     Token,
     /// A certificate.
     Certificate {
-        /// With which the session ends.
+        /// Certificate with which the session ends.
         fingerprint: Fingerprint,
-        /// When it ends itself (since 1970).
+        /// End of the certificate (since 1970).
         not_after: Duration,
     },
 }
@@ -56,7 +56,7 @@ struct Session {
 }
 
 impl Sessions {
-    /// A new session: the `Set-Cookie` that begins it. `by`: what was shown for it; `encrypted`: whether that came by TLS.
+    /// Begins a session and returns its `Set-Cookie`. `by`: the proof; `encrypted`: whether it came by TLS.
     pub fn begin(&self, by: Shown, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
@@ -70,14 +70,15 @@ impl Sessions {
         cookie
     }
 
-    /// Whether the request belongs to a session. One that was begun with a certificate ends with that.
+    /// Whether the request belongs to a session. One that was begun with a certificate ends with it.
     pub fn has(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
         let mut living = self.living();
         living.retain(|session| session.by.is_good(revoked));
         ids(headers).any(|id| living.iter().any(|session| session.is(id)))
     }
 
-    /// Ends the request's session: the `Set-Cookie` that has the browser forget it. `encrypted`: whether the request came by TLS.
+    /// Ends the request's session and returns the `Set-Cookie` that clears it. `encrypted`: whether the request came by
+    /// TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in ids(headers) {
             self.living().retain(|session| !session.is(id));
@@ -85,7 +86,7 @@ impl Sessions {
         set_cookie("", Duration::ZERO, encrypted)
     }
 
-    /// Ends those that were begun by a token, or by a certificate.
+    /// Ends sessions that were begun by a token, or by a certificate.
     pub fn end_by(&self, token: bool) {
         self.living().retain(|session| (session.by == Shown::Token) != token);
     }
@@ -104,7 +105,7 @@ impl Session {
     }
 }
 
-/// RFC 6265bis, Sect. 4.1.2.5: a browser sends what is `Secure` by TLS only, and takes none that comes in clear.
+/// RFC 6265bis, Sect. 4.1.2.5: a browser sends `Secure` cookies by TLS only, and accepts none in clear text.
 fn set_cookie(id: &str, life: Duration, encrypted: bool) -> String {
     let secure = if encrypted { "; Secure" } else { "" };
     format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())

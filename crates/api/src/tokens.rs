@@ -1,4 +1,4 @@
-//! Bearer tokens: one for each role, in files of the controller that only their owner can read.
+//! Bearer tokens: one for each role, in files of the controller that are readable by their owner only.
 
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -17,12 +17,12 @@ use crate::Role;
 
 /// Random bytes of a token that is drawn.
 const TOKEN_BYTES: usize = 32;
-/// Random bytes in the name of a file that is not written yet.
+/// Random bytes in the name of a file during writing.
 const UNFINISHED_NAME_BYTES: usize = 9;
-/// A token that somebody wrote has at least so many characters.
+/// Minimum length of an operator's own token, in characters.
 const SHORTEST: usize = 32;
 
-/// Where the token of a role is kept.
+/// Returns the file of a role's token.
 pub fn token_file(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{role}.token"))
 }
@@ -35,18 +35,16 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Reads the tokens in this folder; those that are missing are drawn and written. Fails when a file cannot be read
-    /// or written, others than its owner can read it, or what it holds is no token.
+    /// Reads the tokens in this directory and creates missing ones. Fails when a file cannot be read or written, is
+    /// readable by others than its owner, or contains no token.
     pub fn open(directory: &Path) -> anyhow::Result<Self> {
         let tokens = Self { directory: directory.to_owned(), tokens: RwLock::default() };
         tokens.reload()?;
         Ok(tokens)
     }
 
-    /// Reads the files again; whether there are other tokens now. On an error the old tokens stay valid.
-    ///
-    /// # Errors
-    /// As for [`open`](Self::open).
+    /// Reads the files again, and returns whether a token has changed. On an error, as in [`open`](Self::open), the old
+    /// tokens stay valid.
     pub fn reload(&self) -> anyhow::Result<bool> {
         let read = |role| read_or_draw(&token_file(&self.directory, role)).map(|token| (role, token));
         let tokens = Role::ALL.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
@@ -62,7 +60,7 @@ impl Tokens {
         Ok(others)
     }
 
-    /// The role that has this token. How long that takes does not depend on where they differ.
+    /// Returns the role of this token, in constant time.
     pub fn role_of(&self, token: &str) -> Option<Role> {
         let tokens = self.tokens.read();
         let same = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
@@ -79,7 +77,7 @@ fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
     read_token(path)
 }
 
-/// What a token file holds. Fails when it cannot be read, others than its owner can read it, or what it holds is no
+/// Returns the token in a file. Fails when it cannot be read, is readable by others than its owner, or contains no
 /// token.
 pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
@@ -100,13 +98,13 @@ fn random_text<const BYTES: usize>() -> String {
     URL_SAFE_NO_PAD.encode(bytes)
 }
 
-/// All of it or nothing, also when the machine stops in between. Of several controllers with one folder the first draws.
+/// Atomic, even if the machine stops. Of several controllers with one directory the first one creates the token.
 fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
-    // A name of its own: process ids are the same in two containers that share a folder.
+    // A unique name: process ids are equal in two containers that share a directory.
     let unfinished = path.with_extension(format!("new-{}", random_text::<UNFINISHED_NAME_BYTES>()));
     let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
     let made = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
-        // Other than a renaming, a link takes nobody's place.
+        // Unlike a rename, a link never replaces a file.
         std::fs::hard_link(&unfinished, path)
     });
     std::fs::remove_file(&unfinished)?;

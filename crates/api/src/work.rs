@@ -1,5 +1,4 @@
-//! Answers that take time are made on threads of their own, so that none keeps another waiting. Connections have one thread, which
-//! only moves bytes.
+//! Worker threads for slow answers, so that none delays another. Connections have one thread, which only moves bytes.
 
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
@@ -9,26 +8,26 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{Problem, ProblemKind};
 
-/// Answers that are made at a time.
+/// Concurrent answers.
 pub(crate) const THREADS: usize = 4;
-/// Of these, answers to large bodies: the others find a thread free.
+/// Of these, answers to large bodies: the others find a free thread.
 const LARGE_THREADS: usize = 2;
-/// Requests that may wait for their turn with a large body in memory.
+/// Waiting requests with a large body in memory.
 const LARGE_WAITING: usize = 16;
 
-/// The work that a request asks for.
+/// Expected work of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Size {
-    /// Some milliseconds of thousands of servers.
+    /// Milliseconds with thousands of servers.
     Small,
-    /// As long as it takes: seconds, for the worst of documents.
+    /// Unbounded: seconds for the worst documents.
     Large,
 }
 
 static LARGE: Semaphore = Semaphore::const_new(LARGE_THREADS);
 static LARGE_PLACES: Semaphore = Semaphore::const_new(LARGE_THREADS + LARGE_WAITING);
 
-/// An answer in JSON, written down.
+/// An encoded answer in JSON.
 #[derive(Debug)]
 pub struct Answer(Vec<u8>);
 
@@ -39,10 +38,8 @@ impl IntoResponse for Answer {
     }
 }
 
-/// Makes an answer, and writes it down, on a thread for that.
-///
-/// # Errors
-/// What the work says; that too many others wait; that it has panicked.
+/// Computes and encodes an answer on a worker thread. Fails with the work's error, when too many others wait, and after
+/// a panic.
 pub async fn answer<T: Serialize>(
     size: Size,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
@@ -54,14 +51,11 @@ pub async fn answer<T: Serialize>(
     .await?
 }
 
-/// Does work on a thread for that.
-///
-/// # Errors
-/// That too many others wait; that it has panicked.
+/// Runs work on a worker thread. Fails when too many others wait, and after a panic.
 pub async fn run<T: Send + 'static>(size: Size, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
     let turn = turn(size).await?;
     let outcome = tokio::task::spawn_blocking(move || {
-        // Also for whoever has hung up: the thread is in use until the end.
+        // Also when the caller has hung up: the thread is in use until the end.
         let _turn = turn;
         work()
     });
@@ -80,7 +74,6 @@ async fn turn(size: Size) -> Result<Option<(SemaphorePermit<'static>, SemaphoreP
         let detail = format!("{LARGE_WAITING} requests with large bodies wait already: expected fewer");
         Problem::new(ProblemKind::TooManyRequests, detail).retry_after(1)
     })?;
-    // Nobody closes it.
     let turn = LARGE.acquire().await.map_err(|error| internal(&error))?;
     Ok(Some((place, turn)))
 }

@@ -1,11 +1,9 @@
-//! Says which VIPs this load balancer takes packets for, to a routing daemon (BIRD, FRR): for each one there is a route in a
-//! kernel table that no rule looks at, which the daemon learns and tells the routers (docs/deployment.md has the
-//! daemon's file).
+//! Announces this load balancer's VIPs to a routing daemon (BIRD, FRR). Each has a route in a kernel table that no rule
+//! uses; the daemon learns it and tells the routers (docs/deployment.md has the daemon's file).
 //!
-//! So the routes are no routes of this machine: the kernel neither answers for a VIP nor takes packets of it for its own, as it
-//! would where the VIP is an address of a loopback (servers' answers that pass through here would be martians then). They
-//! outlive this process, as the data plane does, and go with the machine, as it does too. A daemon that is restarted finds
-//! them where they were, which it would not if it had been told by its control socket.
+//! So these are no routes of this machine: the kernel neither answers for a VIP nor accepts its packets, as it would
+//! with the VIP on a loopback (servers' answers that pass through here would be martians). They outlive this process,
+//! as the data plane does. A restarted routing daemon finds them again, which it would not with a control socket.
 
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
@@ -21,12 +19,11 @@ use tokio_stream::StreamExt as _;
 
 use crate::config::Announce;
 
-/// Who made the routes, as `ip route` shows it: a number that nobody else uses in the kernel's or iproute2's lists.
+/// Origin of the routes in `ip route`: a number that is unused in the kernel's and iproute2's lists.
 const PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
-/// How often it is looked whether somebody else has changed the table.
+/// Interval of checks for changes of the table by others.
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The routes in force.
 pub struct Announcer {
     handle: Handle,
     table: u32,
@@ -35,17 +32,17 @@ pub struct Announcer {
     answers: AbortHandle,
 }
 
-/// What a load balancer can do for its VIPs.
+/// VIPs by their state.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnnounceState {
-    /// It can send on what comes for these.
+    /// VIPs whose packets can be forwarded.
     pub announceable: BTreeSet<Ipv4Addr>,
-    /// And for these it cannot: why, in words.
+    /// Reasons for the others.
     pub blocked: Vec<String>,
 }
 
 impl Announcer {
-    /// What a process before this one announced is announced still. Fails when the kernel does not show its routes.
+    /// Starts with the routes of an earlier process. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, handle, _) = rtnetlink::new_connection().context("no netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
@@ -55,12 +52,11 @@ impl Announcer {
         Ok(announcer)
     }
 
-    /// How many VIPs are announced.
     pub fn count(&self) -> usize {
         self.announced.len()
     }
 
-    /// Announces these, and no others. Fails when the kernel does not take a route.
+    /// Announces these VIPs alone. Fails when the kernel rejects a route.
     pub async fn announce(&mut self, wanted: &BTreeSet<Ipv4Addr>) -> anyhow::Result<()> {
         if self.read.elapsed() >= READ_INTERVAL {
             self.read().await?;
@@ -82,7 +78,7 @@ impl Announcer {
         Ok(())
     }
 
-    /// Whether packets can come and go by this interface. Fails when there is no such interface.
+    /// Whether the interface is up. Fails when there is no such interface.
     pub async fn is_up(&self, interface: &str) -> anyhow::Result<bool> {
         let links = self.handle.link().get().match_name(interface.to_owned()).execute();
         let mut links = std::pin::pin!(links);
@@ -90,7 +86,6 @@ impl Announcer {
         Ok(link.header.flags.contains(LinkFlags::Up | LinkFlags::LowerUp))
     }
 
-    /// The table as it is.
     async fn read(&mut self) -> anyhow::Result<()> {
         let question = RouteMessageBuilder::<Ipv4Addr>::new().build();
         let routes = self.handle.route().get(question).execute();

@@ -1,4 +1,4 @@
-//! `coreward capture`: what came to the load balancer and what it decided, as text or as a pcapng file.
+//! `coreward capture`: packets at the load balancer and its decisions, as text or as a pcapng file.
 
 use std::fmt;
 use std::fs::File;
@@ -45,11 +45,11 @@ pub struct CaptureArgs {
     pub seconds: Option<u64>,
 }
 
-/// How long one wait for packets lasts at most.
+/// Longest wait for packets.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Captures until the count or the time is reached or SIGINT comes; says at the end how many packets there were. Fails
-/// when no load balancer is at work, it does not have the service, or the file cannot be written.
+/// Captures until the count, the time or SIGINT; prints the number of packets at the end. Fails when no load balancer
+/// is at work, it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = service_named(&args.service, &capture::services(&config.pin_directory)?)?;
@@ -78,7 +78,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     }
     eprintln!("{packets} packets captured, {} records lost", capture.lost());
     match failure {
-        // Whoever stops reading (`| head`) has seen enough.
+        // A reader that stops (`| head`) has seen enough.
         Some(error) if is_broken_pipe(&error) => Ok(()),
         Some(error) => Err(error),
         None => sink.finish(),
@@ -108,7 +108,7 @@ fn stop_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// What to add to a time of CLOCK_MONOTONIC to get one since 1970.
+/// Returns the difference between CLOCK_MONOTONIC and the time since 1970.
 fn epoch_of_monotonic_clock() -> anyhow::Result<Duration> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock stands before 1970")?;
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
@@ -133,7 +133,7 @@ impl Sink {
 }
 
 impl Sink {
-    /// What is still in memory must be in the file, or the caller hears why it is not.
+    /// Flushes the file; the caller gets the error.
     fn finish(self) -> anyhow::Result<()> {
         match self {
             Sink::Text => Ok(()),
@@ -178,7 +178,6 @@ impl PcapNg {
     }
 }
 
-/// What was decided, in words.
 struct Verdict<'a>(&'a Captured);
 
 impl fmt::Display for Verdict<'_> {

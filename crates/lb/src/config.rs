@@ -12,54 +12,52 @@ use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
 
-/// What the daemon is told. Everything else comes from the controller.
+/// Configuration of the daemon. Everything else comes from the controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// What `coreward status` calls it.
+    /// Name in `coreward status`.
     pub name: String,
-    /// Where the controllers listen.
+    /// Addresses of the controllers.
     pub controllers: Controllers,
-    /// The interface that packets for VIPs come in by, and leave by.
+    /// Interface of packets for VIPs, in both directions.
     pub interface: String,
-    /// A directory in a BPF file system: the data plane lives there and outlives the daemon.
+    /// Directory of the data plane, in a BPF file system.
     pub pin_directory: PathBuf,
     /// Directory of the last configuration, for a start without controller.
     pub state_directory: PathBuf,
-    /// Where in the kernel the program runs.
     pub xdp_mode: XdpMode,
-    /// Where other load balancers reach this one; without it the interface's first IPv4 address.
+    /// Address for other load balancers; without it the interface's first IPv4 address.
     pub address: Option<Ipv4Addr>,
-    /// Room for connections that carry no cookie: entries.
+    /// Capacity for connections without a cookie: entries.
     pub flow_table: u32,
-    /// Room for connections of stateful services.
+    /// Capacity for connections of stateful services.
     pub connection_table: TableSize,
-    /// Where metrics are served for Prometheus; `None`: nowhere.
+    /// Address of the metrics for Prometheus; `None`: none are served.
     pub metrics: Option<SocketAddr>,
-    /// Who it is; `None`: connections are neither encrypted nor authenticated.
+    /// Own identity; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<coreward_tls::Files>,
-    /// When to ask whether a connection of stateful services still is one.
+    /// Ages at which connections of stateful services are checked.
     pub connection_timers: Timers,
-    /// How VIPs are announced; `None`: somebody else sees to it.
+    /// Announcement of VIPs; `None`: by other means.
     pub announce: Option<Announce>,
 }
 
-/// How VIPs are announced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Announce {
-    /// The kernel's routing table that a routing daemon learns them from.
+    /// The kernel's routing table that a routing daemon learns from.
     pub table: u32,
-    /// What becomes of them when the daemon is told to end.
+    /// Treatment of announced VIPs at the daemon's end.
     pub on_stop: OnStop,
-    /// Between their withdrawal and the end.
+    /// Time between their withdrawal and the end.
     pub drain: Duration,
 }
 
-/// What becomes of announced VIPs when the daemon is told to end.
+/// Treatment of announced VIPs at the daemon's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnStop {
-    /// They are withdrawn: other load balancers get the packets.
+    /// Withdrawn: other load balancers get the packets.
     Withdraw,
-    /// They stay, as the data plane does: for a restart.
+    /// Kept, as the data plane: for a restart.
     Keep,
 }
 
@@ -95,7 +93,7 @@ config_struct! {
     }
 }
 
-/// Above the tables that the kernel and distributions give names.
+/// Above the tables that the kernel and distributions name.
 const FIRST_TABLE: u64 = 256;
 
 config_struct! {
@@ -116,11 +114,11 @@ string_enum!(
     [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, what)| (name.to_owned(), what))
 );
 
-/// No entry lives longer than a day without being asked for, and none is asked for all the time.
+/// An entry is checked at least once a day, and at most once a second.
 type Timer = Period<SECOND, { 24 * HOUR }>;
 
 config_struct! {
-    /// After how long without a packet a server is asked whether it has a connection still.
+    /// Ages at which a server is queried about a connection.
     struct ConnectionTimers {
         /// Since the last packet from the client.
         idle: Option<Timer>,

@@ -1,5 +1,5 @@
-//! `coreward connections`: the heaviest connections of a stateful service, read from the load balancer's pinned table while
-//! packets pass.
+//! `coreward connections`: the heaviest connections of a stateful service, read from the load balancer's pinned table
+//! during operation.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -28,7 +28,6 @@ pub struct ConnectionsArgs {
     pub pin_directory: Option<PathBuf>,
 }
 
-/// What makes a connection heavy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum By {
     /// Packets from the client
@@ -46,11 +45,10 @@ impl By {
     }
 }
 
-/// Where load balancers are looked for.
 const PIN_DIRECTORIES: &str = "/sys/fs/bpf/coreward";
 
-/// What to print. Fails when no load balancer, or more than one, is at work where it is looked for, or it does not have
-/// the service.
+/// Returns the text to print. Fails when not exactly one load balancer is at work there, or it does not have the
+/// service.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
@@ -66,7 +64,7 @@ pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     Ok(format!("{head}\n{}", table(&top, pinned.clock())))
 }
 
-/// The only directory below `root` where a load balancer has pinned its maps.
+/// Returns the only directory below `root` in which a load balancer has pinned its maps.
 fn only_load_balancer(root: &Path) -> anyhow::Result<PathBuf> {
     let listed = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
     let has_table = |directory: &PathBuf| directory.join("lb/connections").exists();

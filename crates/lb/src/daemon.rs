@@ -1,5 +1,5 @@
-//! The daemon: attaches the program, or takes over the one at work, and follows the controller. The data plane goes on
-//! without the daemon and without the controller; whoever comes back finds it where it was.
+//! The daemon: attaches the program, or takes over the one at work, and follows the controller. The data plane
+//! continues without the daemon and without the controller.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -32,19 +32,19 @@ use crate::health::Health;
 use crate::last_configuration::LastConfiguration;
 use crate::sweeper::Sweeper;
 
-/// How often packets are told the time, and a part of the connection table is looked through.
+/// Interval of the packets' clock, and of one part of the connection table's sweep.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
-/// Time between two states at least: with a thousand services one takes a millisecond.
+/// Shortest time between two states: with a thousand services one takes a millisecond.
 const STATE_GAP: Duration = Duration::from_millis(20);
-/// Messages that wait for the controller to read: a state, counts and questions for sockets.
+/// Queue of messages to the controller: a state, counts and socket queries.
 const MESSAGES: usize = 64;
 const UNRESOLVED: &str = "MAC addresses are not resolved";
 
-/// Runs until SIGTERM or SIGINT; what is pinned stays at work. Fails when the file is wrong, another process is at work
-/// there, the interface does not exist, or the kernel refuses the program.
+/// Runs until SIGTERM or SIGINT; pinned objects stay at work. Fails when the file is invalid, another process is at
+/// work there, the interface does not exist, or the kernel refuses the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
-    // Health checks of many servers are many connections at once.
+    // Health checks of many servers are many concurrent connections.
     coreward_daemon::raise_file_limit();
     let _pin_lock = PinLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(options(&config))?;
@@ -69,8 +69,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
-/// Takes the program from the interface and removes all pins: forwarding ends. Fails when the file is wrong, its daemon
-/// is at work, or a pin cannot be removed.
+/// Removes the program from the interface and all pins: forwarding ends. Fails when the file is invalid, its daemon is
+/// at work, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
@@ -121,7 +121,7 @@ async fn serve(
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
     let mut last = LastConfiguration::new(&config.state_directory, &config.name);
-    // Another version's program goes on by its own tables until a controller sends this one its own.
+    // Another version's program continues with its tables until this one has tables of a controller.
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }
@@ -139,21 +139,21 @@ async fn serve(
     outcome
 }
 
-/// No VIP any more; returns when routers have heard of it.
+/// Withdraws all VIPs, and returns after the time that routers need.
 async fn withdraw(announce: &Announce) -> anyhow::Result<()> {
     Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
 }
 
-/// The resolver's changes where the runtime can wait for them.
+/// Forwards the resolver's changes to an asynchronous channel.
 fn into_async(changes: std::sync::mpsc::Receiver<Change>) -> mpsc::UnboundedReceiver<Change> {
     let (sender, receiver) = mpsc::unbounded_channel();
     std::thread::spawn(move || while changes.recv().is_ok_and(|change| sender.send(change).is_ok()) {});
     receiver
 }
 
-/// What happens whether there is a controller or not.
+/// Work that does not depend on a controller.
 struct BackgroundTasks {
     neighbours: mpsc::UnboundedReceiver<Change>,
     ticker: Interval,
@@ -164,7 +164,7 @@ struct BackgroundTasks {
 }
 
 impl BackgroundTasks {
-    /// Does what is due ten times a second. Returns questions for agents, at most `limit`.
+    /// Performs the work of a tick. Returns queries for agents, at most `limit`.
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
         let due = forwarder.sweep()?;
@@ -172,12 +172,12 @@ impl BackgroundTasks {
         Ok(self.sweeper.ask(since_start(), limit))
     }
 
-    /// Looks after the forwarder, and announces what it can do.
+    /// Maintains the forwarder, and announces its VIPs.
     async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.maintain()?;
         self.last.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
-        // Nothing is known yet: what a process before this one announced stays.
+        // Nothing is known yet: the announcements of an earlier process stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
         if !announcer.is_up(interface).await? {
             state = AnnounceState {
@@ -193,7 +193,7 @@ impl BackgroundTasks {
         Ok(())
     }
 
-    /// Returns the state of all of the daemon, for the controller and Prometheus.
+    /// Returns the daemon's state, for the controller and Prometheus.
     fn state(&self, forwarder: &Forwarder, connection: &Connection) -> v1::LoadBalancerState {
         let mut state = forwarder.state();
         state.warnings.extend(connection.warnings());
@@ -207,7 +207,7 @@ impl BackgroundTasks {
         page
     }
 
-    /// Waits for something else, and looks after the forwarder meanwhile.
+    /// Runs the background work while a future is pending.
     async fn run_while<T>(
         &mut self,
         forwarder: &mut Forwarder,
@@ -219,9 +219,8 @@ impl BackgroundTasks {
             tokio::select! {
                 outcome = &mut other => return Ok(outcome),
                 change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
-                // No controller forwards the questions: they time out, and agents count as away.
+                // Without a controller the queries time out, and agents count as away.
                 _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
-                // Who asked may have gone.
                 scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
             }
         }
@@ -243,7 +242,6 @@ async fn run_sessions(
     }
 }
 
-/// One stream, until it ends.
 async fn run_session(
     config: &Config,
     connection: &mut Connection,
@@ -265,7 +263,7 @@ async fn run_session(
     let mut told = (0, 0);
     let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
-        // Told once a second, and at once when a service got its first table, a server was found or lost, or another
+        // Once a second, and at once when a service got its first table, a server was found or lost, or another
         // configuration is in force.
         let due = tokio::select! {
             update = updates.message() => {
@@ -274,7 +272,7 @@ async fn run_session(
                 let in_force = apply(forwarder, &mut tasks.sweeper, update);
                 anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
-                    // Only measured by: one that is lost does not matter.
+                    // For latencies only: a lost one does not matter.
                     let _ = messages.try_send(message(Message::TableInForce(in_force)));
                 }
                 if traffic.period() != forwarder.report_interval() {
@@ -284,7 +282,7 @@ async fn run_session(
             }
             change = tasks.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
-                // Of ten thousand servers at a time one at a time would be told ten thousand states.
+                // With one message per change, ten thousand servers would cause ten thousand states.
                 while let Ok(change) = tasks.neighbours.try_recv() {
                     forwarder.neighbour(change);
                 }
@@ -296,7 +294,7 @@ async fn run_session(
                 true
             }
             _ = traffic.tick() => {
-                // Counts are absolute: a controller that does not read misses one, and the next one has it all.
+                // Counts are absolute: the next message makes up for a lost one.
                 if let Some(counts) = forwarder.traffic() {
                     let _ = messages.try_send(message(Message::Traffic((&counts).into())));
                 }
@@ -307,7 +305,7 @@ async fn run_session(
                 false
             }
             _ = tasks.ticker.tick() => {
-                // Half of the queue is for what is not asked.
+                // Half of the queue is for unsolicited messages.
                 for query in tasks.tick(forwarder, messages.capacity() / 2)? {
                     let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
                 }
@@ -321,7 +319,7 @@ async fn run_session(
         if state_is_due && tokio::time::Instant::now() >= next_state {
             told = (forwarder.tables(), forwarder.confirmed());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
-            // A controller that does not read misses a state; the next one has it all.
+            // The next state makes up for a lost one.
             let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
         }
     }
@@ -333,7 +331,7 @@ fn every(period: Duration) -> Interval {
     interval
 }
 
-/// For measuring how long ago something was.
+/// Returns a monotonic time, for latencies.
 fn since_start() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed()
@@ -353,7 +351,8 @@ fn message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// An update that cannot be used is logged, and the controller is told; what is in force stays. A table that is in force now.
+/// Applies an update. An unusable one is logged and reported; the previous one stays in force. Returns a table that is
+/// in force now.
 fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) -> Option<v1::TableInForce> {
     let began = Instant::now();
     match update.update {
@@ -401,7 +400,7 @@ fn logged(outcome: anyhow::Result<()>) {
     }
 }
 
-/// The table that is in force now; `None`: it cannot be used, which is told.
+/// Installs a table and returns its acknowledgement; `None`: it is unusable, which is reported.
 fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let outcome = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
@@ -410,7 +409,7 @@ fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> 
             outcome.map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
         Err(error) => {
-            // Whose it is can be read from most that cannot be used.
+            // Most unusable tables still show their service.
             let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let outcome = Err::<(), anyhow::Error>(error.into());
             forwarder.table_taken(message.service_index, message.generation, &outcome);

@@ -1,4 +1,4 @@
-//! The data plane as the controller wants it: configuration, tables and MAC addresses put together.
+//! Forwarder: applies configuration, tables and MAC addresses to the data plane.
 
 mod configuration;
 mod metrics;
@@ -32,29 +32,28 @@ use refusals::Refusals;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 
-/// Until a configuration says otherwise.
+/// Report interval before the first configuration.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// In so many calls of [`Forwarder::sweep`] the whole connection table is looked through: in a second.
+/// Calls of [`Forwarder::sweep`] for the whole connection table: one second.
 const SWEEP_BEATS: u32 = 10;
-/// But at most so many entries in one call, of 64 bytes each: a table of four million takes three seconds.
+/// Limit of entries in one call, of 64 bytes each: a table of four million takes three seconds.
 const SWEPT_AT_ONCE: u32 = 131_072;
-/// Servers that have not answered ARP in this time are not waited for before this version's program goes to work.
+/// Time after which servers without ARP answer do not delay an upgrade.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Counting connections reads the whole table.
+/// Interval of counts, which read the whole table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The load balancer's program and what is known for it.
+/// The load balancer's program and its inputs.
 pub struct Forwarder {
     balancer: LoadBalancer,
     attachment: lb::Attachment,
     resolver: Resolver,
     macs: HashMap<Ipv4Addr, MacAddress>,
-    /// By address: which servers of which services are there.
+    /// Services' servers by address.
     at_address: HashMap<Ipv4Addr, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
-    /// Its own name.
     name: String,
-    /// All load balancers, itself among them.
+    /// All load balancers, itself included.
     peers: Vec<Peer>,
     /// Time between two messages of traffic.
     report_interval: Duration,
@@ -62,44 +61,41 @@ pub struct Forwarder {
     table_lifetime: Duration,
     table_ages: TableAges,
     timers: Timers,
-    /// When the connections in the table were counted.
+    /// Time of the last count of connections.
     counted: Duration,
-    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
+    /// Newest confirmed generation of this stream; 0: none yet.
     confirmed: u64,
-    /// Its number; `None`: none yet, or what came cannot be in force.
+    /// Number of the configuration; `None`: none yet, or it could not be applied.
     number: Option<u64>,
-    /// Generation of the configuration in force, whichever controller sent it; 0: none came.
+    /// Generation in force, of any controller; 0: none.
     in_force: u64,
-    /// The cookie keys in force; `None`: no configuration came.
+    /// Cookie keys in force; `None`: no configuration yet.
     keys: Option<FleetKeys>,
-    /// The configuration in force is not saved yet.
+    /// Whether the configuration in force is not saved yet.
     is_unsaved: bool,
-    /// A change came of another configuration than the one in force.
+    /// Whether a change did not apply to the configuration in force.
     lacks_configuration: bool,
-    /// The device's name.
     interface: String,
-    /// What is wrong with this machine or with servers that it stamps for, as it was last logged.
+    /// Faults of this machine and of servers with LB-side stamping, as last logged.
     problems: BTreeSet<String>,
     table_to_kernel: LatencyHistogram,
-    /// VIPs that are announced; `None`: not by this daemon.
+    /// Number of announced VIPs; `None`: not by this daemon.
     announced: Option<usize>,
-    /// Why VIPs are not announced.
+    /// Reasons for which VIPs are not announced.
     blocked: Vec<String>,
-    /// Checks of servers.
     health: Health,
-    /// The servers that are down by these checks.
+    /// Servers that are down by its checks.
     down: BTreeSet<Target>,
-    /// Those of them that get no new connections from here, whatever the controller says.
+    /// Of these, servers that get no new connections from here, whatever the controller's table.
     masked: BTreeSet<Target>,
     configured_at: Option<Duration>,
-    /// What of the controller's updates cannot be used.
+    /// Unusable updates.
     refusals: Refusals,
     /// Faults that counters of the last seconds show.
     symptoms: Symptoms,
 }
 
 impl Forwarder {
-    /// Around a program that is attached.
     pub fn new(
         name: String,
         interface: String,
@@ -143,8 +139,7 @@ impl Forwarder {
         }
     }
 
-    /// A new stream to a controller has begun. What an earlier one said says nothing about this one's configurations: it
-    /// may be another controller's.
+    /// Starts a stream. Confirmations of an earlier one do not count, because it may have been another controller's.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
         self.number = None;
@@ -153,22 +148,19 @@ impl Forwarder {
         self.health.begin_stream();
     }
 
-    /// What the controller is to be told of servers' health now, if anything.
+    /// Returns the next message about servers' health, if one is due.
     pub fn health_news(&mut self) -> Option<HealthMessage> {
         self.health.news()
     }
 
-    /// Generation of the configuration in force, whichever controller sent it; 0: none came.
     pub fn in_force(&self) -> u64 {
         self.in_force
     }
 
-    /// Whether another version's program forwards until this one's tables are there.
     pub fn is_upgrade_pending(&self) -> bool {
         self.balancer.is_upgrade_pending()
     }
 
-    /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     pub fn confirmed(&self) -> u64 {
         self.confirmed
     }
@@ -197,8 +189,8 @@ impl Forwarder {
         }
     }
 
-    /// Tells packets the time, and takes over what checks have found; to be called ten times a second, whether there is a
-    /// controller or not.
+    /// Sets the packets' clock, and applies check results; to be called ten times a second, with or without a
+    /// controller.
     pub fn tick(&mut self) {
         self.balancer.tick(monotonic());
         self.balancer.guard_connection_table();
@@ -211,9 +203,9 @@ impl Forwarder {
         self.choose_for_expired_tables();
     }
 
-    /// Masks the servers of a service that are down by this load balancer's own checks: it acts at once, also without a
-    /// controller, and where it alone does not reach a server. Where it reaches none of those that the controller gives new
-    /// connections it goes by `when_all_down`: with "fail-open" it masks none, as its own network may have failed.
+    /// Masks the servers of a service that are down by this load balancer's own checks, at once and also without a
+    /// controller. If it reaches none of the eligible servers, `when_all_down` decides: with "fail-open" it masks none,
+    /// because its own network may have failed.
     fn mask(&mut self, index: ServiceIndex) {
         let Some((service, place)) = self.services.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down.contains(&(index, server.id));
@@ -249,10 +241,10 @@ impl Forwarder {
         server.eligible && !self.masked.contains(&(service, server.id))
     }
 
-    /// Looks through the next part of the connection table: frees what may be freed at once, and returns what may be
-    /// freed if it has no socket. Fails when the kernel offers no grace period.
+    /// Sweeps the next part of the connection table: frees what needs no query, and returns what may be freed without a
+    /// socket. Fails when the kernel offers no grace period.
     pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
-        // Before the first configuration the table may have entries of a daemon before this one.
+        // Before the first configuration the table may have entries of an earlier daemon.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
         if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
             return Ok(Vec::new());
@@ -269,7 +261,7 @@ impl Forwarder {
         Ok(ask.into_iter().filter_map(with_service).collect())
     }
 
-    /// Frees these entries, as far as nothing has happened to them since. Fails when the kernel offers no grace period.
+    /// Frees these entries, if they have not changed since. Fails when the kernel offers no grace period.
     pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
         tracing::debug!(event = "connections-freed", freed, checked = connections.len(), "connections are freed");
@@ -281,7 +273,8 @@ impl Forwarder {
         self.report_interval
     }
 
-    /// What was sent to servers; `None`: no policy wants to know. Counts of servers are of all services, so all services are in it.
+    /// Returns the traffic to servers; `None`: no policy needs it. Counts of servers are of all services, so all
+    /// services are in it.
     pub fn traffic(&self) -> Option<TrafficMessage> {
         if self.services.values().all(|(service, _)| service.traffic == TelemetryLevel::Nothing) {
             return None;
@@ -295,7 +288,7 @@ impl Forwarder {
         Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened })
     }
 
-    /// A neighbour's MAC address became known, changed or was lost.
+    /// Applies a change of a neighbour's MAC address.
     pub fn neighbour(&mut self, change: Change) {
         match change.mac {
             Some(mac) => self.macs.insert(change.address, mac),
@@ -323,8 +316,8 @@ impl Forwarder {
         }
     }
 
-    /// Switches to a service's new table. Fails when the service is not configured, or the data plane cannot hold the
-    /// table: the one before stays then.
+    /// Installs a service's table. Fails when the service is not configured, or the data plane cannot hold the table:
+    /// the old one stays then.
     pub fn install(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!("a table for service index {}, which is not configured", service.get());
@@ -341,8 +334,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Takes the place of another version's program once this one can do as well: all tables are there, and all servers are
-    /// found, or do not answer.
+    /// Completes an upgrade when all tables are there, and all servers are resolved or do not answer.
     fn switch_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
@@ -354,7 +346,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Looks after what may change without being told: the device's own MAC address. Fails when the device is gone.
+    /// Refreshes the device's own MAC address. Fails when the device is gone.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolver.is_alive(), "the thread that resolves MAC addresses has ended");
         let now = monotonic();
@@ -372,12 +364,12 @@ impl Forwarder {
         self.services.values().any(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer)
     }
 
-    /// What this machine's kernel does not do that it must.
+    /// Returns missing settings of this machine's kernel.
     fn routing_problems(&self) -> Vec<String> {
         if self.stamps() { routing::problems(&self.interface) } else { Vec::new() }
     }
 
-    /// What is wrong with this machine.
+    /// Returns faults of this machine.
     fn problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
         problems.extend(self.blocked.iter().cloned());
@@ -387,7 +379,7 @@ impl Forwarder {
         problems
     }
 
-    /// Each once, when it is first seen.
+    /// Logs each problem once.
     fn log_problems(&mut self) {
         let clocks = self.server_clocks().into_iter().filter(|clock| !clock.problem.is_empty());
         // Without the numbers, which grow.
@@ -401,8 +393,8 @@ impl Forwarder {
         self.problems = problems;
     }
 
-    /// What was seen of the clocks of servers that are stamped for here. Nothing of a service whose clocks cannot be read:
-    /// the log has it.
+    /// Returns the clocks of servers with LB-side stamping. A service whose clocks cannot be read is omitted, and
+    /// logged.
     fn server_clocks(&self) -> Vec<v1::ServerClock> {
         let stamped = self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer);
         stamped.flat_map(|(service, index)| self.server_clocks_of(service, *index)).collect()
@@ -433,13 +425,13 @@ impl Forwarder {
         clocks.into_iter().filter_map(named).collect()
     }
 
-    /// How many services have a table.
+    /// Returns the number of services with a table.
     pub fn tables(&self) -> usize {
         self.services.values().filter(|(_, index)| self.balancer.table_generation(*index).is_some()).count()
     }
 
-    /// What this load balancer can do for its VIPs; `None`: no configuration has come yet, and what is pinned goes on. A VIP
-    /// can be served when one of its services can: its table is in force, and the MAC address of one of its servers is known.
+    /// Returns the state of the VIPs; `None`: no configuration yet, and pinned state continues. A VIP is announceable
+    /// when one of its services has its table in force and the MAC address of one of its servers.
     pub fn announce_state(&self) -> Option<AnnounceState> {
         if self.services.is_empty() && self.confirmed == 0 {
             return None;
@@ -469,12 +461,11 @@ impl Forwarder {
         Some(state)
     }
 
-    /// How many VIPs are announced, and why others are not; for those who ask.
+    /// Records the announced VIPs, and the reasons for others, for display.
     pub fn announced(&mut self, count: usize, blocked: Vec<String>) {
         (self.announced, self.blocked) = (Some(count), blocked);
     }
 
-    /// Servers without a MAC address, by name.
     fn unresolved(&self) -> BTreeSet<String> {
         let mut unresolved = BTreeSet::new();
         for (service, index) in self.services.values() {
@@ -485,7 +476,7 @@ impl Forwarder {
         unresolved
     }
 
-    /// What the controller is told.
+    /// Returns the state for the controller.
     pub fn state(&self) -> v1::LoadBalancerState {
         let generations = self.services.values().filter_map(|(service, index)| {
             let generation = self.balancer.table_generation(*index)?;
@@ -514,7 +505,7 @@ impl Forwarder {
     }
 }
 
-/// IPv6 servers cannot be configured yet: the data plane refuses their services.
+/// IPv6 servers cannot be configured yet: the data plane rejects their services.
 fn ipv4(address: IpAddr) -> Option<Ipv4Addr> {
     match address {
         IpAddr::V4(address) => Some(address),

@@ -1,4 +1,4 @@
-//! Health checks of the services' servers: what is to be checked, and what the controller is told of it.
+//! Health checks of the services' servers, and their messages to the controller.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -14,25 +14,25 @@ use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// What has not changed is said again so often.
+/// Interval of messages without a change.
 const SAY_AGAIN: Duration = Duration::from_secs(2);
 
 const _: () = assert!(CHECKS_AT_ONCE <= health_check_nat::PATHS);
 
 pub type Target = (ServiceIndex, ServerId);
 
-/// The checks of this load balancer. The fields are dropped in this order: connections end before their paths.
+/// The checks of this load balancer. The fields are dropped in this order: connections end before their NAT entries.
 pub struct Health {
     checker: Checker<Target>,
     changes: watch::Receiver<u64>,
-    /// The same for [`Health::newly_down`].
+    /// For [`Health::newly_down`].
     changes_of_down: watch::Receiver<u64>,
-    /// When the controller was last told; `None`: this one was not.
+    /// Time of the last message; `None`: none in this stream.
     told: Option<Instant>,
     interface: String,
-    /// To servers at the VIP; made when first needed, and kept: a check that was removed may be under way.
+    /// NAT for checks at the VIP; created when first needed, and kept: a removed check may be in progress.
     paths: Option<CheckedPaths>,
-    /// Why checks at the VIP cannot be made, if they cannot.
+    /// Reason for which checks at the VIP are impossible, if they are.
     problem: Option<String>,
 }
 
@@ -54,7 +54,7 @@ impl NatTable for DataPlane {
 }
 
 impl Health {
-    /// Nothing is checked yet. `interface`: by which servers are reached. Fails when there can be no thread for it.
+    /// Starts without checks. `interface`: towards the servers. Fails when there can be no more threads.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let changes = checker.changes();
@@ -62,7 +62,7 @@ impl Health {
         Ok(Self { checker, changes, changes_of_down, told: None, interface, paths: None, problem: None })
     }
 
-    /// Checks the servers of these services, as far as they are to be checked.
+    /// Sets the checks of these services.
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let checks = services.clone().filter_map(|service| service.check.as_ref());
         if checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
@@ -90,7 +90,7 @@ impl Health {
         }
     }
 
-    /// `None`: its servers are not to be checked, or cannot be.
+    /// Returns the service's check; `None`: none, or impossible.
     fn wanted(&self, service: &Service) -> Option<checker::Service<Target>> {
         let check = service.check.clone()?;
         let std::net::SocketAddr::V4(vip) = service.address.socket else { return None };
@@ -107,12 +107,11 @@ impl Health {
         Some(checker::Service { check, vip, servers: servers.collect(), paths })
     }
 
-    /// A new stream to a controller has begun.
     pub fn begin_stream(&mut self) {
         self.told = None;
     }
 
-    /// What the controller is to be told now: at once what has changed, and the same again every two seconds.
+    /// Returns the next message: at once after a change, and every two seconds.
     pub fn news(&mut self) -> Option<HealthMessage> {
         let changed = self.changes.has_changed().unwrap_or(false);
         if !changed && self.told.is_some_and(|told| told.elapsed() < SAY_AGAIN) {
@@ -121,11 +120,11 @@ impl Health {
         self.changes.mark_unchanged();
         self.told = Some(Instant::now());
         let servers: Vec<_> = self.found().collect();
-        // Also that there is nothing any more.
+        // Also that nothing is checked any more.
         (changed || !servers.is_empty()).then_some(HealthMessage { servers })
     }
 
-    /// The servers that are down by these checks, when that may be others than at the last call.
+    /// Returns the servers that are down by these checks, if they may have changed since the last call.
     pub fn newly_down(&mut self) -> Option<BTreeSet<Target>> {
         if !self.changes_of_down.has_changed().unwrap_or(false) {
             return None;
@@ -135,7 +134,6 @@ impl Health {
         Some(down.map(|(target, _)| target).collect())
     }
 
-    /// What the checks say now.
     pub fn found(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, CheckedServer)> {
         self.checker.found().into_iter().map(|((service, server), found)| {
             let checked = CheckedServer {
@@ -150,7 +148,6 @@ impl Health {
         })
     }
 
-    /// Why checks at the VIP cannot be made, if they cannot.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()
     }

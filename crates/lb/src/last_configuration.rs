@@ -1,5 +1,5 @@
-//! The last configuration in force, in a file: a daemon that starts while no controller runs checks servers and frees
-//! connections by it.
+//! The last configuration in force, in a file: a daemon that starts without a controller uses it for health checks and
+//! the connection table.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -17,17 +17,16 @@ pub struct LastConfiguration {
     path: PathBuf,
     /// A configuration in force that is not written yet.
     unsaved: Option<FleetConfiguration>,
-    /// Why it was not written or read.
+    /// Fault of the last reading or writing.
     problem: Option<String>,
 }
 
 impl LastConfiguration {
-    /// The file of the load balancer `name`.
     pub fn new(state_directory: &Path, name: &str) -> Self {
         Self { path: state_directory.join(format!("{name}.configuration")), unsaved: None, problem: None }
     }
 
-    /// Puts the saved configuration in force, if there is one that this version can read.
+    /// Applies the saved configuration, if there is one that this version can read.
     pub fn restore(&mut self, forwarder: &mut Forwarder) {
         let restored = self.read().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
@@ -44,8 +43,7 @@ impl LastConfiguration {
         self.note(restored.context("the last configuration is not restored"));
     }
 
-    /// Writes the configuration in force, if it changed since it was written. Called once a second, so a write that
-    /// failed is retried then.
+    /// Writes the configuration in force, if it has changed. Called once a second, which also retries a failed write.
     pub fn save(&mut self, forwarder: &mut Forwarder) {
         self.save_changed(forwarder.changed_configuration());
     }
@@ -68,7 +66,6 @@ impl LastConfiguration {
         self.note(written);
     }
 
-    /// Returns the last fault of reading or writing, for `coreward status`.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()
     }

@@ -1,15 +1,15 @@
 //! The load balancer's daemon.
 //!
-//! * [`announce`]: VIPs to the routers, by a routing daemon
+//! * [`announce`]: VIPs for routers, by a routing daemon
 //! * [`capture_command`]: `coreward capture`
 //! * [`config`]: its file
 //! * [`connections_command`]: `coreward connections`
-//! * [`daemon`]: follows the controller
-//! * [`forwarder`]: what the controller says, put into the data plane
+//! * [`daemon`]: the daemon's loop
+//! * [`forwarder`]: application of the controller's updates
 //! * [`health`]: checks of the services' servers
-//! * [`last_configuration`]: the configuration in force, kept for a start without controller
-//! * [`routing`]: whether the kernel hands servers' answers on
-//! * [`sweeper`]: which entries of the connection table may be freed
+//! * [`last_configuration`]: the configuration for a start without controller
+//! * [`routing`]: check of the kernel's forwarding
+//! * [`sweeper`]: expired entries of the connection table
 
 pub mod announce;
 pub mod capture_command;

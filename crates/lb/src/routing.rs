@@ -1,13 +1,13 @@
-//! Whether this machine's kernel hands servers' answers on, which it must where the load balancer stamps them itself
-//! (`timestamps = "lb"`): they come to it as to a router, and leave by its routes.
+//! Check that this machine's kernel forwards servers' answers, as LB-side stamping requires (`timestamps = "lb"`): they
+//! arrive as at a router, and leave by its routes.
 
 use std::path::Path;
 
-/// Below it, one directory per device, and `all`.
+/// One directory per device, and `all`.
 const SYSCTLS: &str = "/proc/sys/net/ipv4/conf";
 
-/// What is wrong, each with the sysctl's name, its value and what was expected. Of a device whose sysctls cannot be read
-/// nothing is said.
+/// Returns problems, each with the sysctl's name, its value and the expectation. A device with unreadable sysctls has
+/// none.
 pub fn problems(interface: &str) -> Vec<String> {
     let value = |directory: &str, name: &str| {
         let text = std::fs::read_to_string(Path::new(SYSCTLS).join(directory).join(name)).ok()?;

@@ -1,10 +1,10 @@
-//! Which entries of the connection table may be freed: those whose time is over, once the agent of their server has answered that
-//! they have no socket. No I/O: [`crate::daemon`] asks and frees.
+//! Expired entries of the connection table: freed once the agent of their server answers that they have no socket. No
+//! I/O: [`crate::daemon`] sends queries and frees entries.
 //!
-//! Entries wait in a queue for each server and service, and servers are asked in turn: each has few questions under way, so
-//! that servers whose agents do not answer leave room to the others. An agent that stays away proves nothing about its
-//! connections; then their time alone decides, or the table would fill with them. A connection that is freed while it lives
-//! goes to all servers once, and on by its server's id.
+//! Entries wait in a queue for each server and service, and servers are queried in turn with few open queries each, so
+//! that silent agents leave room to the others. An absent agent proves nothing about its connections; then their age
+//! alone decides, or the table would fill. The packet of a connection that was freed too early is broadcast once, and
+//! later ones go by the server's id.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -14,25 +14,25 @@ use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::sockets::MAX_CLIENTS;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
-/// Questions that may be under way at once.
+/// Limit of open queries.
 const UNDER_WAY: usize = 64;
-/// The same to one server: the next one may wait there while it answers.
+/// Limit of open queries to one server: the next one may wait there while it answers.
 const UNDER_WAY_PER_SERVER: usize = 2;
-/// A question that has no answer after so long is forgotten: the agent is away, or it was lost on its way.
+/// Time after which an open query is forgotten: the agent is away, or it was lost.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// A connection that has a socket still is asked for again after so long, or after the time for idle ones if that is shorter.
+/// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
 const ASK_AGAIN: Duration = Duration::from_secs(60);
-/// A server whose agent is away is asked so often.
+/// Interval of queries to a server whose agent is away.
 const RETRY_AWAY: Duration = Duration::from_secs(5);
-/// For so long an agent may be away before the time of its connections alone decides: it may be restarted, or the controller.
+/// Time after which the age of an absent agent's connections alone decides: it, or the controller, may be restarting.
 const LONGEST_AWAY: Duration = Duration::from_secs(60);
-/// How often what is over is forgotten.
+/// Interval at which expired state is removed.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Who is asked about what: a server's agent knows its services apart.
+/// Subject of a query: a server's agent distinguishes its services.
 type Queue = (ServerId, ServiceAddress);
 
-/// The questions that wait, and those that are under way.
+/// Waiting and open queries.
 #[derive(Debug)]
 pub struct Sweeper {
     ask_again: Duration,
@@ -40,11 +40,10 @@ pub struct Sweeper {
     waiting: BTreeMap<Queue, Vec<Connection>>,
     under_way: BTreeMap<u64, Asked>,
     under_way_at: HashMap<ServerId, usize>,
-    /// Until when a connection is not queued.
+    /// Time until which a connection is not queued again.
     asked: HashMap<ConnectionIndex, Duration>,
-    /// Agents that do not answer.
     away: HashMap<ServerId, Away>,
-    /// The queue that was served last.
+    /// The last queue.
     cursor: Option<Queue>,
     pruned: Duration,
 }
@@ -63,7 +62,6 @@ struct Away {
 }
 
 impl Sweeper {
-    /// Nothing is under way.
     pub fn new(timers: &Timers) -> Self {
         Self {
             ask_again: ASK_AGAIN.min(timers.idle),
@@ -78,8 +76,8 @@ impl Sweeper {
         }
     }
 
-    /// Takes in connections whose time is over. Returns those that may be freed without an answer: the agent has been away for
-    /// too long.
+    /// Queues expired connections. Returns those that may be freed without an answer: the agent has been away for too
+    /// long.
     pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
         let mut free = Vec::new();
         for (connection, service) in due {
@@ -88,7 +86,7 @@ impl Sweeper {
             }
             let queue = (connection.identity.server, *service);
             if self.is_lost(queue.0, now) && self.waiting.get(&queue).is_some_and(|waiting| !waiting.is_empty()) {
-                // One waits: the question that finds the agent's return.
+                // One waits: the query that detects the agent's return.
                 free.push(*connection);
                 continue;
             }
@@ -111,7 +109,7 @@ impl Sweeper {
         self.under_way_at.get(&server).copied().unwrap_or(0) < most
     }
 
-    /// The next questions, at most `most`: of each queue in turn.
+    /// Returns the next queries, at most `most`: of each queue in turn.
     pub fn ask(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
         self.forget_unanswered(now);
         self.prune(now);
@@ -129,7 +127,7 @@ impl Sweeper {
         queries
     }
 
-    /// All queues, from the one behind that which was served last.
+    /// Returns all queues, from the one after the last.
     fn turns(&self) -> Vec<Queue> {
         let queues = self.waiting.keys().copied();
         let Some(cursor) = self.cursor else { return queues.collect() };
@@ -148,7 +146,6 @@ impl Sweeper {
         self.number += 1;
         *self.under_way_at.entry(server).or_default() += 1;
         self.under_way.insert(self.number, Asked { server, connections, forgotten: now + TIMEOUT });
-        // The controller knows who asks.
         Some(SocketQuery { number: self.number, asker: 0, server, service, clients })
     }
 
@@ -185,7 +182,7 @@ impl Sweeper {
         Some(asked)
     }
 
-    /// The agent is away: what may be freed all the same.
+    /// Records that the agent is away; returns what may be freed all the same.
     fn not_answered(&mut self, asked: Asked, now: Duration) -> Vec<Connection> {
         self.not_asked(&asked.connections);
         let away = self.away.entry(asked.server).or_insert(Away { since: now, asked_again: now });
@@ -199,7 +196,7 @@ impl Sweeper {
         }
     }
 
-    /// Questions without an answer: their connections are due again in the next round.
+    /// Forgets unanswered queries: their connections are due again in the next round.
     fn forget_unanswered(&mut self, now: Duration) {
         let over: Vec<u64> =
             self.under_way.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
@@ -257,7 +254,6 @@ mod tests {
         sweeper.queue(&all, at(1));
         assert_eq!(sweeper.ask(at(1), 10), [], "they are under way");
         assert_eq!(sweeper.answer(&queries[0].answer(vec![true, false]), at(1)), [all[2].0]);
-        // The answer for server 8 never comes; connection 1 is open.
         sweeper.ask(at(6), 10);
         sweeper.queue(&all[..2], at(6));
         assert_eq!(servers(&sweeper.ask(at(11), 10)), [(8, 1)]);
@@ -317,7 +313,6 @@ mod tests {
             freed.extend(now);
         }
         assert!(all.iter().all(|(connection, _)| freed.contains(connection)));
-        // It is back.
         sweeper.queue(&all, at(100));
         let query = sweeper.ask(at(100), 10).remove(0);
         let open = vec![true; query.clients.len()];
@@ -325,12 +320,12 @@ mod tests {
         assert_eq!(sweeper.queue(&all, at(200)), []);
     }
 
-    /// The table and what it holds in virtual time: how many entries are in use, and how many connections have a socket.
+    /// The table in virtual time: entries in use, and connections with a socket.
     struct Simulation {
         sweeper: Sweeper,
         entries: Vec<Option<Connection>>,
         free: Vec<usize>,
-        /// By position: when its socket goes.
+        /// By position: end of its socket.
         open_until: Vec<u32>,
         next: usize,
     }
@@ -375,7 +370,7 @@ mod tests {
             }
         }
 
-        /// A tenth of a second. `answers`: what a server's agent does.
+        /// Advances a tenth of a second. `answers`: behaviour of a server's agent.
         fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
             let slice = self.entries.len() / SWEEP_BEATS;
@@ -408,13 +403,11 @@ mod tests {
     #[derive(Clone, Copy)]
     enum Agent {
         Answers,
-        /// The controller says so.
         IsAway,
-        /// Nobody says anything.
         IsSilent,
     }
 
-    /// The table's occupancy after ten minutes, as a part of the connections that live or are in TIME-WAIT.
+    /// Returns the table's occupancy after ten minutes, relative to the connections that live or are in TIME-WAIT.
     fn occupancy(per_second: u32, dead: impl Fn(u64) -> Agent) -> f64 {
         let mut simulation = Simulation::new(262_144);
         let mut server = 0;

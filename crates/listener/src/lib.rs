@@ -1,6 +1,6 @@
-//! Listening sockets of the controller and of racks: authentication, sizes of messages, and the limits of HTTP/2.
+//! Listening sockets of the controller and of racks: authentication, sizes of messages, and limits of HTTP/2.
 //!
-//! * [`security`]: certificates, roles, and what is counted of refused connections
+//! * [`security`]: certificates, roles, and counters of rejections
 //! * [`message_size`]: the largest message of each kind of caller
 
 pub mod message_size;
@@ -8,20 +8,20 @@ pub mod security;
 
 use std::time::Duration;
 
-/// How often a silent peer is pinged (HTTP/2).
+/// Interval of HTTP/2 pings to a silent peer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// A peer that answers no ping for this long is gone, whatever TCP thinks.
+/// Time without an answer after which a peer is gone, whatever TCP's state.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a stream may take to say who it is, here and at racks.
+/// Time limit of a stream's registration, here and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// At a time on one connection: a part has one, and somebody who asks some.
+/// Concurrent streams of one connection: a peer has one, and commands some.
 const STREAMS: u32 = 32;
-/// Of HTTP/2; the least that there can be.
+/// HTTP/2 frame size: the minimum.
 const FRAME_BYTES: u32 = 16 << 10;
-/// What a part may send before it is told that some of it was read (HTTP/2): a rack's summaries of one interval.
+/// HTTP/2 window: a rack's summaries of one interval.
 const WINDOW_BYTES: u32 = 256 << 10;
 
-/// What listens for agents, here and at racks: it notices who has gone.
+/// Returns a server for agents, here and at racks, that detects broken connections.
 pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))

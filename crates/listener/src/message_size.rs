@@ -1,4 +1,4 @@
-//! The largest message that each kind of caller may send: tonic has one limit for a service, and agents are many.
+//! Largest message of each kind of caller: tonic has one limit for a service, and agents are many.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -14,8 +14,8 @@ use tower_service::Service;
 const MESSAGE_BYTES: usize = 4 << 20;
 const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 
-/// A [`ControlServer`] that takes smaller messages from agents than from others. A larger message ends the stream before its body
-/// is read.
+/// A [`ControlServer`] with smaller messages from agents than from others. A larger message ends the stream before its
+/// body is read.
 pub struct SizedControl<T> {
     agents: ControlServer<T>,
     others: ControlServer<T>,
@@ -48,7 +48,7 @@ where
     type Future = <ControlServer<T> as Service<Request<B>>>::Future;
 
     fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        // Both are always ready: they hold nothing but their methods.
+        // Both are always ready: they have no state but their methods.
         Poll::Ready(Ok(()))
     }
 

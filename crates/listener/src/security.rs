@@ -1,4 +1,4 @@
-//! Who is let in, and what is counted of those who are not; racks have the same.
+//! Authentication of peers, and counters of rejections; for controllers and racks.
 
 use std::io;
 use std::net::SocketAddr;
@@ -14,30 +14,29 @@ use coreward_tls::{AcceptedConnection, Caller, ClientCertificates, ConnectionAcc
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
 
-/// What stands in the file of a daemon that parts connect to.
+/// Configuration of a listening daemon.
 pub struct ListenerConfig<'a> {
-    /// Where they connect to.
+    /// Its address.
     pub listen: SocketAddr,
-    /// Who the daemon is.
+    /// Its certificates.
     pub tls: Option<&'a Files>,
-    /// Certificates that are refused though they are right.
+    /// Revoked certificates.
     pub revoked_certificates: &'a [Fingerprint],
-    /// That there is no `tls` is wanted.
+    /// Whether a missing `tls` needs no warning.
     pub allow_plaintext: bool,
 }
 
-/// What protects this controller, or rack.
+/// Security of this controller or rack.
 pub struct Security {
     /// Its certificates; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
-    /// Who was not let in.
+    /// Counters of rejected peers.
     pub failures: Arc<Failures>,
-    /// Certificates that are refused though they are right.
     pub revoked: RevocationList,
 }
 
 impl Security {
-    /// What a file says of who may come to `listen`. Fails when certificates cannot be used.
+    /// Returns the security of a configuration. Fails when certificates cannot be used.
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
@@ -52,7 +51,7 @@ impl Security {
         Ok(Self { tls: coreward_tls::table::load(config.tls)?, failures: Arc::default(), revoked })
     }
 
-    /// For gRPC: without a certificate of one of these roles nobody comes in.
+    /// Returns the acceptor for gRPC, which requires a certificate of one of these roles.
     pub fn gate(&self, accepted: &[Role], limits: Limits) -> Arc<ConnectionAcceptor> {
         let failures = self.failures.clone();
         match &self.tls {
@@ -64,8 +63,8 @@ impl Security {
         }
     }
 
-    /// For the API: whoever has no certificate of an operator or a viewer has a token; others are told so by HTTP. An
-    /// address of this host needs no encryption.
+    /// Returns the acceptor for the API. Clients without a certificate of an operator or a viewer need a token, or get
+    /// an HTTP error. An address of this host needs no encryption.
     pub fn api_door(&self, address: SocketAddr) -> ApiDoor {
         let failures = self.failures.clone();
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
@@ -86,7 +85,7 @@ impl Security {
         ApiDoor(gate)
     }
 
-    /// Reads certificates again when their files change, for ever.
+    /// Reads changed certificates, forever.
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         match &self.tls {
             Some(tls) => tls.clone().maintenance_loop().await,
@@ -94,7 +93,6 @@ impl Security {
         }
     }
 
-    /// What Prometheus is told.
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_expiry(tls, page));
         for (reason, count) in self.failures.counts() {
@@ -107,7 +105,7 @@ impl Security {
 pub struct ApiDoor(Arc<ConnectionAcceptor>);
 
 impl ApiDoor {
-    /// Ends connections whose certificate has expired since, or was revoked, for ever.
+    /// Ends connections whose certificate has expired or was revoked, forever.
     pub async fn maintenance_loop(self) -> std::convert::Infallible {
         self.0.maintenance_loop().await
     }
@@ -133,27 +131,24 @@ impl Acceptor for ApiDoor {
     }
 }
 
-/// Who asks; what is refused to it is counted and logged.
+/// Authenticated peer of a request; its rejections are counted and logged.
 pub struct AuthenticatedPeer {
     pub caller: Caller,
     security: Arc<Security>,
 }
 
 impl AuthenticatedPeer {
-    /// Who sends the request. Fails when it did not come through the gate.
+    /// Returns the peer of a request. Fails when it did not come through the acceptor.
     pub fn of<T>(request: &Request<T>, security: &Arc<Security>) -> Result<Self, Status> {
         Ok(Self { caller: Caller::of(request)?, security: security.clone() })
     }
 
-    /// Whether it may do what one of these roles may.
-    ///
-    /// # Errors
-    /// PERMISSION_DENIED, with who it is and what was expected.
+    /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the expectation.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
         self.caller.require(roles).inspect_err(|status| self.refused(Reason::WrongRole, status))
     }
 
-    /// Whether it may say that it is `role` called `name`.
+    /// Requires the identity of `role` called `name`.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.caller.require_name(role, name).inspect_err(|status| self.refused(Reason::WrongName, status))
     }

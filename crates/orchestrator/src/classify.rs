@@ -1,4 +1,4 @@
-//! Classification of a datagram: which service's request it is.
+//! Classification of datagrams by service.
 
 /// Bytes at a place of the payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,7 +15,7 @@ impl Pattern {
     }
 }
 
-/// The services at one address and port, in order.
+/// The bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
     /// Service and pattern; `None` matches every request.

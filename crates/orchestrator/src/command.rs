@@ -9,7 +9,6 @@ use anyhow::Context as _;
 use crate::config::Config;
 use crate::daemon::Daemon;
 
-/// `coreward orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct OrchestrateArgs {
     /// Services and their scheduling (docs/orchestrate.md)
@@ -18,7 +17,7 @@ pub struct OrchestrateArgs {
 }
 
 /// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when the file has mistakes, or sockets or memory
-/// cannot be had.
+/// are not available.
 pub fn run(args: &OrchestrateArgs) -> anyhow::Result<String> {
     let config = Config::load(&args.config)?;
     let stop = Arc::new(AtomicBool::new(false));

@@ -18,18 +18,14 @@ use coreward_runtime::ServiceEntry;
 use crate::classify::{Classifier, Pattern};
 use crate::engine::{EngineConfig, ServiceConfig};
 
-/// Configuration of the daemon.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// File of the memory that the workers share.
     pub memory: PathBuf,
-    /// Addresses of the services, and the services at each.
+    /// Addresses, and the services at each.
     pub listeners: Vec<(SocketAddrV4, Classifier)>,
-    /// Configuration of the engine.
     pub engine: EngineConfig,
     /// Time that the idle daemon sleeps while cores have requests; 0: it always polls.
     pub sleep: Duration,
-    /// Address of the metrics.
     pub metrics: Option<SocketAddr>,
 }
 
@@ -215,7 +211,7 @@ impl Table {
         Some(Config { memory: self.memory.0, listeners, engine, sleep: self.sleep.0, metrics: self.metrics })
     }
 
-    /// The groups; without any, one of all services.
+    /// Returns the groups; without any, one of all services.
     fn groups(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
             return vec![GroupConfig { member: Member::new(1), ranking: self.ranking.0 }];

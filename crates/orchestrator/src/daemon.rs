@@ -30,7 +30,6 @@ const RECEIVE_BUFFER: usize = 4 << 20;
 pub struct Daemon {
     engine: Engine,
     listeners: Vec<Listener>,
-    /// By service: its listener.
     listener_of: Vec<usize>,
     started: Instant,
     sleep: Duration,
@@ -71,7 +70,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Runs until `stop` is set. Fails when a socket fails.
+    /// Binds the sockets and creates the memory for the workers. Fails when that is not possible.
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
         // The default of 50 us is as long as a sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;

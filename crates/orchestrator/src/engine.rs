@@ -42,7 +42,6 @@ pub struct EngineConfig {
 pub struct ServiceConfig {
     /// Address and priority, which its workers register.
     pub entry: ServiceEntry,
-    /// Factor of a request of lower priority in its rank.
     pub lambda: Lambda,
 }
 
@@ -52,16 +51,14 @@ pub enum EngineError {
     /// The shared memory cannot be created.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// A configuration that no scheduler can have.
+    /// Failure of the engine's start.
     #[error(transparent)]
     Scheduler(#[from] FeoConfigError),
 }
 
-/// Requests of one service. At any time, those received are those dropped, rejected, waiting, outstanding, completed
-/// and lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServiceCounters {
-    /// Requests from clients.
+    /// Invalid configuration of the scheduler.
     pub received: u64,
     /// Requests that the full buffer dropped.
     pub dropped: u64,
@@ -86,7 +83,6 @@ pub struct CoreCounters {
     pub hints: u64,
     /// Messages of unknown kind, or about services and cores that do not exist.
     pub bad_messages: u64,
-    /// Feedback for requests that were not sent.
     pub bad_feedback: u64,
     /// Queues whose cursors were impossible.
     pub damaged: u64,
@@ -396,11 +392,9 @@ impl Engine {
 }
 
 impl EngineConfig {
-    /// Sizes of the shared memory: a queue has a slot for each request that the ranks allow.
     fn geometry(&self) -> Geometry {
         let per_queue = match self.rule {
             RankRule::Ranked | RankRule::Global => 1,
-            // Each service has a bound of its own.
             RankRule::PerService => self.services.len().max(1),
         };
         let priorities = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
@@ -416,7 +410,6 @@ impl Service {
     }
 }
 
-/// The state that responses and messages change.
 struct Accounts<'e> {
     balancer: &'e mut JoinBoundedShortestRankedQueue<u32>,
     services: &'e mut [Service],
@@ -425,7 +418,6 @@ struct Accounts<'e> {
 }
 
 impl Accounts<'_> {
-    /// Accounts for completed requests. Returns whether they had been sent to the core.
     #[inline]
     fn complete(&mut self, service: u8, core: u16, count: u32) -> bool {
         let Some(entry) = self.services.get_mut(usize::from(service)) else {

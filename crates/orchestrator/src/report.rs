@@ -9,13 +9,12 @@ use serde_json::{Value, json};
 
 use crate::engine::{CoreCounters, ServiceCounters};
 
-/// All counters and gauges.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
     pub services: Vec<ServiceReport>,
     pub cores: CoreCounters,
     pub workers: usize,
-    /// Datagrams that match no service.
+    /// By service.
     pub unclassified: u64,
     /// Responses that the socket did not take.
     pub unsent: u64,
@@ -29,12 +28,10 @@ pub struct ServiceReport {
     pub counters: ServiceCounters,
     /// Requests that no core takes.
     pub waiting: u64,
-    /// Requests that cores have.
     pub outstanding: u64,
 }
 
 impl ServiceReport {
-    /// Names of the fates of requests, with their counts.
     fn requests(&self) -> [(&'static str, u64); 5] {
         let ServiceCounters { received, dropped, rejected, completed, lost } = self.counters;
         [("received", received), ("dropped", dropped), ("rejected", rejected), ("completed", completed), ("lost", lost)]

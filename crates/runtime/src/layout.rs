@@ -19,12 +19,12 @@ pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 pub const LAYOUT_VERSION: u32 = 1;
 /// Bytes of a cache line: everything is aligned to it.
 pub(crate) const LINE: usize = 64;
-/// Priorities, at most (RingLeader, NSDI'23, Sect. 6).
+/// Limit of priorities (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
 pub const MAX_CORES: u16 = 256;
-/// Requests in a queue of one core and priority, at most.
+/// Limit of requests in a queue of one core and priority.
 pub const MAX_SLOTS: u32 = 1024;
-/// Bytes of a slot, at most: the largest UDP payload fits.
+/// Limit of a slot's bytes: the largest UDP payload fits.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 /// Messages in each direction between a core's worker and the orchestrator.
 pub(crate) const MESSAGES: u32 = 256;
@@ -45,7 +45,6 @@ pub(crate) struct Header {
     pub slot_bytes: AtomicU32,
 }
 
-/// A service, as the orchestrator's configuration has it.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct ServiceLine {
@@ -61,8 +60,8 @@ pub(crate) struct Tails {
     /// Requests by priority; in the worker's line, the first is that of the responses.
     pub data: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
-    /// In the worker's line, its number at this core, from 1; in the orchestrator's, the last worker that it accepted.
-    /// The cursors of a worker go on where those of the previous one ended.
+    /// In the worker's line, its number at this core, from 1; in the orchestrator's, the last accepted worker. The
+    /// cursors of a worker continue from the previous one's.
     pub worker: AtomicU32,
 }
 
@@ -123,7 +122,7 @@ pub struct Geometry {
     pub slot_bytes: u32,
 }
 
-/// Sizes that no memory can have.
+/// Sizes out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
 pub struct GeometryError {
@@ -181,7 +180,6 @@ impl Geometry {
         self.core(self.cores)
     }
 
-    /// Offset of a service's line.
     pub(crate) fn service(service: u8) -> usize {
         size_of::<Header>() + usize::from(service) * size_of::<ServiceLine>()
     }
@@ -191,12 +189,10 @@ impl Geometry {
         Self::service(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
     }
 
-    /// Offset of a message from the worker to the orchestrator.
     pub(crate) fn uplink_message(&self, core: u16, slot: u32) -> usize {
         self.core(core) + size_of::<CoreLines>() + slot as usize * size_of::<RawMessage>()
     }
 
-    /// Offset of a message from the orchestrator to the worker.
     pub(crate) fn downlink_message(&self, core: u16, slot: u32) -> usize {
         self.uplink_message(core, slot) + Self::messages_bytes()
     }

@@ -1,6 +1,6 @@
 //! The shared memory: a file that the orchestrator creates and the workers open.
 //!
-//! Locks on single bytes of the file show who is alive, because the kernel releases them when a process ends: one byte
+//! Locks on single bytes of the file show live processes, because the kernel releases them at a process's end: one byte
 //! for the orchestrator, one for each core's worker, one for each registered service.
 
 use std::fs::{File, OpenOptions, rename};
@@ -20,7 +20,6 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use crate::error::RuntimeError;
 use crate::layout::{CoreLines, Geometry, Header, LAYOUT_VERSION, LINE, MAGIC, ServiceLine};
 
-/// A service in the orchestrator's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
     /// Address and port of its requests.
@@ -29,7 +28,7 @@ pub struct ServiceEntry {
     pub priority: u8,
 }
 
-/// Byte of the file whose lock shows that a part is in use.
+/// Byte of the file whose lock shows that its owner is alive.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum LockByte {
     Orchestrator,
@@ -52,7 +51,6 @@ impl LockByte {
     }
 }
 
-/// The mapped memory.
 #[derive(Debug)]
 pub(crate) struct Segment {
     file: File,

@@ -1,9 +1,9 @@
 //! Service of a core's requests by function handlers, highest priority first.
 //!
 //! A handler calls [`Context::yield_point`] now and then. When its quantum is used up and a request of higher priority
-//! waits, that request is served there, on the same stack, before the handler goes on. So a request of higher priority
-//! waits for one quantum and the time between two yield points, at most. A handler without yield points runs to its
-//! end.
+//! waits, that request is served there, on the same stack, before the handler continues. So a request of higher
+//! priority waits at most for one quantum and the time between two yield points. A handler without yield points runs to
+//! its end.
 
 use std::net::SocketAddrV4;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -22,7 +22,6 @@ pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
 
 #[derive(Debug, Clone, Copy)]
 pub struct Request<'a> {
-    /// Address and port of the client.
     pub client: SocketAddrV4,
     pub service: u8,
     pub payload: &'a [u8],
@@ -41,16 +40,13 @@ pub trait Handler {
     /// Serves a request. `response` is empty.
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
 
-    /// Acts on a hint: enables or disables services on cores, then rearms the monitor.
-    ///
-    /// # Errors
-    /// As the calls of [`Worker`]; they end the worker.
+    /// Acts on a hint: enables or disables services on cores, then rearms the monitor. Errors, as those of the calls of
+    /// [`Worker`], end the worker.
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
 }
 
-/// Settings of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServeOptions {
     /// Time that a request runs before it yields to one of higher priority.
@@ -59,7 +55,7 @@ pub struct ServeOptions {
     pub spin: Duration,
     /// Time that an idle worker sleeps between two polls; 0: it always polls.
     pub sleep: Duration,
-    /// Requests without a response that one LoadFeedback reports, at most. It is sent earlier when none waits.
+    /// Requests without a response in one LoadFeedback, at most. It is sent earlier when none waits.
     pub feedback_batch: u32,
 }
 
@@ -82,7 +78,6 @@ pub struct ServeCounters {
 
 const ORCHESTRATOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Serves the queues of one core.
 struct Server<'w, 'r> {
     worker: &'w mut Worker<'r>,
     handler: &'w dyn Handler,
@@ -130,7 +125,6 @@ impl Context<'_> {
         Ok(())
     }
 
-    /// The core that runs the handler.
     pub fn core(&self) -> u16 {
         self.server.core()
     }

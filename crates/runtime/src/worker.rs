@@ -1,4 +1,4 @@
-//! The workers' side of the memory: a process connects, registers services, and runs workers, each for one core.
+//! The workers' side of the memory: a process connects, registers services, and runs one worker per core.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddrV4;
@@ -37,7 +37,6 @@ impl Runtime {
         self.segment.geometry.cores
     }
 
-    /// Payload bytes that a response can have.
     pub fn payload_bytes(&self) -> usize {
         self.segment.geometry.payload_bytes()
     }
@@ -95,7 +94,6 @@ impl Runtime {
         Ok(Worker { runtime: self, core, number, rings, segment })
     }
 
-    /// The services of the orchestrator's configuration.
     pub fn services(&self) -> Vec<ServiceEntry> {
         (0..=u8::MAX).map_while(|service| self.segment.service(service).ok()).collect()
     }
@@ -161,7 +159,7 @@ impl Worker<'_> {
         self.core
     }
 
-    /// `core` runs the service from now on (EnableService). Fails when no process has registered the service, or the
+    /// Runs a service on `core` from now on (EnableService). Fails when no process has registered the service, or the
     /// core is out of range.
     pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
@@ -173,15 +171,15 @@ impl Worker<'_> {
         self.send(Message::EnableService { service, core })
     }
 
-    /// `core` takes no new requests of the service (DisableService). Requests that it has remain. Fails when the
-    /// service or the core is out of range.
+    /// Stops new requests of a service at `core` (DisableService). Its present requests remain. Fails when the service
+    /// or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::DisableService { service, core })
     }
 
-    /// `core` has completed `count` requests without a response (LoadFeedback). The orchestrator rejects and counts
-    /// feedback for requests that it has not sent there. Fails when the service or the core is out of range.
+    /// Reports `count` requests that `core` completed without a response (LoadFeedback). The orchestrator rejects and
+    /// counts feedback for requests that it has not sent there. Fails when the service or the core is out of range.
     pub fn load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::LoadFeedback { service, core, count })
@@ -194,7 +192,8 @@ impl Worker<'_> {
         self.send(Message::EnableLoadMonitor { service, trigger })
     }
 
-    /// The cores have acted on the last hint of the service (RearmLoadMonitor). Fails when the service is out of range.
+    /// Rearms the load monitor after the cores acted on the service's last hint (RearmLoadMonitor). Fails when the
+    /// service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::RearmLoadMonitor { service })
@@ -234,7 +233,7 @@ impl Worker<'_> {
         self.send_response(SlotHeader { length: length as u32, completed: 1, ..request.header }, response)
     }
 
-    /// The oldest request of the highest priority above `limit`: its priority and slot.
+    /// Returns priority and slot of the oldest request of the highest priority above `limit`.
     #[inline]
     pub(crate) fn highest(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
         let core = self.core;
@@ -251,7 +250,7 @@ impl Worker<'_> {
         Ok(None)
     }
 
-    /// The request in a slot of [`highest`](Self::highest), until the slot is returned.
+    /// Reads the request in a slot of [`highest`](Self::highest), valid until the slot is returned.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request(self.core, priority, slot));
@@ -267,7 +266,7 @@ impl Worker<'_> {
         consumer.publish(head);
     }
 
-    /// Requests in the queues of a core. `core` is in range.
+    /// Returns the number of requests in the queues of a core, which is in range.
     pub fn load(&self, core: u16) -> u32 {
         let lines = self.segment.core(core);
         let (tails, heads) = (&lines.orchestrator_tails.data, &lines.worker_heads.data);

@@ -1,4 +1,4 @@
-//! Which controllers a command asks, and what proves to them who asks.
+//! Controllers of a command, and its proof.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -7,15 +7,15 @@ use std::str::FromStr;
 
 use coreward_tls::Files;
 
-/// Where a controller's API is.
+/// Address of a controller's API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerUrl {
     is_https: bool,
-    /// Host and port, as the request names them.
+    /// Host and port in requests.
     pub(super) authority: String,
 }
 
-/// What is no place of an API.
+/// A text that is not an API's address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \"https://HOST:PORT\""
@@ -39,7 +39,7 @@ impl FromStr for ControllerUrl {
             };
         }
         let address: SocketAddr = bare.strip_prefix("http://").unwrap_or(bare).parse().map_err(|_| wrong())?;
-        // What is not encrypted must not carry a token through a network.
+        // Without encryption, a token must not cross a network.
         if address.ip().is_loopback() { Ok(address.into()) } else { Err(wrong()) }
     }
 }
@@ -52,12 +52,12 @@ impl From<SocketAddr> for ControllerUrl {
 }
 
 impl ControllerUrl {
-    /// Whether it is asked by TLS.
+    /// Whether it uses TLS.
     pub fn is_https(&self) -> bool {
         self.is_https
     }
 
-    /// The host alone, an IPv6 address without brackets.
+    /// Returns the host alone, an IPv6 address without brackets.
     pub(super) fn host(&self) -> &str {
         let host = self.authority.rsplit_once(':').map_or(self.authority.as_str(), |(host, _)| host);
         host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
@@ -71,12 +71,12 @@ impl fmt::Display for ControllerUrl {
     }
 }
 
-/// What proves who asks.
+/// Proof of the caller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Proof {
-    /// The token in a file that only its owner can read. `ca`: whose word on controllers counts, for `https://`.
+    /// The token in a file that is readable by its owner only. `ca`: authorities of controllers, for `https://`.
     Token {
-        /// Where the token is.
+        /// File of the token.
         file: PathBuf,
         /// Certificates of authorities (PEM).
         ca: Option<PathBuf>,

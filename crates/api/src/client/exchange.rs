@@ -16,21 +16,20 @@ use tokio::net::TcpStream;
 
 use super::contact::ControllerUrl;
 
-/// How long it may take to connect.
+/// Time limit of connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long an answer may take: 16,384 servers of 64 cores are about 10 MB.
+/// Time limit of an answer: 16,384 servers of 64 cores are about 10 MB.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What is asked.
 pub(super) struct Question {
     pub method: Method,
-    /// With the query, if there is one.
+    /// With its query.
     pub path: String,
     /// JSON; `None`: there is no body.
     pub body: Option<Vec<u8>>,
 }
 
-/// `token`: what proves who asks, beside a certificate.
+/// Sends a request and returns the answer. `token`: proof of the caller beside a certificate.
 pub(super) async fn exchange(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,
@@ -91,7 +90,7 @@ async fn send(
         anyhow::Ok((status, answer.into_body().collect().await?.to_bytes()))
     };
     let (answer, ended) = tokio::join!(answer, connection);
-    // What ended the connection says more than that it ended.
+    // The connection's error is more precise than its end.
     match (answer, ended) {
         (Err(_), Err(error)) => Err(error.into()),
         (answer, _) => answer,

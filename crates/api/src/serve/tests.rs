@@ -1,4 +1,4 @@
-//! Who is let go, and who is not, over loopback.
+//! Eviction of connections, over loopback.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -13,12 +13,11 @@ use tokio::time::{Interval, interval, timeout};
 
 use super::*;
 
-/// Everything here happens within milliseconds, unless the machine stands still; a test that waits this long has failed.
+/// Everything here takes milliseconds; a test that waits this long has failed.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Nobody is let go by the clock.
+/// Disables eviction by time.
 const NEVER: Duration = Duration::from_secs(3600);
 
-/// What a watcher gets.
 struct Endless(Interval);
 
 impl hyper::body::Body for Endless {
@@ -41,7 +40,6 @@ fn serve(bounds: Bounds) -> (SocketAddr, Serving) {
     (listener.address(), listener.serve(Plain, router, || {}, std::future::pending()).unwrap())
 }
 
-/// Somebody at 127.0.0.`host`.
 struct Client(TcpStream);
 
 impl Client {
@@ -82,7 +80,7 @@ impl Client {
     }
 }
 
-/// One connection more than there are: each comes in all the same, and who is being answered stays.
+/// With one connection more than the limit, each is accepted, and active ones stay.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) = serve(Bounds { connections: 5, head: NEVER, ..Bounds::default() });
@@ -94,7 +92,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
     let mut halfway = Client::connect(1, address).await;
     halfway.send("GET / HTTP/1.1\r\n").await;
     let mut silent = Client::connect(1, address).await;
-    // It has asked again, and is idle for less long than the next one.
+    // It has sent another request, so it is idle for less long than the next one.
     silent.ask().await;
     asked.ask().await;
 
@@ -104,7 +102,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
     let mut another = Client::connect(3, address).await;
     another.ask().await;
     silent.is_let_go().await;
-    // Of two that are at one address; `alone` came first of all.
+    // Of two at one address; `alone` came first of all.
     let mut third = Client::connect(4, address).await;
     third.ask().await;
     next.is_let_go().await;

@@ -1,42 +1,42 @@
-//! Who has a configuration in force.
+//! Acknowledgements of configurations.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Who has the newest configuration in force: of load balancers that are alive, and of agents that are connected.
+/// Acknowledgements of the newest configuration by live load balancers and connected agents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Acknowledgements {
-    /// Of the newest configuration.
+    /// Generation of the newest configuration.
     pub configuration_generation: u64,
-    /// That have it in force, but for what they refuse.
+    /// Number of peers that have it in force, except for rejected parts.
     pub acknowledged_count: u64,
-    /// That have not said so.
+    /// Number of peers that have not confirmed it.
     pub waiting_count: u64,
     /// The first 100 of them.
     pub waiting: Vec<Waiting>,
-    /// What cannot be used somewhere: what was in force there before stays so.
+    /// Number of rejected parts; the previous ones remain in force there.
     pub refused_count: u64,
-    /// The first 100 of that.
+    /// The first 100 rejections.
     pub refused: Vec<RefusedUpdate>,
-    /// Load balancers that are not connected and not forgotten: each forwards by the configuration that it has.
+    /// Load balancers that are disconnected and not forgotten: each forwards by its last configuration.
     #[serde(default)]
     pub lost: Vec<Waiting>,
 }
 
-/// One that has not said that the newest configuration is in force.
+/// A peer that has not confirmed the newest configuration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Waiting {
     /// "lb" or "agent".
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
-    /// The newest that it has; 0: none.
+    /// The newest generation that it has confirmed; 0: none.
     pub configuration_generation: u64,
 }
 
-/// Something of an update that cannot be used.
+/// A rejected part of an update.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RefusedUpdate {
     /// "lb" or "agent".
@@ -47,17 +47,18 @@ pub struct RefusedUpdate {
     pub what: String,
     /// Name of the service; null: all of the update.
     pub service: Option<String>,
-    /// Of the configuration or the table; 0: not known.
+    /// Generation of the configuration or the table; 0: unknown.
     pub generation: u64,
-    /// What is wrong.
+    /// Reason.
     pub reason: String,
 }
 
-/// Services that a line names; more are counted.
+/// Services in a line; others are counted.
 const NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {
-    /// A line for all that a part refuses for one reason: "lb lb1 refuses configuration 5 of services a, b: ...".
+    /// Returns a line for all rejections of a peer with one reason: "lb lb1 refuses configuration 5 of services a, b:
+    /// ...".
     pub fn lines(refused: &[Self]) -> Vec<String> {
         let mut services: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for Self { part, name, what, service, generation, reason } in refused {

@@ -3,25 +3,26 @@
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// A change that somebody made.
+/// A change and its author.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
     /// Grows by one with every entry, whichever controller leads.
     pub id: u64,
-    /// Since 1970, by the wall clock of the controller that made the change.
+    /// Time since 1970, by the wall clock of the controller that made the change.
     pub at_unix_ms: u64,
-    /// The name in a certificate, the role and id of a token ("operator token 1a2b3c4d"), "SIGHUP", or "controller": by itself.
+    /// The name in a certificate, the role and id of a token ("operator token 1a2b3c4d"), "SIGHUP", or "controller" for
+    /// its own changes.
     pub who: String,
-    /// The address from which it was asked for; empty: the controller's own host.
+    /// Address of the request; empty: the controller's own host.
     #[serde(rename = "from")]
     pub from_address: String,
     /// "apply", "reload", "drain", "undrain", "rotate-keys" or "forget".
     pub action: String,
     /// Name of the server or load balancer; empty: the fleet.
     pub target: String,
-    /// How it was before.
+    /// State before the change.
     pub before: String,
-    /// How it is since.
+    /// State after the change.
     pub after: String,
 }
 
@@ -32,12 +33,12 @@ pub struct Audit {
     pub entries: Vec<AuditEntry>,
 }
 
-/// Which changes.
+/// Selection of changes.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct AuditQuery {
-    /// Only those after the one with this id.
+    /// Changes after the one with this id.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,

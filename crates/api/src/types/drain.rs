@@ -1,4 +1,4 @@
-//! Servers that take no new connections because somebody says so, and what remains there.
+//! Drained servers, and their remaining connections.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,21 +8,21 @@ use utoipa::ToSchema;
 
 use super::{Reports, ServerState};
 
-/// Where a server is drained.
+/// A drain of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DrainServer {
-    /// Names of the services in which it is to take no new connections; empty: all of them, also those that it is put into later.
+    /// Names of the services in which it takes no new connections; empty: all of them, later ones included.
     #[serde(default)]
     #[schema(required = false)]
     pub services: Vec<String>,
-    /// Also where no other server of a service takes new connections: nobody can connect there then.
+    /// Also if no other server of a service takes new connections: nothing can connect there then.
     #[serde(default)]
     #[schema(required = false)]
     pub force: bool,
 }
 
-/// Who says that a server takes no new connections.
+/// Origin of a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DrainedBy {
@@ -33,7 +33,7 @@ pub enum DrainedBy {
 }
 
 impl DrainedBy {
-    /// As it is shown.
+    /// Returns the name in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Command => "command",
@@ -48,46 +48,46 @@ impl fmt::Display for DrainedBy {
     }
 }
 
-/// That a server is drained.
+/// A drain in force.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Drained {
-    /// Who says so.
+    /// Its origin.
     pub by: DrainedBy,
-    /// Since when (ms since 1970, by the controller's wall clock); null: not known, by the document.
+    /// Start (ms since 1970, by the controller's wall clock); null: unknown, by the document.
     pub since_unix_ms: Option<u64>,
     /// In these services only; empty: in all of them.
     pub services: Vec<String>,
 }
 
-/// TCP connections that have a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
+/// TCP connections with a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CountedConnections {
-    /// How long ago the count began.
+    /// Time since the start of the count.
     pub age_ms: u64,
-    /// By the name of the service: those of TCP that the server is, or was, in.
+    /// By service name: TCP services that the server is, or was, in.
     pub services: BTreeMap<String, u32>,
 }
 
-/// Whether a server is drained, and what remains there.
+/// Drain of a server, and its remaining connections.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DrainStatus {
     /// Its name.
     pub server: String,
-    /// Where it stands: the best of where it stands in its services.
+    /// State: the best of its states in its services.
     pub state: ServerState,
-    /// Why, in words; empty: nothing is to be said.
+    /// Reason of the state; empty: none.
     pub state_reason: String,
-    /// What its agent says.
+    /// State of its agent's reports.
     pub reports: Reports,
-    /// Who drains it; null: nobody.
+    /// Its drain; null: it is not drained.
     pub drained: Option<Drained>,
-    /// Connections that remain where it is drained, of a count that began after nobody sent new ones there; null: not known
-    /// (`waits_for`), or it is not drained.
+    /// Remaining connections of the drained services, by a count that began after the last new one; null: unknown
+    /// (`waits_for`), or not drained.
     pub remaining: Option<u64>,
-    /// Why `remaining` is not known, in words.
+    /// Reasons for which `remaining` is unknown.
     pub waits_for: Vec<String>,
-    /// The newest count, whether it is newer or not; null: not known.
+    /// The newest count, even if it is too old for `remaining`; null: unknown.
     pub connections: Option<CountedConnections>,
-    /// Services where it is drained whose flows are not counted: those of UDP have no end that anybody sees.
+    /// Drained services whose flows are not counted: UDP flows have no visible end.
     pub not_counted: Vec<String>,
 }

@@ -1,20 +1,20 @@
-//! What has happened.
+//! Events of the fleet.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// Which events are wanted.
+/// Selection of events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct EventsQuery {
-    /// Only those with a greater id.
+    /// Events with a greater id.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// At most so many, the newest.
+    /// Limit; the newest are returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,
@@ -23,38 +23,38 @@ pub struct EventsQuery {
 /// The newest events.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Events {
-    /// Different for every start of the controller: ids begin again.
+    /// Different for every start of the controller, which restarts the ids.
     pub run: String,
     /// The oldest first. The controller keeps 1,000.
     pub events: Vec<Event>,
 }
 
-/// Something that has happened.
+/// An event.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
     /// Grows by one with every event since the controller's start.
     pub id: u64,
-    /// When (ms since 1970).
+    /// Time (ms since 1970).
     pub at_unix_ms: u64,
-    /// How much it matters.
+    /// Severity.
     pub severity: Severity,
-    /// What kind of thing has happened: stays the same from version to version.
+    /// Kind of the event: the same in all versions.
     pub event: EventId,
-    /// Whom it concerns.
+    /// Kind of the subject.
     pub kind: EventKind,
-    /// Its name; empty: all.
+    /// Name of the subject; empty: all.
     pub name: String,
-    /// What, in words.
+    /// Description.
     pub message: String,
 }
 
-/// How much an event matters.
+/// Severity of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Good to know.
+    /// Information.
     Info,
-    /// To be looked at.
+    /// To be checked.
     Warning,
 }
 
@@ -64,15 +64,15 @@ pub enum Severity {
 pub enum EventId {
     /// This controller has begun to lead, or has started.
     ControllerStarted,
-    /// Somebody has put another document in force.
+    /// An operator has applied another document.
     FleetApplied,
-    /// A document of another generation is in force, whatever way it came.
+    /// A document of another generation is in force, by any way.
     FleetInForce,
     /// A service is new in the document.
     ServiceNew,
     /// A service has another policy.
     ServicePolicy,
-    /// A service is in the document no more.
+    /// A service has left the document.
     ServiceGone,
     /// A server is new in the document.
     ServerNew,
@@ -80,28 +80,28 @@ pub enum EventId {
     ServerState,
     /// A server has another weight.
     ServerWeight,
-    /// A server that left is forgotten, and its id is free.
+    /// A server that left was forgotten, and its id is free.
     ServerForgotten,
-    /// Somebody has drained a server, or ended that.
+    /// A server was drained or undrained by command.
     ServerDrain,
     /// A load balancer has connected, disconnected, fallen silent or is lost.
     LoadBalancerState,
-    /// A load balancer is forgotten, by time or by somebody.
+    /// A load balancer was forgotten, by time or by command.
     LoadBalancerForgotten,
-    /// The next cookie key is on its way to everybody.
+    /// The next cookie key is being announced.
     KeysAnnounced,
     /// Another cookie key stamps from now on.
     KeysSwitched,
-    /// Somebody has begun a rotation of the cookie keys, or gone on with it.
+    /// A rotation of the cookie keys was begun or continued by command.
     KeysRotated,
-    /// A warning of `coreward status` that was not there before.
+    /// A new warning of `coreward status`.
     WarningBegins,
-    /// A warning is there no more.
+    /// A warning has ended.
     WarningEnds,
 }
 
 impl EventId {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 18] = [
         Self::ControllerStarted,
         Self::FleetApplied,
@@ -123,7 +123,7 @@ impl EventId {
         Self::WarningEnds,
     ];
 
-    /// As documents have it.
+    /// Returns the name in documents.
     pub fn name(self) -> &'static str {
         match self {
             Self::ControllerStarted => "controller-started",
@@ -148,7 +148,7 @@ impl EventId {
     }
 }
 
-/// Whom an event concerns.
+/// Kind of an event's subject.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EventKind {

@@ -1,4 +1,4 @@
-//! Where a packet goes, and why.
+//! Explanations of a packet's destination.
 
 use std::borrow::Cow;
 use std::net::SocketAddr;
@@ -8,16 +8,16 @@ use serde::{Deserialize, Serialize};
 use utoipa::openapi::{ObjectBuilder, RefOr, Schema, Type};
 use utoipa::{IntoParams, PartialSchema, ToSchema};
 
-/// What a packet is to the connection that it belongs to.
+/// Relation of a packet to its connection.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum PacketKind {
-    /// It opens the connection.
+    /// Opens the connection.
     #[default]
     First,
-    /// It belongs to one that there is.
+    /// Belongs to an established connection.
     Established,
-    /// A reset of one that there is.
+    /// Reset of an established connection.
     Reset,
 }
 
@@ -29,18 +29,18 @@ pub struct Explain {
     /// VIP and port of the service.
     #[param(value_type = Socket, inline, example = "10.200.0.1:80")]
     pub vip: SocketAddr,
-    /// What the service speaks.
+    /// Protocol of the service.
     #[serde(default = "tcp", with = "super::serde_text")]
     #[param(value_type = Option<SpokenProtocol>, inline)]
     pub protocol: Protocol,
     /// Address and port of the client.
     #[param(value_type = Socket, inline, example = "192.0.2.7:40312")]
     pub client: SocketAddr,
-    /// What it is to its connection.
+    /// Relation to the connection.
     #[serde(default)]
     #[param(value_type = Option<PacketKind>, inline)]
     pub packet: PacketKind,
-    /// What a packet that is not the first one echoes (TSecr, `ecr` in tcpdump); absent: it has no timestamps.
+    /// TSecr of a packet that is not the first one (`ecr` in tcpdump); absent: no timestamps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(value_type = Option<u32>, maximum = 4294967295_u32)]
     pub tsecr: Option<u32>,
@@ -84,7 +84,7 @@ impl ToSchema for SpokenProtocol {
     }
 }
 
-/// Where it goes.
+/// Destination of a packet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Explanation {
     /// Name of the service.
@@ -93,15 +93,15 @@ pub struct Explanation {
     pub policy: String,
     /// The newest table.
     pub table_generation: u64,
-    /// What the connection meets on each server of the pool.
+    /// Input of each server of the pool.
     pub servers: Vec<ExplainedServer>,
-    /// Null: no server is eligible, or a load balancer decides by state of its own (`reason` says).
+    /// Null: no server is eligible, or a load balancer decides by its own state (see `reason`).
     pub chosen_server: Option<String>,
-    /// Why, in one sentence.
+    /// Reason, in one sentence.
     pub reason: String,
 }
 
-/// What the connection meets on one server.
+/// Input of one server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainedServer {
     /// Its name.
@@ -114,7 +114,7 @@ pub struct ExplainedServer {
     pub bucket: Option<u32>,
     /// The core that the server's NIC picks.
     pub core: Option<u32>,
-    /// That core's load now, in fractions of its capacity.
+    /// The core's current load, in fractions of its capacity.
     pub core_load: Option<f64>,
     /// Whether the server takes new connections.
     pub eligible: bool,

@@ -11,26 +11,26 @@ use crate::problem::DocumentMistake;
 pub struct Fleet {
     /// Grows with every change of the text; 0: there never was one.
     pub generation: u64,
-    /// The file in which it stands; null: it was applied.
+    /// Its file; null: it was applied.
     pub file: Option<String>,
     /// TOML, with comments.
     pub text: String,
 }
 
-/// A document that is to be in force.
+/// A document to apply.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NewFleet {
-    /// What mistakes call the document.
+    /// Name of the document in mistakes.
     #[serde(default = "unnamed")]
     pub name: String,
     /// TOML (docs/config.md).
     pub text: String,
-    /// Of the document that it is to replace: another one in force is a conflict.
+    /// Generation of the document that it replaces: another one in force is a conflict.
     #[serde(deserialize_with = "serde_whole::whole")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
-    /// Only say what it would change.
+    /// Return the changes without applying them.
     #[serde(default)]
     pub dry_run: bool,
 }
@@ -41,12 +41,12 @@ fn unnamed() -> String {
     "fleet.toml".to_owned()
 }
 
-/// What another document changes.
+/// Result of applying a document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetApplied {
-    /// Of the document in force now.
+    /// Generation of the document in force now.
     pub generation: u64,
-    /// Of the document with which it was compared.
+    /// Generation of the document with which it was compared.
     pub replaced_generation: u64,
     /// Whether it is in force: not after a dry run, unless its text was in force before.
     pub in_force: bool,
@@ -54,40 +54,40 @@ pub struct FleetApplied {
     pub changes: Vec<FleetChange>,
 }
 
-/// One thing that is different.
+/// One difference.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetChange {
     /// "server s1", "service web"; empty: the whole fleet.
     pub what: String,
-    /// The key; null: the whole server or service is new, or is no more.
+    /// The key; null: the whole server or service was added or removed.
     pub key: Option<String>,
-    /// Null: nothing was said of it.
+    /// Null: not set.
     pub old: Option<String>,
-    /// Null: nothing is said any more.
+    /// Null: not set any more.
     pub new: Option<String>,
-    /// All of that in one line.
+    /// The change in one line.
     pub message: String,
-    /// Why established connections break by it; null: they go on.
+    /// Reason for which established connections break; null: they continue.
     #[serde(default)]
     pub breaks: Option<String>,
 }
 
-/// A document that is to be looked at.
+/// A document to check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Check {
-    /// What mistakes call the document.
+    /// Name of the document in mistakes.
     #[serde(default = "unnamed")]
     pub name: String,
     /// TOML (docs/config.md).
     pub text: String,
 }
 
-/// What is wrong with a document.
+/// Mistakes of a document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Checked {
-    /// In the order of its lines; empty: nothing.
+    /// In the order of its lines; empty: none.
     pub mistakes: Vec<DocumentMistake>,
-    /// How many more there are, at least.
+    /// Number of further mistakes, at least.
     pub more: u64,
 }

@@ -13,25 +13,25 @@ pub struct Keys {
     pub current: u32,
     /// Since when (seconds since 1970).
     pub current_since_unix_s: u64,
-    /// Whether a rotation is under way.
+    /// Phase of the rotation.
     pub phase: KeyPhase,
-    /// Generation of the configuration that brought the keys as they are now.
+    /// Generation of the configuration with the present keys.
     pub generation: u64,
-    /// Who has not confirmed it: "load balancer lb2", "the agent of s3".
+    /// Peers that have not confirmed it: "load balancer lb2", "the agent of s3".
     pub waiting_for: Vec<String>,
-    /// A rotation that is not forced begins when the present key is that old (s).
+    /// Age of the present key (s) from which a rotation needs no force.
     pub shortest_life_s: u64,
     /// The fleet's schedule (s); 0: none.
     pub rotation_interval_s: u64,
 }
 
-/// Whether a rotation is under way.
+/// Phase of a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyPhase {
-    /// Nothing is going on.
+    /// No rotation.
     Steady,
-    /// The next key is on its way to everybody, and stamps nothing yet.
+    /// The next key is being announced, and stamps nothing yet.
     Announced,
 }
 
@@ -44,11 +44,11 @@ impl fmt::Display for KeyPhase {
     }
 }
 
-/// That the cookie keys are to be rotated.
+/// A rotation of the cookie keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {
-    /// Without those who have not confirmed what is in force, and however new the present key is: connections may break.
+    /// Without peers that have not confirmed the keys, and whatever the age of the present key: connections may break.
     #[serde(default)]
     pub force: bool,
 }

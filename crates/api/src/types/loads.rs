@@ -1,4 +1,4 @@
-//! What changes all the time, and what changes now and then.
+//! Values that change with every report, and values that change rarely.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -9,12 +9,12 @@ use utoipa::ToSchema;
 
 use super::{Drained, Keys, Reports, ServerState, serde_text};
 
-/// The load of every core, and counts to make rates of.
+/// Load of every core, and counters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Loads {
-    /// When this was so, by the controller's wall clock (ms since 1970).
+    /// Time by the controller's wall clock (ms since 1970).
     pub at_unix_ms: u64,
-    /// And since its start (ms): this never goes back.
+    /// Time since the controller's start (ms): never goes back.
     pub uptime_ms: u64,
     /// By id, as in `status`.
     pub servers: Vec<ServerLoads>,
@@ -29,30 +29,30 @@ pub struct ServerLoads {
     pub name: String,
     /// Load of each core in fractions of its capacity, to three decimals; empty: not known.
     pub cores: Vec<f64>,
-    /// TCP connections of its services, as its agent last counted them.
+    /// TCP connections of its services by its agent's last count.
     pub open_connections: u32,
-    /// Connections of its services, as its agent last counted them (for up to 5 s, and while it drains 1 s); null: not known.
+    /// Connections of its services by its agent's last count (up to 5 s old, 1 s while it drains); null: unknown.
     #[serde(default)]
     pub service_connections: Option<u64>,
-    /// First packets of connections (SYN) that have arrived there (absolute).
+    /// SYNs that have arrived there (absolute).
     pub new_connections: u64,
 }
 
-/// What a load balancer has counted.
+/// Counters of a load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancerCounts {
     /// Its name.
     pub name: String,
-    /// What became of packets (enum lb_counter; absolute).
+    /// Outcomes of packets (enum lb_counter; absolute).
     pub counters: BTreeMap<String, u64>,
 }
 
-/// What changes now and then: as `status`, without what changes with every report.
+/// Values that change rarely: `status` without those that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
-    /// Grows with every change of what parts of the fleet must know.
+    /// Grows with every change of a configuration.
     pub configuration_generation: u64,
-    /// Of the fleet's document.
+    /// Generation of the fleet's document.
     pub fleet_generation: u64,
     /// Time between two reports of an agent, and between two tables.
     pub report_interval_ms: u32,
@@ -75,13 +75,13 @@ pub struct OverviewService {
     #[serde(with = "serde_text")]
     #[schema(value_type = String, example = "10.200.0.1:80/tcp")]
     pub address: ServiceAddress,
-    /// Where new connections go.
+    /// Policy that places new connections.
     pub policy: String,
-    /// How packets find the server of their connection.
+    /// Consistency mode.
     pub consistency: String,
-    /// Names of its pool, and of those that left it.
+    /// Names of its servers, and of those that left it.
     pub servers: Vec<String>,
-    /// What the operator should know, in words.
+    /// Warnings for the operator.
     pub warnings: Vec<String>,
 }
 
@@ -90,23 +90,23 @@ pub struct OverviewService {
 pub struct OverviewServer {
     /// Its name.
     pub name: String,
-    /// What cookies carry.
+    /// Id in cookies.
     pub id: u32,
-    /// Where load balancers reach it.
+    /// Address for load balancers.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// Where it stands.
+    /// State.
     pub state: ServerState,
-    /// Why, in words; empty: nothing is to be said.
+    /// Reason of the state; empty: none.
     pub state_reason: String,
-    /// What its agent says.
+    /// State of its agent's reports.
     pub reports: Reports,
-    /// Its part of new connections.
+    /// Its weight.
     pub weight: u32,
-    /// Who says that it takes no new connections; null: nobody.
+    /// Its drain; null: it is not drained.
     #[serde(default)]
     pub drained: Option<Drained>,
-    /// What the operator should know, in words.
+    /// Warnings for the operator.
     pub warnings: Vec<String>,
 }
 
@@ -117,10 +117,10 @@ pub struct OverviewLoadBalancer {
     pub name: String,
     /// Whether its stream is open.
     pub connected: bool,
-    /// Whether it was heard of in the last two seconds.
+    /// Whether it sent a message in the last two seconds.
     pub alive: bool,
-    /// "native" or "generic"; null: it has not said.
+    /// "native" or "generic"; null: not reported.
     pub xdp_mode: Option<String>,
-    /// What is wrong with its machine, in words.
+    /// Faults of its machine.
     pub warnings: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! The API's documents. Addresses and keys are written as people write them.
+//! Documents of the API. Addresses and keys are in their usual text form.
 
 mod acknowledgements;
 mod audit;
@@ -37,33 +37,33 @@ use utoipa::ToSchema;
 /// Whole numbers in requests: what JSON programs agree on (RFC 8259, Sect. 6).
 pub const MAX_INTEGER: u64 = (1 << 53) - 1;
 
-/// Which controller this is.
+/// Version of the controller.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Version {
-    /// Of the program.
+    /// Version of the program.
     pub version: String,
-    /// Of the API.
+    /// Version of the API.
     pub api: String,
 }
 
-/// Whether the controller does its work.
+/// Health of the controller.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Health {
-    /// What it does.
+    /// State of the controller.
     pub state: HealthState,
-    /// Where daemons reach the controller that leads, where another one does; null: this one does, or none.
+    /// Address of another leading controller for daemons; null: this one leads, or none does.
     pub leader: Option<String>,
-    /// `https://HOST:PORT` of that one's API; null: it listens on its own host only.
+    /// `https://HOST:PORT` of the leader's API; null: it listens on its own host only.
     #[serde(default)]
     #[schema(format = "uri")]
     pub leader_api: Option<String>,
 }
 
-/// What a controller does.
+/// State of a controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum HealthState {
-    /// After a restart it waits for the agents; load balancers keep the tables that they have.
+    /// After a restart it waits for the agents; load balancers keep their tables.
     Settling,
     /// It makes tables.
     Ready,

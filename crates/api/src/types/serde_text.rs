@@ -1,4 +1,4 @@
-//! What is written in JSON as people write it: "10.200.0.1:80/tcp".
+//! Values in their text form in JSON: "10.200.0.1:80/tcp".
 
 use std::borrow::Cow;
 use std::fmt::Display;

@@ -1,4 +1,4 @@
-//! Whole numbers as JSON has them: 5.0 is 5 (RFC 8259, Sect. 6; JSON Schema, "integer").
+//! Whole numbers in JSON: 5.0 is 5 (RFC 8259, Sect. 6; JSON Schema, "integer").
 
 use std::fmt::Display;
 
@@ -15,7 +15,7 @@ enum Number {
 fn of<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> Result<T, E> {
     let whole = match number {
         Number::Whole(whole) => whole,
-        // Exact below 2^53, which is the most that requests may name.
+        // Exact below 2^53, the limit in requests.
         Number::Other(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_INTEGER as f64 => {
             other as u64
         }

@@ -1,4 +1,4 @@
-//! Services, servers, load balancers, as the controller sees them.
+//! Services, servers and load balancers in the controller's view.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,33 +10,34 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::{CountedConnections, Drained, Keys, serde_text};
 
-/// How much is to be seen.
+/// Extent of the status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct StatusQuery {
-    /// With whole RSS keys, for operators only: who knows one can aim at a core. Otherwise only their fingerprints.
+    /// With whole RSS keys, for operators only, because a key allows aiming at a core. Otherwise only their
+    /// fingerprints.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     pub rss_keys: bool,
 }
 
-/// Everything there is to see.
+/// Full status.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Status {
-    /// Grows with every change of what parts of the fleet must know.
+    /// Grows with every change of a configuration.
     pub configuration_generation: u64,
     /// Time between two reports of an agent, and between two tables.
     pub report_interval_ms: u32,
-    /// Reports taken.
+    /// Accepted reports.
     pub accepted_reports: u64,
-    /// Reports refused, by reason.
+    /// Rejected reports, by reason.
     pub refused_reports: BTreeMap<String, u64>,
     /// In the order of the fleet's document.
     pub services: Vec<Service>,
-    /// Those in the fleet's document, and those that left but may still have connections.
+    /// Servers in the fleet's document, and those that left but may still have connections.
     pub servers: Vec<Server>,
-    /// Those that are connected or may come back.
+    /// Load balancers that are connected or may return.
     pub load_balancers: Vec<LoadBalancer>,
     /// The cookie keys, without the secrets.
     pub keys: Keys,
@@ -55,11 +56,11 @@ pub struct Rack {
     pub name: String,
     /// Its version.
     pub version: String,
-    /// How long ago it was last heard of.
+    /// Time since its last message.
     pub age_ms: u32,
-    /// Whose agents speak through it.
+    /// Servers whose agents are connected through it.
     pub servers: Vec<String>,
-    /// For how many servers the fleet's document lets it speak.
+    /// Number of servers for which the fleet's document permits it.
     #[serde(default)]
     pub may_speak_for: u32,
 }
@@ -74,14 +75,14 @@ pub struct Services {
 /// All servers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Servers {
-    /// Those in the fleet's document, and those that left but may still have connections.
+    /// Servers in the fleet's document, and those that left but may still have connections.
     pub servers: Vec<Server>,
 }
 
 /// All load balancers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancers {
-    /// Those that are connected or may come back.
+    /// Load balancers that are connected or may return.
     pub load_balancers: Vec<LoadBalancer>,
 }
 
@@ -94,31 +95,31 @@ pub struct Service {
     #[serde(with = "serde_text")]
     #[schema(value_type = String, example = "10.200.0.1:80/tcp")]
     pub address: ServiceAddress,
-    /// Where new connections go.
+    /// Policy that places new connections.
     pub policy: String,
-    /// How packets find the server of their connection.
+    /// Consistency mode.
     pub consistency: String,
-    /// Who stamps cookies: "server", "lb" or "off".
+    /// Origin of cookies: "server", "lb" or "off".
     pub timestamps: String,
     /// Number of its buckets.
     pub bucket_count: u32,
-    /// Of the newest table; 0: none yet.
+    /// Generation of the newest table; 0: none yet.
     pub table_generation: u64,
-    /// How old that is.
+    /// Its age.
     pub table_age_ms: u32,
-    /// Names of its pool, and of those that left it.
+    /// Names of its servers, and of those that left it.
     pub servers: Vec<String>,
-    /// The same one by one.
+    /// States of these servers in the service.
     pub members: Vec<ServiceMember>,
-    /// How they are checked: "tcp", "http", "https" or "agent"; null: not at all.
+    /// Kind of health check: "tcp", "http", "https" or "agent"; null: none.
     pub check: Option<String>,
-    /// What becomes of new connections when all are down: "fail-open" or "drop".
+    /// Treatment of new connections when all servers are down: "fail-open" or "drop".
     pub when_all_down: String,
-    /// Whether all are down, and get new connections all the same.
+    /// Whether all are down and still get new connections.
     pub failing_open: bool,
     /// Servers whose NICs hash alike.
     pub rss_groups: Vec<RssGroup>,
-    /// What the operator should know, in words.
+    /// Warnings for the operator.
     pub warnings: Vec<String>,
 }
 
@@ -135,41 +136,41 @@ impl Service {
 pub struct ServiceMember {
     /// Its name.
     pub server: String,
-    /// Where it stands in this service.
+    /// State in this service.
     pub state: ServerState,
-    /// Why, in words; empty: nothing is to be said.
+    /// Reason of the state; empty: none.
     pub reason: String,
-    /// How long it has stood there; null: since before this controller was started.
+    /// Duration of the state; null: since before this controller's start.
     pub state_for_ms: Option<u64>,
-    /// What the checks of each load balancer say.
+    /// Results of each load balancer's checks.
     pub checks: Vec<CheckedBy>,
 }
 
-/// What one load balancer's checks say of a server.
+/// Result of one load balancer's checks of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CheckedBy {
-    /// Whose.
+    /// The load balancer.
     pub load_balancer: String,
-    /// Whether it finds it up; null: not enough checks so far.
+    /// Whether it finds the server up; null: not enough checks so far.
     pub up: Option<bool>,
-    /// How long it has been so.
+    /// Duration of the result.
     pub since_ms: u64,
-    /// Why the newest check failed; null: it did not.
+    /// Error of the newest check; null: it passed.
     pub error: Option<String>,
-    /// How long the newest answer took; 0: there was none.
+    /// Duration of the newest answer; 0: there was none.
     pub latency_us: u32,
-    /// Since it checks this server.
+    /// Checks of this server so far.
     pub checks: u64,
-    /// Those of them that failed.
+    /// Failed checks.
     pub failures: u64,
 }
 
 /// Servers whose NICs hash alike.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RssGroup {
-    /// As `ethtool -x` prints it; null: not asked for.
+    /// In the form of `ethtool -x`; null: not requested.
     pub key: Option<String>,
-    /// Tells keys apart, and tells nothing of them.
+    /// Identifies the key without revealing it.
     pub key_fingerprint: String,
     /// Their names.
     pub servers: Vec<String>,
@@ -180,88 +181,88 @@ pub struct RssGroup {
 pub struct Server {
     /// Its name.
     pub name: String,
-    /// What cookies carry.
+    /// Id in cookies.
     pub id: u32,
-    /// Where load balancers reach it.
+    /// Address for load balancers.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// Where it stands: the best of where it stands in its services.
+    /// State: the best of its states in its services.
     pub state: ServerState,
-    /// Why, in words; empty: nothing is to be said.
+    /// Reason of the state; empty: none.
     pub state_reason: String,
-    /// How long it has stood there; null: since before this controller was started.
+    /// Duration of the state; null: since before this controller's start.
     pub state_for_ms: Option<u64>,
-    /// What its agent says.
+    /// State of its agent's reports.
     pub reports: Reports,
-    /// Smoothed load of each core, in fractions of its capacity; empty: not known.
+    /// Smoothed load of each core, in fractions of its capacity; empty: unknown.
     pub core_load: Vec<f64>,
-    /// Of its newest report.
+    /// Age of its newest report.
     pub report_age_ms: u32,
-    /// TCP connections of its services, as its agent last counted them.
+    /// TCP connections of its services by its agent's last count.
     pub open_connections: u32,
-    /// What its NIC says; null: not known.
+    /// RSS of its NIC; null: unknown.
     pub rss: Option<ServerRss>,
     /// SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
-    /// And on another one.
+    /// SYNs that arrived on another one.
     pub rss_mismatched: u64,
-    /// What the operator should know, in words.
+    /// Warnings for the operator.
     pub warnings: Vec<String>,
-    /// Its part of new connections.
+    /// Its weight.
     pub weight: u32,
-    /// What the configuration says, or cores that report; 0: not known.
+    /// Configured capacity, or number of cores; 0: unknown.
     pub capacity: f64,
-    /// Of the newest configuration that its agent has confirmed; 0: none.
+    /// Generation of the newest configuration that its agent has confirmed; 0: none.
     pub configuration_generation: u64,
-    /// Of its programs, by name.
+    /// Counters of its programs, by name.
     pub counters: BTreeMap<String, u64>,
     /// UDP services whose requests are dispatched there.
     pub dispatch: Vec<DispatchedService>,
-    /// Who says that it takes no new connections; null: nobody.
+    /// Its drain; null: it is not drained.
     #[serde(default)]
     pub drained: Option<Drained>,
-    /// Its connections by service, as its agent last counted them; null: not known.
+    /// Its connections by service, by its agent's last count; null: unknown.
     #[serde(default)]
     pub connections: Option<CountedConnections>,
-    /// The rack through which its agent speaks; null: it speaks by itself, or there is none.
+    /// Rack of its agent; null: connected directly, or no agent.
     #[serde(default)]
     pub rack: Option<String>,
-    /// The racks through which its agent may speak; null: any.
+    /// Racks that its agent may use; null: any.
     #[serde(default)]
     pub racks: Option<Vec<String>>,
 }
 
-/// Where a server stands in its life, the best first.
+/// State of a server, the best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ServerState {
     /// It takes new connections.
     Active,
-    /// It takes new connections, and more and more of them (slow start).
+    /// It takes a growing share of new connections (slow start).
     Joining,
-    /// It is not fit for new connections; established ones still reach it.
+    /// It is not eligible for new connections; established ones still reach it.
     Down,
-    /// It takes no new connections because somebody says so; established ones still reach it.
+    /// It is drained: no new connections; established ones still reach it.
     Draining,
-    /// It is in the service, or in the fleet's document, no more; established connections still reach it, and its id stays
+    /// It has left the service or the fleet's document; established connections still reach it, and its id stays
     /// reserved, for `max_connection_lifetime`.
     Gone,
 }
 
-/// What a server's agent says.
+/// State of an agent's reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Reports {
-    /// Its reports come.
+    /// Valid reports.
     Fresh,
-    /// Its newest report is too old: it counts as average.
+    /// Its newest report has expired: it counts as average.
     Stale,
-    /// It has no agent, or that has not come yet: it counts as average.
+    /// No agent so far: it counts as average.
     None,
 }
 
 impl Reports {
-    /// As it is shown.
+    /// Returns the name in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fresh => "fresh",
@@ -272,10 +273,10 @@ impl Reports {
 }
 
 impl ServerState {
-    /// All of them.
+    /// All states.
     pub const ALL: [ServerState; 5] = [Self::Active, Self::Joining, Self::Down, Self::Draining, Self::Gone];
 
-    /// As it is shown.
+    /// Returns the name in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -298,27 +299,27 @@ impl fmt::Display for ServerState {
 pub struct ServerRss {
     /// "ethtool" or "testbed emulation".
     pub source: String,
-    /// As `ethtool -x` prints it; null: not known, or not asked for.
+    /// In the form of `ethtool -x`; null: unknown, or not requested.
     pub key: Option<String>,
-    /// Tells keys apart, and tells nothing of them; empty: not known.
+    /// Identifies the key without revealing it; empty: unknown.
     pub key_fingerprint: String,
-    /// What the NIC does to addresses and ports before it hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
+    /// Transformation of addresses and ports before the NIC hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
     #[serde(default)]
     pub input_transform: String,
     /// Receive queue per entry.
     pub indirection_table: Vec<u32>,
 }
 
-/// What `coreward dispatch --status` says of a service; counts are absolute.
+/// A service in `coreward dispatch --status`; counts are absolute.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedService {
     /// Address and port.
     pub listen: String,
-    /// Who gets a request.
+    /// Its policy.
     pub policy: String,
     /// Its workers.
     pub workers: Vec<DispatchedWorker>,
-    /// Of the whole service, by name.
+    /// Counters of the service, by name.
     pub counters: BTreeMap<String, u64>,
 }
 
@@ -331,11 +332,11 @@ pub struct DispatchedWorker {
     pub pid: u32,
     /// Requests without a response so far.
     pub outstanding: u32,
-    /// The work expected of them (us).
+    /// Expected work of these (us).
     pub outstanding_work_us: f64,
-    /// Datagrams that waited in its queue at the last look.
+    /// Datagrams in its queue at the last poll.
     pub queued: u32,
-    /// Requests that it got.
+    /// Requests sent to it.
     pub dispatched: u64,
     /// Of these, answered.
     pub completed: u64,
@@ -352,47 +353,47 @@ pub struct DispatchedWorker {
 pub struct LoadBalancer {
     /// Its name.
     pub name: String,
-    /// What it last said; null: nothing since it connected.
+    /// Its last state; null: none since it connected.
     pub state: Option<LoadBalancerState>,
-    /// How long ago.
+    /// Age of that state.
     pub state_age_ms: u32,
     /// Whether its stream is open.
     pub connected: bool,
-    /// Whether it was heard of in the last two seconds.
+    /// Whether it sent a message in the last two seconds.
     pub alive: bool,
-    /// What cookies call its connection table; null: it has none.
+    /// Number of its connection table in cookies; null: it has none.
     pub owner: Option<u32>,
-    /// Where other load balancers reach it; null: nowhere.
+    /// Address for other load balancers; null: none.
     #[schema(value_type = Option<String>)]
     pub address: Option<IpAddr>,
 }
 
-/// What a load balancer says of itself.
+/// State that a load balancer reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancerState {
     /// Generation of the table in force, per service.
     pub table_generations: BTreeMap<String, u64>,
-    /// Servers whose MAC address it does not know.
+    /// Servers with an unknown MAC address.
     pub unresolved_servers: Vec<String>,
-    /// What became of packets (enum lb_counter).
+    /// Outcomes of packets (enum lb_counter).
     pub counters: BTreeMap<String, u64>,
     /// "native" or "generic".
     pub xdp_mode: String,
-    /// Of the newest configuration that is in force; 0: none yet.
+    /// Generation of the newest configuration in force; 0: none yet.
     pub configuration_generation: u64,
-    /// What happened to packets beside that (enum lb_event).
+    /// Events of packets beside the outcome (enum lb_event).
     pub events: BTreeMap<String, u64>,
     /// Connections in its connection table.
     pub connections: u64,
-    /// Load balancers whose MAC address it does not know.
+    /// Load balancers with an unknown MAC address.
     pub unresolved_load_balancers: Vec<String>,
-    /// Of servers whose answers it stamps.
+    /// Clocks of servers with LB-side stamping.
     pub server_clocks: Vec<ServerClock>,
-    /// What is wrong with its machine, in words.
+    /// Faults of its machine.
     pub warnings: Vec<String>,
 }
 
-/// What a load balancer that stamps has seen of a server's clock, since it knows the server's address.
+/// A server's clock by the SYN-ACKs at a load balancer, since it knows the server's address.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServerClock {
     /// Name of the service.
@@ -407,6 +408,6 @@ pub struct ServerClock {
     pub with_timestamps: u64,
     /// Of these, those that did not show the clock of the one before.
     pub disagreed: u64,
-    /// Why its connections are not stamped, and what was expected; null: they are, or it is too early to tell.
+    /// Reason for which its connections are not stamped, with the expectation; null: they are, or it is too early.
     pub problem: Option<String>,
 }

@@ -10,16 +10,16 @@ pub struct Tables {
     pub tables: Vec<TableSummary>,
 }
 
-/// A table, without what stands in it.
+/// A table without contents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TableSummary {
-    /// Whose first packets it places.
+    /// Its service.
     pub service: String,
     /// Grows with every table of the service; 0: none yet.
     pub generation: u64,
-    /// How old it is.
+    /// Age.
     pub age_ms: u32,
-    /// How first packets are placed (enum placement_rule); null: no table yet.
+    /// Placement rule (enum placement_rule); null: no table yet.
     pub rule: Option<String>,
     /// Number of buckets.
     pub bucket_count: u32,
@@ -28,17 +28,17 @@ pub struct TableSummary {
 /// A table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Table {
-    /// Whose first packets it places.
+    /// Its service.
     pub service: String,
     /// Grows with every table of the service.
     pub generation: u64,
-    /// How old it is.
+    /// Age.
     pub age_ms: u32,
-    /// How first packets are placed (enum placement_rule).
+    /// Placement rule (enum placement_rule).
     pub rule: String,
     /// Number of buckets.
     pub bucket_count: u32,
-    /// For each RSS group, by bucket: to whom first packets go, the best first.
+    /// For each RSS group, by bucket: candidates for first packets, the best first.
     pub groups: Vec<Vec<Vec<Candidate>>>,
     /// The servers that take new connections.
     pub members: Vec<Member>,
@@ -46,12 +46,12 @@ pub struct Table {
     pub consistent: Vec<String>,
 }
 
-/// One core of one server that a bucket may go to.
+/// A core of a server that is a candidate of a bucket.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Candidate {
     /// Name of the server.
     pub server: String,
-    /// Its receive queue; null: the bucket is no single core's there.
+    /// Its receive queue; null: the bucket reaches several cores.
     pub core: Option<u32>,
     /// Load when the table was made, in fractions of capacity.
     pub load: f64,

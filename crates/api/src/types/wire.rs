@@ -1,4 +1,4 @@
-//! What parts of the fleet say of themselves, as the API says it.
+//! Conversion of messages from load balancers and agents.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -6,7 +6,7 @@ use coreward_wire::v1;
 
 use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock};
 
-/// Always in the same order.
+/// Sorts the counts by name.
 fn sorted(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
     counts.iter().map(|(name, count)| (name.clone(), *count)).collect()
 }
@@ -64,7 +64,7 @@ fn warnings_of(state: &v1::LoadBalancerState) -> Vec<String> {
 }
 
 impl RefusedUpdate {
-    /// A refusal by the part of that name.
+    /// Returns a rejection by the part of that name.
     pub fn new(part: &str, name: &str, refused: &v1::RefusedUpdate) -> Self {
         Self {
             part: part.to_owned(),

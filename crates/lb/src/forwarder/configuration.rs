@@ -1,4 +1,4 @@
-//! What the controller wants the data plane to know: whole at first, then what has changed.
+//! Configuration from the controller: whole at first, then changes.
 
 use std::collections::{BTreeSet, HashSet};
 use std::net::{IpAddr, Ipv4Addr};
@@ -16,7 +16,7 @@ use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Serve
 use super::refusals::Subject;
 use super::{Forwarder, ipv4};
 
-/// What MAC addresses are found by, and places in lists.
+/// Returns the fields that determine MAC addresses, and positions in lists.
 fn identity(server: &Server) -> (ServerId, IpAddr) {
     (server.id, server.address)
 }
@@ -26,7 +26,7 @@ fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
 }
 
 impl Forwarder {
-    /// Takes a configuration that has come: what of it cannot be used stays as it was, and the controller is told.
+    /// Applies a configuration: unusable parts stay as they were, and are reported.
     pub fn take_configuration(
         &mut self,
         number: u64,
@@ -58,7 +58,7 @@ impl Forwarder {
         outcome
     }
 
-    /// Services that cannot be used, as they are in force.
+    /// Returns unusable services as they are in force.
     fn kept(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
         let kept = |refused: &RefusedService| {
             let (before, _) = self.services.get(&ServiceIndex::new(refused.index)?)?;
@@ -78,7 +78,7 @@ impl Forwarder {
         }
     }
 
-    /// Nothing of a configuration can be used. `generation`: 0: not known.
+    /// Records that a whole configuration is unusable. `generation`: 0: unknown.
     pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
@@ -97,8 +97,8 @@ impl Forwarder {
         self.refusals.refuse(Subject::Table(index), RefusedUpdate { service, generation, reason, table: true });
     }
 
-    /// Puts a configuration in force: keys, services, servers. Tables follow. `number`: what a change of it will name.
-    /// Fails when the data plane cannot hold its services: nothing has changed then.
+    /// Applies a configuration: keys, services, servers. Tables follow. `number` identifies it in changes. Fails when
+    /// the data plane cannot hold its services: nothing has changed then.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.number = None;
         let with_mode = |service: &Service| (service.address, service.mode);
@@ -137,10 +137,9 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Puts the next configuration in force where it is told as what has changed. Of a server that is another now
-    /// nothing else is looked at; services that come, go or work otherwise are a new configuration. Fails when it
-    /// changes another configuration than the one in force ([`Forwarder::lacks_configuration`]); else as
-    /// [`Forwarder::configure`].
+    /// Applies a change to the configuration in force. Only changed servers are processed; changed services need a
+    /// whole configuration. Fails when it belongs to another configuration ([`Forwarder::lacks_configuration`]), and as
+    /// [`Forwarder::configure`] does.
     pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.number != Some(change.base) {
             self.lacks_configuration = true;
@@ -186,12 +185,12 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Whether a change came that has nothing here to change: the next configuration must be whole.
+    /// Whether a change did not apply: the next configuration must be whole.
     pub fn lacks_configuration(&self) -> bool {
         self.lacks_configuration
     }
 
-    /// Puts a configuration in force that a daemon before this one saved. The next one of a controller is to be whole.
+    /// Applies a configuration that an earlier daemon saved. The next one of a controller must be whole.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.confirmed, self.number, self.is_unsaved) = (0, None, false);
@@ -219,7 +218,7 @@ impl Forwarder {
         self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
-    /// Whose MAC addresses must be known.
+    /// Sets the addresses to resolve.
     fn follow_addresses(&mut self) {
         let servers = self.services.values().flat_map(|(service, _)| &service.servers).map(|server| server.address);
         let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
@@ -239,8 +238,8 @@ impl Forwarder {
         }
     }
 
-    /// Every server of the service as it is known now. A server whose MAC address this process does not know yet keeps
-    /// the one that a process before it left in the data plane, until ARP says otherwise.
+    /// Applies every server of the service. A server whose MAC address this process does not know yet keeps that of an
+    /// earlier process, until ARP shows another one.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask(service_index);
         let Some((service, index)) = self.services.get(&service_index) else { return };
@@ -251,7 +250,7 @@ impl Forwarder {
             let mac = ipv4(server.address).and_then(|address| self.macs.get(&address).copied());
             let mac = mac.or_else(|| before.and_then(|before| before.mac));
             let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
-            // Where answers are stamped, that may be new without the server being so.
+            // With LB-side stamping, the address may be new to an old server.
             if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
                 self.balancer.set_server(*index, server.id, now);
             }
@@ -259,8 +258,8 @@ impl Forwarder {
         gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
     }
 
-    /// The numbers of all load balancers with a connection table, and where they are. One whose MAC address this process does
-    /// not know yet keeps the one that a process before it left, as servers do.
+    /// Applies numbers and addresses of all load balancers with a connection table. One whose MAC address this process
+    /// does not know yet keeps that of an earlier process, as servers do.
     fn set_owners(&mut self) {
         let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
         if self.balancer.owner() != own {

@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! Metrics of the load balancer.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use coreward_wire::{ServiceIndex, v1};
 use super::Forwarder;
 
 impl Forwarder {
-    /// A table that had come is in force since it came this long ago.
+    /// Records the latency of a table's installation.
     pub fn installed_within(&mut self, took: Duration) {
         self.table_to_kernel.observe(took);
     }
 
-    /// Returns all metrics as of now. `state`: of all of the daemon.
+    /// Returns all metrics. `state`: of the whole daemon.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut page = component::begin(Component::Lb);
         page.add("coreward_configuration_generation", &[], self.confirmed as f64);

@@ -1,15 +1,14 @@
-//! What of the controller's updates cannot be used here: the controller is told, and what was in force before stays.
+//! Unusable updates: reported to the controller, while the previous ones stay in force.
 
 use std::collections::BTreeMap;
 
 use coreward_wire::v1::RefusedUpdate;
 
-/// What an update is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
-    /// A configuration that cannot be used as a whole.
+    /// The whole configuration.
     All,
-    /// The configuration of the service with this index.
+    /// Service with this index.
     Service(u32),
     Table(u32),
 }
@@ -18,7 +17,7 @@ pub enum Subject {
 pub struct Refusals(BTreeMap<Subject, RefusedUpdate>);
 
 impl Refusals {
-    /// This cannot be used. Logged where it is another service or reason than before: tables come ten times a second.
+    /// Records an unusable update. Logged if its subject or reason is new: tables come ten times a second.
     pub fn refuse(&mut self, subject: Subject, refused: RefusedUpdate) {
         let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
         if !self.0.get(&subject).is_some_and(same) {
@@ -36,7 +35,7 @@ impl Refusals {
         self.0.insert(subject, refused);
     }
 
-    /// The newest one of this can.
+    /// Records a usable update of the subject.
     pub fn accept(&mut self, subject: Subject) {
         self.0.remove(&subject);
     }
@@ -46,22 +45,19 @@ impl Refusals {
         self.0.remove(&Subject::Table(index));
     }
 
-    /// A whole configuration begins anew; tables of these services go on.
+    /// Starts a whole configuration; tables of these services stay.
     pub fn keep_tables(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0.retain(|subject, _| matches!(subject, Subject::Table(index) if is_service(*index)));
     }
 
-    /// Another stream begins.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Whether the configuration of this service cannot be used.
     pub fn is_refused(&self, index: u32) -> bool {
         self.0.contains_key(&Subject::Service(index))
     }
 
-    /// For the controller.
     pub fn list(&self) -> Vec<RefusedUpdate> {
         self.0.values().cloned().collect()
     }

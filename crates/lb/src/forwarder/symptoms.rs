@@ -12,7 +12,6 @@ use coreward_wire::ServiceIndex;
 
 use super::Forwarder;
 
-/// Conclusions of the counters, as they were read last.
 #[derive(Default)]
 pub(super) struct Symptoms {
     send_drops: Recent<1>,
@@ -21,12 +20,11 @@ pub(super) struct Symptoms {
     packets: BTreeMap<ServiceIndex, Recent<2>>,
     /// Services whose new connections do not become established.
     pub handshakes_fail: BTreeSet<ServiceIndex>,
-    /// In words, by what they are about.
+    /// By subject.
     found: BTreeMap<String, String>,
 }
 
 impl Symptoms {
-    /// In words.
     pub fn list(&self) -> impl Iterator<Item = &String> {
         self.found.values()
     }

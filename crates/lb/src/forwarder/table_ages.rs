@@ -31,12 +31,11 @@ pub struct TableAges {
 }
 
 impl TableAges {
-    /// Every table is as old as this process.
     pub fn new(start: Duration) -> Self {
         Self { start, stream_ends: BTreeMap::new(), expired: BTreeMap::new(), last_choice: start, choices: 0 }
     }
 
-    /// Notes a controller's table. Returns whether the one before had expired.
+    /// Records a controller's table. Returns whether the old one had expired.
     pub fn renew(&mut self, service: ServiceIndex) -> bool {
         self.stream_ends.insert(service, None);
         self.expired.remove(&service).is_some()
@@ -46,7 +45,6 @@ impl TableAges {
         self.stream_ends.values_mut().for_each(|end| *end = end.or(Some(now)));
     }
 
-    /// Forgets services that are gone.
     pub fn retain(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
         self.stream_ends.retain(|service, _| is_service(*service));
         self.expired.retain(|service, _| is_service(*service));
@@ -120,7 +118,6 @@ impl Forwarder {
         }
     }
 
-    /// Warnings for `coreward status`.
     pub(super) fn expired_tables(&self) -> impl Iterator<Item = String> + '_ {
         let services = self.table_ages.expired().filter_map(|index| self.services.get(&index));
         services.map(|(service, _)| {
