@@ -123,4 +123,15 @@ fn endpoints_serve_what_the_table_says() {
     let told: f64 =
         known.iter().filter(|((name, _), _)| name == "coreward_reports_refused_total").map(|(_, value)| value).sum();
     assert_eq!(told, refused as f64);
+    // The agent, the controller and `status` count the same warnings, of which this is one.
+    server.within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
+    let warnings = |host: &Namespace| sum(&whole(host), "coreward_server_warnings", ("server", "s1"));
+    eventually(*TIMEOUT, "all count the agent's warning", || {
+        let status = site.fleet.status(&site.testbed).unwrap_or_default();
+        let servers = status["servers"].as_array().cloned().unwrap_or_default();
+        let shown = servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
+        let shown: Vec<String> = serde_json::from_value(shown.unwrap_or_default()).unwrap_or_default();
+        let counts = [warnings(server), warnings(controller)];
+        shown.iter().any(|warning| warning.contains("tcp_timestamps")) && counts == [shown.len() as f64; 2]
+    });
 }
