@@ -224,7 +224,7 @@ impl LoadBalancer {
             }
             return match self.by_bucket(place, packet) {
                 (None, _) if first => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
-                (_, decision) => decision.with_identification(Identification::PolicyCache),
+                (_, decision) => decision.with_identification(Identification::Unchanged),
             };
         };
         let tuple = packet.tuple();

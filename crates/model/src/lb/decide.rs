@@ -25,7 +25,7 @@ pub(super) const BROADCAST: Mac = [0xff; 6];
 /// New value of the IP header's identification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Identification {
-    PolicyCache,
+    Unchanged,
     /// The previous server, or `NO_SERVER`.
     Before(u16),
 }
@@ -52,7 +52,7 @@ impl Decision {
             counter,
             destination: [0; 6],
             server: None,
-            identification: Identification::PolicyCache,
+            identification: Identification::Unchanged,
             echo: None,
             event: None,
             opens: false,
