@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_api::types::Reports;
 use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
 use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
@@ -146,6 +147,15 @@ impl Agent {
 
     pub fn rss(&self) -> Option<&Rss> {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
+    }
+
+    /// Returns whether it reports, as the API shows it.
+    pub fn report_state(&self, now: Now) -> Reports {
+        match &self.newest {
+            None => Reports::None,
+            Some(_) if self.is_fresh(now) => Reports::Fresh,
+            Some(_) => Reports::Stale,
+        }
     }
 
     /// Returns whether one more registration for this server is within the limit.

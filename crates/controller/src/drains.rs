@@ -10,7 +10,6 @@ use coreward_model::tuple::Protocol;
 
 use super::agent::{Agent, Counted};
 use super::service::Eligibility;
-use super::status::reports;
 use super::{Controller, Now};
 use coreward_fleet::drains::{NotDrained, WantedDrain};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
@@ -45,7 +44,7 @@ impl Controller {
             server: server.name.clone(),
             state: state_reason.state,
             state_reason: state_reason.reason,
-            reports: reports(agent, now),
+            reports: agent.report_state(now),
             drained,
             remaining,
             waits_for,
@@ -92,7 +91,7 @@ impl Controller {
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
         let confirmed = self.load_balancers.all_confirmed(generation, now);
-        let counted = match (reports(agent, now), agent.connections(now)) {
+        let counted = match (agent.report_state(now), agent.connections(now)) {
             (Reports::None | Reports::Stale, _) => Err("its agent, which does not report".to_owned()),
             (Reports::Fresh, None) => {
                 Err("its agent's first count of connections (those before this version do not count)".to_owned())

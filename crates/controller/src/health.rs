@@ -6,14 +6,11 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::health::{Check, Judge, Probe, Verdict, together};
-use coreward_wire::ServiceIndex;
 
 use super::Now;
-use super::load_balancers::{LoadBalancers, START_GRACE};
+use super::load_balancers::{LoadBalancers, START_GRACE, Target};
 use coreward_fleet::fleet::{Fleet, FleetService};
 use coreward_fleet::records::Membership;
-
-pub type Target = (ServiceIndex, ServerId);
 
 #[derive(Debug, Default)]
 pub struct Health {

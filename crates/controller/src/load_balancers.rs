@@ -11,11 +11,13 @@ use coreward_wire::sanitize::{readable, readable_state};
 use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
-use super::health::Target;
 use super::rejection::{MOST_LOAD_BALANCERS, REGISTRATIONS, Rejection};
 use super::token_bucket::TokenBucket;
 use super::traffic::{NewlyOpened, Totals, Traffic};
 use coreward_fleet::fleet::Fleet;
+
+/// A checked server of a service.
+pub type Target = (ServiceIndex, ServerId);
 
 /// Time after which a server that no load balancer reaches gets no new connections. The data plane handles shorter
 /// gaps: a first packet then goes to another member.

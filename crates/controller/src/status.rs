@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use coreward_api::types::{
     DispatchedService, LoadBalancer, LoadBalancerCounts, LoadBalancerState, Loads, Overview, OverviewLoadBalancer,
-    OverviewServer, OverviewService, Reports, RssGroup as ShownGroup, Server, ServerLoads, ServerRss,
-    Service as ShownService, Status,
+    OverviewServer, OverviewService, RssGroup as ShownGroup, Server, ServerLoads, ServerRss, Service as ShownService,
+    Status,
 };
 use coreward_intf as intf;
 use coreward_model::ServerId;
@@ -130,7 +130,7 @@ impl Controller {
             address: server.address,
             state: state_reason.state,
             state_reason: state_reason.reason,
-            reports: reports(agent, now),
+            reports: agent.report_state(now),
             weight: server.weight.get(),
             drained: self.drained(id, now),
             warnings: self.server_warnings(server, agent, now),
@@ -282,7 +282,7 @@ impl Controller {
             state: state_reason.state,
             state_for_ms: state_reason.lasts_ms(),
             state_reason: state_reason.reason,
-            reports: reports(agent, now),
+            reports: agent.report_state(now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
             open_connections: agent.open_connections(),
@@ -332,14 +332,6 @@ impl Controller {
 fn queues_without_cores(rss: &Rss, cores: usize) -> Option<String> {
     let highest = usize::from(*rss.indirection_table.queues().iter().max()?);
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))
-}
-
-pub(super) fn reports(agent: &Agent, now: Now) -> Reports {
-    match &agent.newest {
-        None => Reports::None,
-        Some(_) if agent.is_fresh(now) => Reports::Fresh,
-        Some(_) => Reports::Stale,
-    }
 }
 
 pub(super) fn milliseconds_since(moment: Duration, now: Now) -> u32 {

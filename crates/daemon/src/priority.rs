@@ -6,9 +6,15 @@ use nix::libc;
 /// Niceness added: a ninth of the others' CPU share.
 const NICER: i32 = 10;
 
-/// Lowers the calling thread's priority (on Linux niceness is a thread's). It keeps at least a ninth of a CPU, so locks
-/// that it holds are released.
-pub fn yield_to_others() -> nix::Result<()> {
+/// Lowers the calling thread's priority; `thread` names it in the log if that fails.
+pub fn lower_thread_priority(thread: &str) {
+    if let Err(error) = yield_to_others() {
+        tracing::warn!(event = "thread-priority-unchanged", thread, %error, "cannot lower a thread's priority");
+    }
+}
+
+/// On Linux niceness is a thread's. It keeps at least a ninth of a CPU, so locks that it holds are released.
+fn yield_to_others() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };
     Errno::result(outcome).map(drop)

@@ -15,10 +15,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
-use crate::sockets;
-
-/// Inode number in the kernel's file system of sockets: identifies a socket for its lifetime.
-pub type Inode = u64;
+use crate::sockets::{self, Inode};
 
 /// A socket of a service and the process that waits for it.
 #[derive(Debug, Clone, PartialEq, Eq)]

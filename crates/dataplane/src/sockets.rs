@@ -10,6 +10,9 @@ use coreward_model::FourTuple;
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+/// An inode number of the kernel's file system of sockets: names a socket as long as it lives.
+pub type Inode = u64;
+
 /// struct nlmsghdr, linux/netlink.h. (libc's has no derives.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_dataplane::dispatch::{self, Dispatch};
-use coreward_dataplane::listeners::{self, Inode, Listener};
+use coreward_dataplane::listeners::{self, Listener};
 use coreward_dataplane::reuseport;
+use coreward_dataplane::sockets::Inode;
 use coreward_model::dispatch::LearnedTime;
 
 use crate::config;

@@ -26,3 +26,8 @@ impl RecordClock {
 pub fn wall_now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
+
+/// Drops the fraction: records store whole seconds.
+pub fn whole_seconds(moment: Duration) -> Duration {
+    Duration::from_secs(moment.as_secs())
+}

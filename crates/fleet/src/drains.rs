@@ -5,25 +5,10 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 
+use crate::clock::whole_seconds;
 use crate::config::FleetConfig;
 use crate::fleet::{AdminState, Fleet, FleetService};
-use crate::records::{Membership, Records, whole_seconds};
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DrainRecord {
-    /// Time of the last change (whole seconds since 1970, by the records' clock).
-    pub since: Duration,
-    /// Generation that began it: a load balancer that has acknowledged it sends nothing new there.
-    pub generation: u64,
-    /// Drained services; `None`: all, also later ones.
-    pub services: Option<BTreeSet<String>>,
-}
-
-impl DrainRecord {
-    pub fn covers(&self, service: &str) -> bool {
-        self.services.as_ref().is_none_or(|services| services.contains(service))
-    }
-}
+use crate::records::{DrainRecord, Membership, Records};
 
 /// Request to drain a server.
 #[derive(Debug, Clone, PartialEq, Eq)]

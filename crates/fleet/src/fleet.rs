@@ -22,9 +22,8 @@ use coreward_wire::{
 };
 
 use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
-use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
-use crate::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord};
+use crate::records::{Document, DrainRecord, LoadBalancerRecord, Membership, Records, ServerRecord};
 
 /// Input of the controller's decisions, apart from reports.
 #[derive(Debug, Clone)]

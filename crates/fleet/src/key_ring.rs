@@ -18,7 +18,7 @@ use std::time::Duration;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use rand::Rng;
 
-use crate::records::whole_seconds;
+use crate::clock::whole_seconds;
 
 /// Keys and the phase of their rotation.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -19,8 +19,8 @@ use coreward_model::rss::{RssKey, uniform_below};
 use coreward_wire::ServiceIndex;
 use rand::Rng;
 
+use crate::clock::whole_seconds;
 use crate::config::FleetConfig;
-use crate::drains::DrainRecord;
 use crate::key_ring::KeyRing;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,8 +39,20 @@ pub struct Records {
     pub clock: Option<Duration>,
 }
 
-pub fn whole_seconds(moment: Duration) -> Duration {
-    Duration::from_secs(moment.as_secs())
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DrainRecord {
+    /// Time of the last change (whole seconds since 1970, by the records' clock).
+    pub since: Duration,
+    /// Generation that began it: a load balancer that has acknowledged it sends nothing new there.
+    pub generation: u64,
+    /// Drained services; `None`: all, also later ones.
+    pub services: Option<BTreeSet<String>>,
+}
+
+impl DrainRecord {
+    pub fn covers(&self, service: &str) -> bool {
+        self.services.as_ref().is_none_or(|services| services.contains(service))
+    }
 }
 
 /// Document in force, with its comments.

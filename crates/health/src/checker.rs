@@ -18,7 +18,8 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until};
 
-use crate::probe::{NatTable, Prober};
+use crate::path::NatTable;
+use crate::probe::Prober;
 
 /// Limit of concurrent checks; others wait. As many as the data plane has NAT entries.
 pub const CHECKS_AT_ONCE: usize = 1024;

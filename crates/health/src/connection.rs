@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
 
-use crate::probe::{NatTable, Path};
+use crate::path::{NatTable, Path};
 
 /// Field order matters: the reset that closes the connection needs the NAT entry.
 pub(crate) struct ServerConnection {

@@ -3,11 +3,13 @@
 //! * [`checker`]: thread that checks all targets
 //! * [`probe`]: one check of one server: TCP, HTTP, HTTPS
 //! * `connection`: its connection
+//! * [`path`]: rewriting of its addresses
 //! * [`ca`]: verification of certificates
 //!
-//! `coreward_model::health` judges the results. The data plane provides [`probe::NatTable`].
+//! `coreward_model::health` judges the results. The data plane provides [`path::NatTable`].
 
 pub mod ca;
 pub mod checker;
 mod connection;
+pub mod path;
 pub mod probe;

@@ -20,27 +20,7 @@ use tokio_rustls::TlsConnector;
 
 use crate::ca;
 use crate::connection::{OpenPath, ServerConnection};
-
-/// Connection to a server's own address that is sent to the VIP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Path {
-    /// The server's own address.
-    pub server: Ipv4Addr,
-    /// Address that replaces it in the packet.
-    pub vip: Ipv4Addr,
-    /// The server's port.
-    pub port: u16,
-    /// The load balancer's port.
-    pub own_port: u16,
-}
-
-/// Address rewriting of health checks.
-pub trait NatTable: Send + Sync {
-    /// Adds an entry; fails if the table is full.
-    fn add(&self, path: &Path) -> anyhow::Result<()>;
-
-    fn remove(&self, path: &Path);
-}
+use crate::path::{NatTable, Path};
 
 /// Failure of a check.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

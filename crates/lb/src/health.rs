@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_dataplane::health_check_nat::{self, CheckedPaths, NatEntry};
 use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
-use coreward_health::probe::{NatTable, Path};
+use coreward_health::path::{NatTable, Path};
 use coreward_model::ServerId;
 use coreward_model::health::{ProbeAddress, Verdict};
 use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};

@@ -74,7 +74,7 @@ mod tests {
     use coreward_wire::ServiceIndex;
 
     use coreward_fleet::audit::{Author, Note};
-    use coreward_fleet::drains::DrainRecord;
+    use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
     /// Records with content in every row.

@@ -14,8 +14,8 @@ use coreward_model::rss::RssKey;
 use coreward_wire::ServiceIndex;
 use serde::{Deserialize, Serialize};
 
-use coreward_fleet::drains::DrainRecord;
 use coreward_fleet::key_ring::{KeyPhase, KeyRing};
+use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
 /// Version of the layout; others are rejected.

@@ -24,11 +24,12 @@ use tonic::transport::server::Connected;
 
 use crate::caller::Caller;
 use crate::certificate::{Certificate, Fingerprint, unix_now};
-use crate::credentials::{ClientCertificates, Credentials};
+use crate::credentials::Credentials;
 use crate::failure::{Failure, Failures, Reason};
 use crate::identity::{Identity, Role};
 use crate::io::Io;
 use crate::tls::Tls;
+use crate::verify::ClientCertificates;
 use crate::verify::{ClientVerifier, RevocationList};
 
 /// Interval of checks of open connections' certificates.

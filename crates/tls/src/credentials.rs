@@ -13,7 +13,7 @@ use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
-use crate::verify::{ClientVerifier, Host, RevocationList, ServerVerifier};
+use crate::verify::{ClientCertificates, ClientVerifier, Host, RevocationList, ServerVerifier};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
@@ -36,13 +36,6 @@ pub struct CredentialError {
 
 fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Display) -> CredentialError {
     CredentialError { key, message: format!("{}: {problem}", path.display()) }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ClientCertificates {
-    Required,
-    /// Optional: clients may authenticate otherwise.
-    Accepted,
 }
 
 /// Content of the files.

@@ -17,7 +17,6 @@ use rustls::{
 };
 
 use crate::certificate::{Certificate, Fingerprint};
-use crate::credentials::ClientCertificates;
 use crate::failure::NotAccepted;
 use crate::identity::{Identity, Name, Role};
 
@@ -165,6 +164,13 @@ impl ServerCertVerifier for ServerVerifier {
     }
 
     signatures_of_tls13!();
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ClientCertificates {
+    Required,
+    /// Optional: clients may authenticate otherwise.
+    Accepted,
 }
 
 #[derive(Debug)]

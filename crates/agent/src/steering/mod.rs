@@ -15,8 +15,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_dataplane::listeners::{self, Inode, Listener};
+use coreward_dataplane::listeners::{self, Listener};
 use coreward_dataplane::reuseport;
+use coreward_dataplane::sockets::Inode;
 use coreward_dataplane::sockets::counts::listening;
 use coreward_dataplane::steer::{self, Counts, Steer as Program};
 use coreward_intf as intf;

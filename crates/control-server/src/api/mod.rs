@@ -35,7 +35,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::server::controller_state::ControllerState;
 use crate::server::leader_election::{Leader, LeaderElection, is_deposed};
-use crate::server::lower_thread_priority;
+use coreward_daemon::priority::lower_thread_priority;
 use coreward_store::StoreError;
 use events::EventLog;
 use feed::Feed;

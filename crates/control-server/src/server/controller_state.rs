@@ -29,7 +29,7 @@ use coreward_fleet::fleet::{Fleet, FleetServer};
 
 use super::socket_query_relay::Sockets;
 use super::state_manager::{Change, Counts};
-use super::table_scheduler::TableBudget;
+use super::table_budget::TableBudget;
 use super::update_publisher::UpdatePublisher;
 
 /// The controller, and its present results.
@@ -39,8 +39,7 @@ pub struct ControllerState {
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
     due: Notify,
-    /// Time budget of tables.
-    pub table_budget: TableBudget,
+    table_budget: TableBudget,
     /// Counts configurations of agents; their streams wait for it.
     agent_configurations: watch::Sender<u64>,
     pub sockets: Sockets,
@@ -396,6 +395,20 @@ impl ControllerState {
             self.post(&[due.new], due.trigger.is_load.then_some(due.trigger.received).into_iter());
         }
         begun.elapsed()
+    }
+
+    /// Makes due tables if the budget allows. Returns the time of the next turn.
+    pub fn make_tables_within_budget(&self) -> Instant {
+        self.table_budget.spend(|limit| self.make_due_tables(limit))
+    }
+
+    /// Makes tables after new loads, if the budget allows, in the task that received the loads. A separate task would
+    /// wait behind the burst of hundreds of tasks with reports.
+    pub fn on_loads_updated(&self) {
+        if self.may_make_tables() {
+            self.make_tables_within_budget();
+            self.inputs_changed();
+        }
     }
 
     pub async fn due(&self) {

@@ -16,6 +16,7 @@ mod load_balancers;
 mod racks;
 mod socket_query_relay;
 pub(crate) mod state_manager;
+mod table_budget;
 mod table_scheduler;
 mod update_publisher;
 
@@ -28,6 +29,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_api::serve::Listener;
 use coreward_api::tokens::Tokens;
+use coreward_daemon::priority::lower_thread_priority;
 pub use coreward_daemon::raise_file_limit;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
@@ -102,13 +104,6 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     outcome
 }
 
-/// Lowers the priority of the calling thread, so that it does not delay reports and tables on a shared CPU.
-pub(crate) fn lower_thread_priority(thread: &str) {
-    if let Err(error) = coreward_daemon::priority::yield_to_others() {
-        tracing::warn!(event = "thread-priority-unchanged", thread, %error, "cannot lower a thread's priority");
-    }
-}
-
 pub struct Server {
     path: PathBuf,
     config: ControllerConfig,
@@ -181,6 +176,7 @@ impl Server {
 
     async fn run(self) -> anyhow::Result<()> {
         let asked = self.election.clone();
+        // Reports and tables do not wait for a page where all share one CPU.
         endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
         // Before the first request: the starter of the only controller may query it at once.
         let work = match self.store {

@@ -17,12 +17,12 @@ use rand::rngs::SysRng;
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::{Author, Note, changes_in_words};
-use coreward_fleet::clock::{RecordClock, wall_now};
+use coreward_fleet::clock::{RecordClock, wall_now, whole_seconds};
 use coreward_fleet::config::{FleetConfig, difference};
-use coreward_fleet::drains::{self, DrainRecord, WantedDrain};
+use coreward_fleet::drains::{self, WantedDrain};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
-use coreward_fleet::records::{Document, Records, whole_seconds};
+use coreward_fleet::records::{Document, DrainRecord, Records};
 use coreward_store::{Store, StoreError};
 
 /// Manager of configuration and records, the only writer of the store.

@@ -8,8 +8,7 @@ use anyhow::{Context as _, bail};
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
-use super::{MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
-use crate::listeners::Inode;
+use super::{Inode, MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
 
 /// Fields of struct inet_diag_msg behind its header that are read here.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]

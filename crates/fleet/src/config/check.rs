@@ -1,8 +1,6 @@
 //! Checks across values of the fleet's document. A value with a mistake of its own causes no second one.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fmt::Display;
-use std::hash::Hash;
 use std::net::IpAddr;
 use std::time::Duration;
 
@@ -15,6 +13,7 @@ use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server, Service};
+use super::once::Once;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, racks, transfer};
 
 /// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.
@@ -212,29 +211,5 @@ fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>,
             correction::SERVER_IDS - 1
         );
         reader.mistake(span.clone(), message);
-    }
-}
-
-/// Values that must be unique in the document.
-pub struct Once<T> {
-    what: &'static str,
-    seen: HashMap<T, Span>,
-}
-
-impl<T: Hash + Eq + Display> Once<T> {
-    pub fn new(what: &'static str) -> Self {
-        Self { what, seen: HashMap::new() }
-    }
-
-    /// `None`: a value with a mistake of its own.
-    pub fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
-        let Some(value) = value else { return };
-        if let Some(first) = self.seen.get(&value) {
-            let line = reader.line(first);
-            let message = format!("{} {value} is used twice (first in line {line}): expected each once", self.what);
-            reader.mistake(span.clone(), message);
-            return;
-        }
-        self.seen.insert(value, span.clone());
     }
 }

@@ -8,6 +8,7 @@ mod difference;
 pub mod file;
 mod health;
 mod mode;
+mod once;
 mod racks;
 #[cfg(test)]
 mod tests;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use coreward_config::{Name, Reader, Spanned};
 
-use super::check::Once;
+use super::once::Once;
 
 /// Returns the names on a list; `None`: no list. `known`: the fleet's racks, if it lists them.
 pub fn check(

@@ -1,0 +1,31 @@
+//! Values that occur once.
+
+use std::collections::HashMap;
+use std::fmt::Display;
+use std::hash::Hash;
+
+use coreward_config::{Reader, Span};
+
+/// Values that must be unique in the document.
+pub struct Once<T> {
+    what: &'static str,
+    seen: HashMap<T, Span>,
+}
+
+impl<T: Hash + Eq + Display> Once<T> {
+    pub fn new(what: &'static str) -> Self {
+        Self { what, seen: HashMap::new() }
+    }
+
+    /// `None`: a value with a mistake of its own.
+    pub fn take(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
+        let Some(value) = value else { return };
+        if let Some(first) = self.seen.get(&value) {
+            let line = reader.line(first);
+            let message = format!("{} {value} is used twice (first in line {line}): expected each once", self.what);
+            reader.mistake(span.clone(), message);
+            return;
+        }
+        self.seen.insert(value, span.clone());
+    }
+}
