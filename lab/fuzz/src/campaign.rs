@@ -9,7 +9,7 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 use crate::epoch::{self, Epoch};
-use crate::world::Difference;
+use crate::harness::Difference;
 
 /// How long to go on.
 #[derive(Debug, Clone, Copy)]

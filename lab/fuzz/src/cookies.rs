@@ -22,9 +22,9 @@ use coreward_model::lb::{Buckets, Server};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
-use crate::dice::Dice;
 use crate::frame::{self, Ip, Tcp, timestamp};
-use crate::world::{Change, OWN_MAC, Setup, TIME_KEY, World};
+use crate::fuzz_rng::FuzzRng;
+use crate::harness::{Change, Harness, OWN_MAC, Setup, TIME_KEY};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const ACK: u8 = 0x10;
@@ -65,12 +65,12 @@ pub struct Flips {
 
 /// A load balancer with one service.
 pub struct Cookies {
-    world: World,
+    harness: Harness,
     keys: FleetKeys,
     servers: Vec<ServerId>,
     known: BTreeSet<ServerId>,
     place: usize,
-    dice: Dice,
+    rng: FuzzRng,
     packet: Vec<u8>,
 }
 
@@ -78,43 +78,43 @@ impl Cookies {
     /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its twin. Fails when
     /// `with_program`, without the right to load it.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
-        let mut dice = Dice::new(seed, 1);
-        let mut key = || CookieKey { k0: dice.u64(), k1: dice.u64() };
+        let mut rng = FuzzRng::new(seed, 1);
+        let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
-        let mut world = World::new(Setup::new(OWN_MAC, keys), with_program)?;
+        let mut harness = Harness::new(Setup::new(OWN_MAC, keys), with_program)?;
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let place = world.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
+        let place = harness.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
         let mut known = BTreeSet::new();
         while known.len() < servers {
-            let id = ServerId::try_from(dice.below(ServerId::COUNT) as u64)?;
+            let id = ServerId::try_from(rng.below(ServerId::COUNT) as u64)?;
             if known.insert(id) {
                 let [high, low] = id.get().to_be_bytes();
                 let server = Server { mac: Some([2, 0, 0, 0, high, low]), eligible: true };
-                world.change(&Change::Server(place, id, Some(server)))?;
+                harness.change(&Change::Server(place, id, Some(server)))?;
             }
         }
         let servers = known.iter().copied().collect();
-        Ok(Self { world, keys, servers, known, place, dice, packet: Vec::new() })
+        Ok(Self { harness, keys, servers, known, place, rng, packet: Vec::new() })
     }
 
     fn client(&mut self) -> (Ipv4Addr, u16) {
-        (Ipv4Addr::from(self.dice.u32()), self.dice.u16())
+        (Ipv4Addr::from(self.rng.u32()), self.rng.u16())
     }
 
     /// A valid cookie of a random server under a random key.
     fn valid(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
-        let server = self.dice.pick(&self.servers);
-        let current = self.dice.pick(&[KeyIndex::First, KeyIndex::Second]);
+        let server = self.rng.pick(&self.servers);
+        let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
         let keys = FleetKeys { current, ..self.keys };
         let echo =
-            cookie::stamp(&keys, &TIME_KEY, &FourTuple::ipv4(client, VIP), Cookie::Server(server), self.dice.u32());
+            cookie::stamp(&keys, &TIME_KEY, &FourTuple::ipv4(client, VIP), Cookie::Server(server), self.rng.u32());
         (server, echo)
     }
 
     /// The server that a packet with that echo reaches; `None`: it goes to all or is dropped.
     fn reached(&mut self, client: (Ipv4Addr, u16), echo: u32) -> anyhow::Result<Option<ServerId>> {
         let buckets = Buckets::OfService(self.place, intf::BROADCAST_UNKNOWN_COOKIE);
-        self.world.change(&Change::Tokens(buckets, true))?;
+        self.harness.change(&Change::Tokens(buckets, true))?;
         let ip = Ip {
             mac: OWN_MAC,
             source: client.0,
@@ -129,11 +129,11 @@ impl Cookies {
         let segment = Tcp { ports: (client.1, VIP.1), flags: ACK, options };
         self.packet.clear();
         ip.packet(&mut self.packet, |packet| segment.segment(packet, (1, 1), 0));
-        let (outcome, difference) = self.world.packet(&self.packet)?;
+        let (outcome, difference) = self.harness.packet(&self.packet)?;
         if let Some(difference) = difference {
             anyhow::bail!("BPF program and twin differ in {difference}");
         }
-        let to = &self.world.frame_after()[..6];
+        let to = &self.harness.frame_after()[..6];
         match outcome.server {
             Some(id) => {
                 ensure!(self.known.contains(&id), "an echo reached {id}, which is not known");
@@ -162,7 +162,7 @@ impl Cookies {
     /// Random echoes from random clients. Fails when an echo reaches a server that is not known, or BPF program and
     /// twin differ.
     pub fn random(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
-        self.spread(echoes, |cookies| (cookies.client(), cookies.dice.u32()))
+        self.spread(echoes, |cookies| (cookies.client(), cookies.rng.u32()))
     }
 
     /// Valid cookies of one connection, echoed by another.

@@ -3,10 +3,10 @@
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::lb::Outcome;
 
-use crate::dice::Dice;
+use crate::fuzz_rng::FuzzRng;
+use crate::gen_state::GenState;
 use crate::generate;
-use crate::plan::Plan;
-use crate::world::{Change, Difference, Setup, World};
+use crate::harness::{Change, Difference, Harness, Setup};
 
 /// Packets of a whole epoch.
 pub const PACKETS: u64 = 200_000;
@@ -24,10 +24,10 @@ pub enum Step {
 
 /// The random numbers of an epoch, and what has been made of them.
 pub struct Epoch {
-    dice: Dice,
-    plan: Plan,
+    rng: FuzzRng,
+    state: GenState,
     /// Both load balancers, or only the twin.
-    pub world: World,
+    pub harness: Harness,
     /// Changes that are due before the next packet.
     due: Vec<Change>,
     packet: Vec<u8>,
@@ -46,19 +46,19 @@ pub struct Found {
 impl Epoch {
     /// The epoch of a seed, at its start. Fails when `with_program`, without the right to load it.
     pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
-        let mut dice = Dice::new(seed, 0);
-        let mut plan = Plan::new(&mut dice);
-        let world = World::new(plan.setup, with_program)?;
+        let mut rng = FuzzRng::new(seed, 0);
+        let mut state = GenState::new(&mut rng);
+        let harness = Harness::new(state.setup, with_program)?;
         let number = OwnerNumber::try_from(1).expect("in range");
-        let due = vec![plan.new_services(&mut dice), Change::Number(Some(number))];
-        Ok(Self { dice, plan, world, due, packet: Vec::new(), packets: 0 })
+        let due = vec![state.new_services(&mut rng), Change::Number(Some(number))];
+        Ok(Self { rng, state, harness, due, packet: Vec::new(), packets: 0 })
     }
 
     fn draw_changes(&mut self) {
-        match self.dice.below(20_000) {
-            0 => self.due.push(self.plan.new_services(&mut self.dice)),
-            1 => self.due.extend(self.plan.table_change(&mut self.dice)),
-            2..100 => self.due.push(self.plan.small_change(&mut self.dice)),
+        match self.rng.below(20_000) {
+            0 => self.due.push(self.state.new_services(&mut self.rng)),
+            1 => self.due.extend(self.state.table_change(&mut self.rng)),
+            2..100 => self.due.push(self.state.small_change(&mut self.rng)),
             100..110 => {
                 let free = self.free();
                 self.due.push(free);
@@ -69,23 +69,23 @@ impl Epoch {
 
     /// Some of the connection table's entries are freed, in any order.
     fn free(&mut self) -> Change {
-        let mut indexes: Vec<_> = self.world.twin.connections().map(|connection| connection.index).collect();
-        let share = self.dice.below(4);
-        indexes.retain(|_| self.dice.below(4) < share);
-        if self.dice.chance(1, 2) {
+        let mut indexes: Vec<_> = self.harness.twin.connections().map(|connection| connection.index).collect();
+        let share = self.rng.below(4);
+        indexes.retain(|_| self.rng.below(4) < share);
+        if self.rng.chance(1, 2) {
             indexes.reverse();
         }
         Change::Free(indexes)
     }
 
     fn apply(&mut self, change: &Change) -> anyhow::Result<()> {
-        let places = self.world.change(change)?;
+        let places = self.harness.change(change)?;
         if let Change::Services(services) = change {
-            self.plan.services_placed(services, &places);
+            self.state.services_placed(services, &places);
             for service in 0..services.len() {
                 // Those that were there keep what they have.
-                if self.plan.services[service].servers.is_empty() {
-                    let mut filling = self.plan.fill_service(service, &mut self.dice);
+                if self.state.services[service].servers.is_empty() {
+                    let mut filling = self.state.fill_service(service, &mut self.rng);
                     filling.reverse();
                     self.due.splice(0..0, filling);
                 }
@@ -106,12 +106,12 @@ impl Epoch {
         Ok(())
     }
 
-    /// Gives the next packet, which then stands in `self.packet`, to the world.
+    /// Gives the next packet, which then stands in `self.packet`, to the harness.
     fn packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
-        generate::packet(&self.plan, &mut self.dice, &mut self.packet);
+        generate::packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;
-        let (outcome, difference) = self.world.packet(&self.packet)?;
-        self.plan.observe(&outcome, self.world.frame_after());
+        let (outcome, difference) = self.harness.packet(&self.packet)?;
+        self.state.observe(&outcome, self.harness.frame_after());
         Ok((outcome, difference))
     }
 
@@ -123,7 +123,7 @@ impl Epoch {
             seen(outcome);
             let difference = difference.or_else(|| {
                 let due = self.packets.is_multiple_of(STATE_EVERY) || self.packets == packets;
-                due.then(|| self.world.compare_state()).flatten()
+                due.then(|| self.harness.compare_state()).flatten()
             });
             if let Some(difference) = difference {
                 return Ok(Some(Found { packets: self.packets, difference }));
@@ -134,14 +134,14 @@ impl Epoch {
 
     /// Compares what is too large to be compared now and then.
     pub fn end(&self) -> anyhow::Result<Option<Found>> {
-        let flows = self.world.compare_tables()?;
+        let flows = self.harness.compare_tables()?;
         Ok(flows.map(|difference| Found { packets: self.packets, difference }))
     }
 
     /// How the epoch of `seed` starts, and its steps up to packet number `packets`.
     pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(Setup, Vec<Step>)> {
         let mut epoch = Epoch::new(seed, false)?;
-        let setup = epoch.plan.setup;
+        let setup = epoch.state.setup;
         let mut steps = Vec::new();
         while epoch.packets < packets {
             epoch.change(|change| steps.push(Step::Change(change)))?;

@@ -10,11 +10,11 @@ use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
 use coreward_model::correction;
 use coreward_model::tuple::Protocol;
 
-use crate::dice::Dice;
 use crate::frame::{self, Ip, Tcp, timestamp};
+use crate::fuzz_rng::FuzzRng;
+use crate::gen_state::{GenState, Indexed, Planned};
+use crate::harness::{OWN_MAC, TIME_KEY};
 use crate::mutate;
-use crate::plan::{Indexed, Plan, Planned};
-use crate::world::{OWN_MAC, TIME_KEY};
 
 const FIN: u8 = 0x01;
 const SYN: u8 = 0x02;
@@ -23,59 +23,59 @@ const PSH: u8 = 0x08;
 const ACK: u8 = 0x10;
 
 /// Puts the next packet into `packet`.
-pub fn packet(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
+pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.clear();
-    match dice.below(100) {
-        0..2 => return mutate::random(plan, dice, packet),
-        2..4 => other_protocol(plan, dice, packet),
-        4..8 => fragment(plan, dice, packet),
-        8..20 => icmp(plan, dice, packet),
-        20..40 => answer(plan, dice, packet),
-        _ => whole(plan, dice, packet),
+    match rng.below(100) {
+        0..2 => return mutate::random(state, rng, packet),
+        2..4 => other_protocol(state, rng, packet),
+        4..8 => fragment(state, rng, packet),
+        8..20 => icmp(state, rng, packet),
+        20..40 => answer(state, rng, packet),
+        _ => whole(state, rng, packet),
     }
     // From another load balancer.
-    if dice.chance(1, 10) {
-        packet[6..12].copy_from_slice(&dice.pick(&plan.owners));
+    if rng.chance(1, 10) {
+        packet[6..12].copy_from_slice(&rng.pick(&state.owners));
     }
-    if dice.chance(1, 4) {
-        mutate::mutate(dice, packet);
+    if rng.chance(1, 4) {
+        mutate::mutate(rng, packet);
     }
 }
 
-fn client(plan: &Plan, dice: &mut Dice) -> (Ipv4Addr, u16) {
-    if dice.chance(3, 4) { dice.pick(&plan.clients) } else { (Ipv4Addr::from(dice.u32()), dice.u16()) }
+fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
+    if rng.chance(3, 4) { rng.pick(&state.clients) } else { (Ipv4Addr::from(rng.u32()), rng.u16()) }
 }
 
 /// A client, and where its packet goes: one in four to the service at which it has an entry of the connection table.
-fn both_ends<'a>(plan: &'a Plan, dice: &mut Dice) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
-    if !plan.indexed.is_empty() && dice.chance(1, 4) {
-        let entry = dice.pick(&plan.indexed);
-        if let Some(planned) = plan.services.iter().find(|planned| planned.place == entry.place) {
+fn both_ends<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
+    if !state.indexed.is_empty() && rng.chance(1, 4) {
+        let entry = rng.pick(&state.indexed);
+        if let Some(planned) = state.services.iter().find(|planned| planned.place == entry.place) {
             return (entry.client, planned, planned.vip);
         }
     }
-    let client = client(plan, dice);
-    let (planned, vip) = destination(plan, dice);
+    let client = client(state, rng);
+    let (planned, vip) = destination(state, rng);
     (client, planned, vip)
 }
 
 /// A service, and where the packet goes: nearly always there.
-fn destination<'a>(plan: &'a Plan, dice: &mut Dice) -> (&'a Planned, (Ipv4Addr, u16)) {
-    let planned = &plan.services[dice.below(plan.services.len())];
-    let vip = match dice.below(40) {
-        0 => (Ipv4Addr::from(dice.u32()), planned.vip.1),
-        1 => (planned.vip.0, dice.pick(&[0, 1, 80, 443, 8080])),
+fn destination<'a>(state: &'a GenState, rng: &mut FuzzRng) -> (&'a Planned, (Ipv4Addr, u16)) {
+    let planned = &state.services[rng.below(state.services.len())];
+    let vip = match rng.below(40) {
+        0 => (Ipv4Addr::from(rng.u32()), planned.vip.1),
+        1 => (planned.vip.0, rng.pick(&[0, 1, 80, 443, 8080])),
         _ => planned.vip,
     };
     (planned, vip)
 }
 
-fn ip(dice: &mut Dice, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) -> Ip {
+fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) -> Ip {
     let mut mac = OWN_MAC;
-    match dice.below(60) {
+    match rng.below(60) {
         0 => mac = [0xff; 6],
-        1 => dice.fill(&mut mac),
-        2 => mac[dice.below(6)] ^= 1 << dice.below(8),
+        1 => rng.fill(&mut mac),
+        2 => mac[rng.below(6)] ^= 1 << rng.below(8),
         _ => {}
     }
     Ip {
@@ -83,85 +83,85 @@ fn ip(dice: &mut Dice, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) ->
         source,
         destination,
         protocol,
-        identification: dice.u16(),
+        identification: rng.u16(),
         // "Don't fragment", nothing, or the reserved bit.
-        fragment: dice.pick(&[0x4000, 0x4000, 0x4000, 0, 0x8000, 0xc000]),
-        option_words: if dice.chance(1, 20) { dice.below(11) } else { 0 },
-        service_and_life: [dice.u8(), dice.u8()],
+        fragment: rng.pick(&[0x4000, 0x4000, 0x4000, 0, 0x8000, 0xc000]),
+        option_words: if rng.chance(1, 20) { rng.below(11) } else { 0 },
+        service_and_life: [rng.u8(), rng.u8()],
     }
 }
 
 /// A packet of the service's own protocol; now and then of the other one.
-fn whole(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
-    let (client, planned, vip) = both_ends(plan, dice);
-    let udp = (planned.address.protocol == Protocol::Udp) != dice.chance(1, 16);
-    let payload = payload_length(dice);
-    let ip = ip(dice, client.0, vip.0, if udp { frame::UDP } else { frame::TCP });
+fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let (client, planned, vip) = both_ends(state, rng);
+    let udp = (planned.address.protocol == Protocol::Udp) != rng.chance(1, 16);
+    let payload = payload_length(rng);
+    let ip = ip(rng, client.0, vip.0, if udp { frame::UDP } else { frame::TCP });
     if udp {
         ip.packet(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
     } else {
-        let segment = segment(plan, planned, dice, client, vip);
-        let numbers = (dice.u32(), dice.u32());
+        let segment = segment(state, planned, rng, client, vip);
+        let numbers = (rng.u32(), rng.u32());
         ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
     }
     // What Ethernet pads, or a sender leaves behind the packet.
-    if dice.chance(1, 16) {
-        packet.resize(packet.len() + dice.below(20), 0);
+    if rng.chance(1, 16) {
+        packet.resize(packet.len() + rng.below(20), 0);
     }
 }
 
 /// What a server of a service that load balancers stamp sends to a client, if there is one; otherwise to a client all the
 /// same, which nobody looks at.
-fn answer(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
-    let corrected: Vec<&Planned> = plan.services.iter().filter(|planned| planned.is_corrected()).collect();
-    let planned = if corrected.is_empty() { &plan.services[0] } else { dice.pick(&corrected) };
-    let (client, source) = (client(plan, dice), planned.vip);
+fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let corrected: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_corrected()).collect();
+    let planned = if corrected.is_empty() { &state.services[0] } else { rng.pick(&corrected) };
+    let (client, source) = (client(state, rng), planned.vip);
     let mut address = OWN_MAC;
-    dice.fill(&mut address);
+    rng.fill(&mut address);
     // Few of them, so that each is heard several times.
-    if !planned.addresses.is_empty() && !dice.chance(1, 20) {
-        address = planned.addresses[dice.below(planned.addresses.len().min(4))];
+    if !planned.addresses.is_empty() && !rng.chance(1, 20) {
+        address = planned.addresses[rng.below(planned.addresses.len().min(4))];
     }
-    let flags = match dice.below(8) {
+    let flags = match rng.below(8) {
         0..3 => SYN | ACK,
-        3 => dice.pick(&[SYN, ACK | FIN, ACK | RST, RST, 0]),
+        3 => rng.pick(&[SYN, ACK | FIN, ACK | RST, RST, 0]),
         _ => ACK | PSH,
     };
-    let echo = dice.u32();
-    let own = if dice.chance(1, 8) { dice.u32() } else { server_clock(plan, &address, dice) };
-    let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(dice, flags, &timestamp(own, echo)) };
-    let (payload, numbers) = (payload_length(dice), (dice.u32(), dice.u32()));
-    let ip = ip(dice, source.0, client.0, frame::TCP);
+    let echo = rng.u32();
+    let own = if rng.chance(1, 8) { rng.u32() } else { server_clock(state, &address, rng) };
+    let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(rng, flags, &timestamp(own, echo)) };
+    let (payload, numbers) = (payload_length(rng), (rng.u32(), rng.u32()));
+    let ip = ip(rng, source.0, client.0, frame::TCP);
     ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
     packet[6..12].copy_from_slice(&address);
 }
 
 /// What the clock of the server at that address shows, a little late; every fourth server has none of its own.
-fn server_clock(plan: &Plan, address: &[u8; 6], dice: &mut Dice) -> u32 {
+fn server_clock(state: &GenState, address: &[u8; 6], rng: &mut FuzzRng) -> u32 {
     if address[5].is_multiple_of(4) {
-        return dice.u32();
+        return rng.u32();
     }
     let offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
-    plan.clock.0.wrapping_mul(100).wrapping_add(offset).wrapping_sub(dice.below(1200) as u32)
+    state.clock.0.wrapping_mul(100).wrapping_add(offset).wrapping_sub(rng.below(1200) as u32)
 }
 
 /// Mostly errors that quote what a server may have sent to a client, cut anywhere.
-fn icmp(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
-    let (client, planned, vip) = both_ends(plan, dice);
+fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let (client, planned, vip) = both_ends(state, rng);
     let mut quoted = Vec::new();
-    let source = if dice.chance(1, 30) { client.0 } else { vip.0 };
+    let source = if rng.chance(1, 30) { client.0 } else { vip.0 };
     let to_client = Ip {
         // Now and then a fragment, of which the first still has ports.
-        fragment: dice.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
-        ..ip(dice, source, client.0, planned.address.protocol.number())
+        fragment: rng.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
+        ..ip(rng, source, client.0, planned.address.protocol.number())
     };
     match planned.address.protocol {
         Protocol::Udp => to_client.datagram(&mut quoted, |packet| frame::udp(packet, (vip.1, client.1), 20)),
         Protocol::Tcp => {
-            let stamp = echo(plan, planned, dice, FourTuple::ipv4(client, vip));
-            let time = timestamp(stamp, dice.u32());
-            let options = match dice.below(8) {
-                0 => soup(dice, &time),
+            let stamp = echo(state, planned, rng, FourTuple::ipv4(client, vip));
+            let time = timestamp(stamp, rng.u32());
+            let options = match rng.below(8) {
+                0 => soup(rng, &time),
                 1 => Vec::new(),
                 2 => [&[2, 4, 5, 0xb4, 4, 2][..], &time, &[1, 3, 3, 7]].concat(),
                 _ => [&[1, 1][..], &time].concat(),
@@ -170,138 +170,144 @@ fn icmp(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
             to_client.datagram(&mut quoted, |packet| segment.segment(packet, (1, 2), 40));
         }
     }
-    match dice.below(4) {
+    match rng.below(4) {
         // The least that RFC 792 asks for: the header and 8 bytes.
         0 => quoted.truncate(20 + 4 * to_client.option_words + 8),
-        1 => quoted.truncate(dice.below(quoted.len() + 1)),
+        1 => quoted.truncate(rng.below(quoted.len() + 1)),
         _ => {}
     }
-    let kind = if dice.chance(1, 16) { dice.u8() } else { dice.pick(&[3, 3, 3, 11, 12]) };
-    let rest = [dice.u8(), 0, 0, 0, 0, dice.u8(), dice.u8()];
-    let router = if dice.chance(1, 2) { Ipv4Addr::from(dice.u32()) } else { client.0 };
-    ip(dice, router, vip.0, frame::ICMP).packet(packet, |packet| {
+    let kind = if rng.chance(1, 16) { rng.u8() } else { rng.pick(&[3, 3, 3, 11, 12]) };
+    let rest = [rng.u8(), 0, 0, 0, 0, rng.u8(), rng.u8()];
+    let router = if rng.chance(1, 2) { Ipv4Addr::from(rng.u32()) } else { client.0 };
+    ip(rng, router, vip.0, frame::ICMP).packet(packet, |packet| {
         packet.push(kind);
         packet.extend(rest);
         packet.extend(&quoted);
     });
 }
 
-fn payload_length(dice: &mut Dice) -> usize {
-    match dice.below(40) {
-        0 => 1400 + dice.below(61),
-        1..10 => dice.below(100),
+fn payload_length(rng: &mut FuzzRng) -> usize {
+    match rng.below(40) {
+        0 => 1400 + rng.below(61),
+        1..10 => rng.below(100),
         _ => 0,
     }
 }
 
-fn segment(plan: &Plan, planned: &Planned, dice: &mut Dice, client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> Tcp {
-    let flags = match dice.below(20) {
+fn segment(
+    state: &GenState,
+    planned: &Planned,
+    rng: &mut FuzzRng,
+    client: (Ipv4Addr, u16),
+    vip: (Ipv4Addr, u16),
+) -> Tcp {
+    let flags = match rng.below(20) {
         0..4 => SYN,
         4 => ACK | FIN,
         5 => RST,
         6 => ACK | RST,
-        7 => dice.pick(&[SYN | 0xc0, SYN | PSH, ACK | 0xe8, ACK | FIN | RST]),
-        8 => dice.u8(),
+        7 => rng.pick(&[SYN | 0xc0, SYN | PSH, ACK | 0xe8, ACK | FIN | RST]),
+        8 => rng.u8(),
         9..12 => ACK | PSH,
         _ => ACK,
     };
-    let echo = echo(plan, planned, dice, FourTuple::ipv4(client, vip));
-    Tcp { ports: (client.1, vip.1), flags, options: options(dice, flags, echo) }
+    let echo = echo(state, planned, rng, FourTuple::ipv4(client, vip));
+    Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, echo) }
 }
 
 /// What the client echoes: mostly the cookie of a server that is or was known.
-fn echo(plan: &Plan, planned: &Planned, dice: &mut Dice, tuple: FourTuple) -> u32 {
+fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_corrected() {
-        return corrected_echo(plan, planned, dice, &tuple);
+        return corrected_echo(state, planned, rng, &tuple);
     }
     let any =
-        |dice: &mut Dice| ServerId::try_from(dice.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range");
-    if let Some(number) = index_of(plan, planned, &tuple).filter(|_| dice.chance(3, 4)) {
-        return stamp(plan, dice, &tuple, Cookie::TableIndex(number));
+        |rng: &mut FuzzRng| ServerId::try_from(rng.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range");
+    if let Some(number) = index_of(state, planned, &tuple).filter(|_| rng.chance(3, 4)) {
+        return stamp(state, rng, &tuple, Cookie::TableIndex(number));
     }
-    let cookie = match dice.below(20) {
+    let cookie = match rng.below(20) {
         0 => return 0,
-        1 => return dice.u32(),
-        2 => Cookie::TableIndex(dice.u16() & intf::COOKIE_ID_MASK as u16),
-        3 => Cookie::Server(any(dice)),
-        _ if planned.servers.is_empty() => Cookie::Server(any(dice)),
-        _ => Cookie::Server(dice.pick(&planned.servers)),
+        1 => return rng.u32(),
+        2 => Cookie::TableIndex(rng.u16() & intf::COOKIE_ID_MASK as u16),
+        3 => Cookie::Server(any(rng)),
+        _ if planned.servers.is_empty() => Cookie::Server(any(rng)),
+        _ => Cookie::Server(rng.pick(&planned.servers)),
     };
-    stamp(plan, dice, &tuple, cookie)
+    stamp(state, rng, &tuple, cookie)
 }
 
 /// The same where load balancers stamp.
-fn corrected_echo(plan: &Plan, planned: &Planned, dice: &mut Dice, tuple: &FourTuple) -> u32 {
-    if planned.servers.is_empty() || dice.chance(1, 10) {
-        return dice.u32();
+fn corrected_echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
+    if planned.servers.is_empty() || rng.chance(1, 10) {
+        return rng.u32();
     }
-    let current = dice.pick(&[KeyIndex::First, KeyIndex::Second]);
-    let keys = FleetKeys { current, ..plan.setup.keys };
-    correction::stamp(&keys, &TIME_KEY, tuple, dice.pick(&planned.servers), dice.u32())
+    let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+    let keys = FleetKeys { current, ..state.setup.keys };
+    correction::stamp(&keys, &TIME_KEY, tuple, rng.pick(&planned.servers), rng.u32())
 }
 
-fn stamp(plan: &Plan, dice: &mut Dice, tuple: &FourTuple, cookie: Cookie) -> u32 {
-    let current = dice.pick(&[KeyIndex::First, KeyIndex::Second]);
-    cookie::stamp(&FleetKeys { current, ..plan.setup.keys }, &TIME_KEY, tuple, cookie, dice.u32())
+fn stamp(state: &GenState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
+    let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
+    cookie::stamp(&FleetKeys { current, ..state.setup.keys }, &TIME_KEY, tuple, cookie, rng.u32())
 }
 
 /// The entry that the connection was given.
-fn index_of(plan: &Plan, planned: &Planned, tuple: &FourTuple) -> Option<u16> {
+fn index_of(state: &GenState, planned: &Planned, tuple: &FourTuple) -> Option<u16> {
     if planned.mode.consistency != Consistency::Stateful {
         return None;
     }
     let given = |entry: &&Indexed| entry.place == planned.place && SocketAddr::from(entry.client) == tuple.client();
-    plan.indexed.iter().rev().find(given).map(|entry| entry.number)
+    state.indexed.iter().rev().find(given).map(|entry| entry.number)
 }
 
-fn options(dice: &mut Dice, flags: u8, echo: u32) -> Vec<u8> {
-    let time = timestamp(dice.u32(), if flags & SYN != 0 && dice.chance(15, 16) { 0 } else { echo });
-    options_with(dice, flags, &time)
+fn options(rng: &mut FuzzRng, flags: u8, echo: u32) -> Vec<u8> {
+    let time = timestamp(rng.u32(), if flags & SYN != 0 && rng.chance(15, 16) { 0 } else { echo });
+    options_with(rng, flags, &time)
 }
 
 /// Options around a timestamp, or without it.
-fn options_with(dice: &mut Dice, flags: u8, time: &[u8]) -> Vec<u8> {
-    match dice.below(24) {
-        _ if flags & SYN != 0 && dice.chance(1, 2) => options_of_a_syn(dice, time),
+fn options_with(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
+    match rng.below(24) {
+        _ if flags & SYN != 0 && rng.chance(1, 2) => options_of_a_syn(rng, time),
         0..16 => [&[1, 1][..], time].concat(),
         16..19 => Vec::new(),
-        19 => vec![1; dice.below(41)],
-        _ => soup(dice, time),
+        19 => vec![1; rng.below(41)],
+        _ => soup(rng, time),
     }
 }
 
 /// Options in the order in which Linux, FreeBSD or macOS sends them; one byte of some of them is another one.
-fn options_of_a_syn(dice: &mut Dice, time: &[u8]) -> Vec<u8> {
-    let mut options = match dice.below(3) {
+fn options_of_a_syn(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
+    let mut options = match rng.below(3) {
         0 => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
         1 => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 4, 2][..], time].concat(),
         _ => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 1, 1][..], time, &[4, 2, 0, 0]].concat(),
     };
-    if dice.chance(1, 4) {
-        let changed = dice.below(options.len());
-        options[changed] = dice.u8();
+    if rng.chance(1, 4) {
+        let changed = rng.below(options.len());
+        options[changed] = rng.u8();
     }
     options
 }
 
 /// Options in any order and at any offset, some of them wrong.
-fn soup(dice: &mut Dice, time: &[u8]) -> Vec<u8> {
+fn soup(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
-        match dice.below(14) {
+        match rng.below(14) {
             0..3 => options.push(1),
-            3 => options.extend([3, 3, dice.u8()]),
+            3 => options.extend([3, 3, rng.u8()]),
             4 => options.extend([4, 2]),
-            5 => options.extend([2, 4, dice.u8(), dice.u8()]),
+            5 => options.extend([2, 4, rng.u8(), rng.u8()]),
             6..9 => options.extend(time),
             9 => {
-                let length = 2 + dice.below(12);
-                let mut option = vec![dice.u8(); length];
+                let length = 2 + rng.below(12);
+                let mut option = vec![rng.u8(); length];
                 option[1] = length as u8;
                 options.extend(option);
             }
-            10 => options.extend([dice.u8(), dice.u8()]),
-            11 => options.extend([8, dice.pick(&[0, 1, 2, 9, 11, 40, 255])]),
+            10 => options.extend([rng.u8(), rng.u8()]),
+            11 => options.extend([8, rng.pick(&[0, 1, 2, 9, 11, 40, 255])]),
             12 => options.push(0),
             _ => break,
         }
@@ -310,30 +316,30 @@ fn soup(dice: &mut Dice, time: &[u8]) -> Vec<u8> {
     options
 }
 
-fn other_protocol(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
-    let client = client(plan, dice);
-    let (_, vip) = destination(plan, dice);
-    let protocol = dice.pick(&[0, 2, 47, 132, 255]);
-    let payload = payload_length(dice);
-    ip(dice, client.0, vip.0, protocol).packet(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
+fn other_protocol(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let client = client(state, rng);
+    let (_, vip) = destination(state, rng);
+    let protocol = rng.pick(&[0, 2, 47, 132, 255]);
+    let payload = payload_length(rng);
+    ip(rng, client.0, vip.0, protocol).packet(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
 }
 
 /// Fragments of few datagrams, so that later ones meet first ones, and the table is never full.
-fn fragment(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
-    let client = plan.clients[dice.below(16)];
-    let (planned, vip) = destination(plan, dice);
-    let fragment = match dice.below(8) {
+fn fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let client = state.clients[rng.below(16)];
+    let (planned, vip) = destination(state, rng);
+    let fragment = match rng.below(8) {
         0..3 => 0x2000,
-        3 => 0x2000 | dice.u16() & 0x1fff,
+        3 => 0x2000 | rng.u16() & 0x1fff,
         4..7 => 185,
-        _ => dice.u16(),
+        _ => rng.u16(),
     };
     let ip = Ip {
         fragment,
-        identification: dice.below(8) as u16,
-        ..ip(dice, client.0, vip.0, planned.address.protocol.number())
+        identification: rng.below(8) as u16,
+        ..ip(rng, client.0, vip.0, planned.address.protocol.number())
     };
-    let segment = segment(plan, planned, dice, client, vip);
+    let segment = segment(state, planned, rng, client, vip);
     match planned.address.protocol {
         Protocol::Tcp => ip.packet(packet, |packet| segment.segment(packet, (1, 2), 8)),
         Protocol::Udp => ip.packet(packet, |packet| {

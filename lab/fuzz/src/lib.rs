@@ -2,9 +2,9 @@
 //!
 //! * [`campaign`]: many epochs on several threads
 //! * [`epoch`]: packets and changes from one seed
-//! * [`plan`]: the state as the generator knows it, and changes of it
+//! * [`gen_state`]: the state as the generator knows it, and changes of it
 //! * [`generate`], [`mutate`], [`frame`]: packets
-//! * [`world`]: both load balancers side by side
+//! * [`harness`]: both load balancers side by side
 //! * [`consistency`]: whether connections stay with their server while everything changes
 //! * [`cookies`]: what a client gains by other echoes than it was sent
 //! * [`memory`]: the BPF program's maps
@@ -15,13 +15,13 @@ pub mod campaign;
 pub mod cli;
 pub mod consistency;
 pub mod cookies;
-pub mod dice;
 pub mod epoch;
 pub mod frame;
+pub mod fuzz_rng;
+pub mod gen_state;
 pub mod generate;
+pub mod harness;
 pub mod memory;
 pub mod mutate;
-pub mod plan;
 pub mod promises;
 pub mod shrink;
-pub mod world;

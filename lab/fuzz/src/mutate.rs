@@ -1,9 +1,9 @@
 //! What noise, broken senders and attackers make of packets.
 
-use crate::dice::Dice;
 use crate::frame::ETHERNET;
-use crate::plan::Plan;
-use crate::world::OWN_MAC;
+use crate::fuzz_rng::FuzzRng;
+use crate::gen_state::GenState;
+use crate::harness::OWN_MAC;
 
 /// The shortest frame that the kernel takes for a test run.
 pub const SHORTEST: usize = 14;
@@ -13,31 +13,31 @@ pub const LONGEST: usize = 2048;
 const INTERESTING: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
 /// Random bytes: all of them, or behind what makes the program look at them.
-pub fn random(plan: &Plan, dice: &mut Dice, packet: &mut Vec<u8>) {
-    packet.resize(SHORTEST + dice.below(200), 0);
-    dice.fill(packet);
-    if packet.len() >= ETHERNET + 20 && dice.chance(15, 16) {
-        let vip = plan.services[dice.below(plan.services.len())].vip;
+pub fn random(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    packet.resize(SHORTEST + rng.below(200), 0);
+    rng.fill(packet);
+    if packet.len() >= ETHERNET + 20 && rng.chance(15, 16) {
+        let vip = state.services[rng.below(state.services.len())].vip;
         packet[..6].copy_from_slice(&OWN_MAC);
         packet[12..14].copy_from_slice(&[8, 0]);
-        packet[ETHERNET + 9] = dice.pick(&[1, 6, 17]);
+        packet[ETHERNET + 9] = rng.pick(&[1, 6, 17]);
         packet[ETHERNET + 16..ETHERNET + 20].copy_from_slice(&vip.0.octets());
-        if dice.chance(3, 4) {
+        if rng.chance(3, 4) {
             packet[ETHERNET] = 0x45;
             packet[ETHERNET + 6..ETHERNET + 8].fill(0);
             let total = (packet.len() - ETHERNET) as u16;
             packet[ETHERNET + 2..ETHERNET + 4].copy_from_slice(&total.to_be_bytes());
         }
-        if packet.len() >= ETHERNET + 24 && dice.chance(3, 4) {
+        if packet.len() >= ETHERNET + 24 && rng.chance(3, 4) {
             packet[ETHERNET + 22..ETHERNET + 24].copy_from_slice(&vip.1.to_be_bytes());
         }
     }
 }
 
 /// One to three changes.
-pub fn mutate(dice: &mut Dice, packet: &mut Vec<u8>) {
-    for _ in 0..1 + dice.below(3) {
-        once(dice, packet);
+pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    for _ in 0..1 + rng.below(3) {
+        once(rng, packet);
         packet.truncate(LONGEST);
         if packet.len() < SHORTEST {
             packet.resize(SHORTEST, 0);
@@ -46,60 +46,60 @@ pub fn mutate(dice: &mut Dice, packet: &mut Vec<u8>) {
 }
 
 /// A place in the headers, rarely behind them.
-fn place(dice: &mut Dice, packet: &[u8]) -> usize {
+fn place(rng: &mut FuzzRng, packet: &[u8]) -> usize {
     let headers = packet.len().min(110);
-    if dice.chance(1, 16) { dice.below(packet.len()) } else { dice.below(headers) }
+    if rng.chance(1, 16) { rng.below(packet.len()) } else { rng.below(headers) }
 }
 
-fn once(dice: &mut Dice, packet: &mut Vec<u8>) {
-    let at = place(dice, packet);
-    match dice.below(12) {
-        0..3 => packet[at] ^= 1 << dice.below(8),
-        3 => packet[at] = dice.pick(&INTERESTING),
-        4 => packet[at] = dice.u8(),
+fn once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+    let at = place(rng, packet);
+    match rng.below(12) {
+        0..3 => packet[at] ^= 1 << rng.below(8),
+        3 => packet[at] = rng.pick(&INTERESTING),
+        4 => packet[at] = rng.u8(),
         5 => packet.truncate(at),
         6 => {
-            let length = packet.len() + dice.below(64);
-            packet.resize(length, dice.pick(&INTERESTING));
+            let length = packet.len() + rng.below(64);
+            packet.resize(length, rng.pick(&INTERESTING));
         }
-        7 => lie(dice, packet),
-        8 => packet.insert(at, dice.u8()),
+        7 => corrupt_length(rng, packet),
+        8 => packet.insert(at, rng.u8()),
         9 => {
             packet.remove(at);
         }
         10 => {
-            let end = (at + 1 + dice.below(8)).min(packet.len());
-            packet[at..end].fill(dice.pick(&INTERESTING));
+            let end = (at + 1 + rng.below(8)).min(packet.len());
+            packet[at..end].fill(rng.pick(&INTERESTING));
         }
         _ => {
-            let from = place(dice, packet);
-            let length = (1 + dice.below(12)).min(packet.len() - at.max(from));
+            let from = place(rng, packet);
+            let length = (1 + rng.below(12)).min(packet.len() - at.max(from));
             packet.copy_within(from..from + length, at);
         }
     }
 }
 
 /// A length that is not true: of the IP packet, its header, TCP's header, UDP's datagram.
-fn lie(dice: &mut Dice, packet: &mut [u8]) {
+fn corrupt_length(rng: &mut FuzzRng, packet: &mut [u8]) {
     let header = packet.get(ETHERNET).map_or(20, |byte| usize::from(byte & 0xf) * 4);
-    let by = dice.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);
+    let by = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);
     let mut add = |at: usize| {
         if let Some(bytes) = packet.get_mut(at..at + 2) {
             let value = u16::from_be_bytes([bytes[0], bytes[1]]).wrapping_add_signed(by);
             bytes.copy_from_slice(&value.to_be_bytes());
         }
     };
-    match dice.below(4) {
+    match rng.below(4) {
         0 => add(ETHERNET + 2),
         1 => add(ETHERNET + header + 4),
         2 => {
             if let Some(byte) = packet.get_mut(ETHERNET) {
-                *byte = byte.wrapping_add_signed(dice.pick(&[-1, 1, 2]));
+                *byte = byte.wrapping_add_signed(rng.pick(&[-1, 1, 2]));
             }
         }
         _ => {
             if let Some(byte) = packet.get_mut(ETHERNET + header + 12) {
-                *byte = byte.wrapping_add_signed(dice.pick(&[-16, 16, 32]));
+                *byte = byte.wrapping_add_signed(rng.pick(&[-16, 16, 32]));
             }
         }
     }

@@ -12,7 +12,7 @@ use coreward_model::lb::{Mac, Owner};
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::frame::{ETHERNET, TCP, UDP, hex};
-use crate::world::{Change, Difference};
+use crate::harness::{Change, Difference};
 
 /// A service as the changes made it.
 #[derive(Debug)]

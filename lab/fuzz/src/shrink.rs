@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use crate::epoch::{Epoch, Step};
+use crate::harness::{Difference, Harness, Setup};
 use crate::mutate::SHORTEST;
-use crate::world::{Difference, Setup, World};
 
 /// Shrinking ends after that, however far it is.
 const TIMEOUT: Duration = Duration::from_secs(90);
@@ -26,19 +26,19 @@ struct Shrinker {
 impl Shrinker {
     /// How the two differ in the last of `steps` or in the state after it, when nothing but `steps` happens to them.
     fn difference(&self, steps: &[Step]) -> anyhow::Result<Option<Difference>> {
-        let mut world = World::new(self.setup, true)?;
+        let mut harness = Harness::new(self.setup, true)?;
         let mut last = None;
         for step in steps {
             last = match step {
                 // A step without those before it may make no sense: a server of a service that is not there.
-                Step::Change(change) if world.makes_sense(change) => world.change(change).map(|_| None)?,
+                Step::Change(change) if harness.makes_sense(change) => harness.change(change).map(|_| None)?,
                 Step::Change(_) => None,
-                Step::Packet(frame) => world.packet(frame)?.1,
+                Step::Packet(frame) => harness.packet(frame)?.1,
             };
         }
-        match last.or_else(|| world.compare_state()) {
+        match last.or_else(|| harness.compare_state()) {
             Some(difference) => Ok(Some(difference)),
-            None => world.compare_tables(),
+            None => harness.compare_tables(),
         }
     }
 

@@ -74,13 +74,13 @@ impl Simulation {
         }
         self.opened += 1;
         // Half a day's clients; now and then one takes a port again that it had before.
-        let client = if self.dice.chance(1, 50) && !self.ended.is_empty() {
-            let position = self.dice.below(self.ended.len());
+        let client = if self.rng.chance(1, 50) && !self.ended.is_empty() {
+            let position = self.rng.below(self.ended.len());
             self.ended.swap_remove(position)
         } else {
             (Ipv4Addr::from(0x0b00_0000 + number / 50_000), 1_024 + (number % 50_000) as u16)
         };
-        let timestamps = !self.dice.chance(1, WITHOUT_TIMESTAMPS);
+        let timestamps = !self.rng.chance(1, WITHOUT_TIMESTAMPS);
         self.connections[number as usize] = Some(Connection {
             client,
             timestamps,
@@ -89,7 +89,7 @@ impl Simulation {
             echo: 0,
             server: None,
             sockets: Vec::new(),
-            hash: self.dice.u32(),
+            hash: self.rng.u32(),
         });
         self.open.insert(client);
         self.report.connections += 1;
@@ -109,13 +109,13 @@ impl Simulation {
 
     /// Time until the next packet: mostly soon, now and then nearly as long as keys live.
     fn gap(&mut self) -> u64 {
-        let most = match self.dice.below(200) {
+        let most = match self.rng.below(200) {
             0 => LONGEST_IDLE_MS as usize,
             1..10 => 8_000,
             10..80 => 1_000,
             _ => 50,
         };
-        1 + self.dice.below(most) as u64
+        1 + self.rng.below(most) as u64
     }
 
     pub(super) fn next_packet(&mut self, number: u32) -> anyhow::Result<()> {
@@ -133,9 +133,9 @@ impl Simulation {
 
     fn open(&mut self, number: u32) -> anyhow::Result<()> {
         let delivery = self.send(number, SYN)?;
-        let again = self.dice.chance(1, 50);
-        let most = if self.dice.chance(1, 20) { 40 } else { 8 };
-        let packets = 2 + self.dice.below(most) as u32;
+        let again = self.rng.chance(1, 50);
+        let most = if self.rng.chance(1, 20) { 40 } else { 8 };
+        let packets = 2 + self.rng.below(most) as u32;
         let gap = self.gap();
         let connection = self.connection_mut(number);
         connection.attempts += 1;
@@ -168,7 +168,7 @@ impl Simulation {
 
     fn go_on(&mut self, number: u32, left: u32) -> anyhow::Result<()> {
         let flags = match left {
-            0 if self.dice.chance(1, 10) => RST,
+            0 if self.rng.chance(1, 10) => RST,
             0 => ACK | FIN,
             _ => ACK,
         };
@@ -258,7 +258,7 @@ impl Simulation {
     /// Sends a packet through one of the load balancers.
     fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<Delivery> {
         let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
-        let astray = self.dice.chance(1, ASTRAY);
+        let astray = self.rng.chance(1, ASTRAY);
         let choice = self.connection(number).hash as usize + usize::from(astray);
         let first = alive[choice % alive.len()];
         self.report.packets += 1;
@@ -358,7 +358,7 @@ impl Simulation {
 
     /// The server's answer, which may be lost.
     fn answer(&mut self, number: u32, server: usize) {
-        let lost = self.dice.chance(1, ASTRAY);
+        let lost = self.rng.chance(1, ASTRAY);
         let now = self.now;
         let connection = self.connection(number);
         // An answer to a second SYN by another server is not of this connection.

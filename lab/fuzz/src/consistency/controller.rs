@@ -15,8 +15,8 @@ use super::client::VIP;
 use super::report::Report;
 use super::server::{self, Life, Server};
 use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac, mode};
-use crate::dice::Dice;
-use crate::world::{Change, Setup, World};
+use crate::fuzz_rng::FuzzRng;
+use crate::harness::{Change, Harness, Setup};
 
 /// Servers at the start, and about as many later on.
 const SERVERS: usize = 48;
@@ -38,16 +38,16 @@ pub(super) struct Controller {
 
 impl Simulation {
     pub(super) fn new(config: Config) -> anyhow::Result<Self> {
-        let mut dice = Dice::new(config.seed, 2);
+        let mut rng = FuzzRng::new(config.seed, 2);
         let keys = FleetKeys {
-            keys: [CookieKey::random(&mut dice.0), CookieKey::random(&mut dice.0)],
+            keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
             current: KeyIndex::First,
         };
         let mut table = PlacementTable::empty(BucketCount::PUBLISHED);
-        table.groups = vec![RssKey::random(&mut dice.0)];
+        table.groups = vec![RssKey::random(&mut rng.0)];
         let mut simulation = Self {
             config,
-            dice,
+            rng,
             now: 0,
             events: Default::default(),
             scheduled: 0,
@@ -79,7 +79,7 @@ impl Simulation {
     }
 
     fn delay(&mut self) -> u64 {
-        self.dice.below(DELAY_MS) as u64
+        self.rng.below(DELAY_MS) as u64
     }
 
     // ---- servers ----
@@ -88,12 +88,12 @@ impl Simulation {
         let position = self.servers.len();
         // An id is not used again: who had it may still have connections.
         let id = loop {
-            let id = ServerId::try_from(self.dice.below(ServerId::COUNT) as u64).expect("in range");
+            let id = ServerId::try_from(self.rng.below(ServerId::COUNT) as u64).expect("in range");
             if !self.servers.iter().any(|server| server.id == id) {
                 break id;
             }
         };
-        let uptime = self.dice.u32();
+        let uptime = self.rng.u32();
         self.servers.push(Server {
             id,
             mac: server::mac(position),
@@ -117,7 +117,7 @@ impl Simulation {
 
     fn pick_server(&mut self, life: Life) -> Option<usize> {
         let those: Vec<usize> = (0..self.servers.len()).filter(|at| self.servers[*at].life == life).collect();
-        (!those.is_empty()).then(|| self.dice.pick(&those))
+        (!those.is_empty()).then(|| self.rng.pick(&those))
     }
 
     // ---- tables ----
@@ -135,11 +135,11 @@ impl Simulation {
         let consistent_before = (0..consistent.len()).map(of_bucket).collect();
         let core_slots: Vec<Core> =
             servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
-        let dice = &mut self.dice;
+        let rng = &mut self.rng;
         let mut candidate = || {
-            let core_slot = dice.below(core_slots.len());
+            let core_slot = rng.below(core_slots.len());
             let server = core_slots[core_slot].server;
-            Candidate { server, load: dice.below(1 << 20) as u32, core_slot: core_slot as u16 }
+            Candidate { server, load: rng.below(1 << 20) as u32, core_slot: core_slot as u16 }
         };
         let candidates_per_bucket = 4;
         let candidates = (0..buckets.get() * candidates_per_bucket).map(|_| candidate()).collect();
@@ -172,9 +172,9 @@ impl Simulation {
     }
 
     pub(super) fn tell_table(&mut self, number: usize) -> anyhow::Result<()> {
-        let LoadBalancer { world, place, alive } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, place, alive } = &mut self.load_balancers[number];
         if *alive {
-            world.change(&Change::Table(*place, self.controller.table.clone()))?;
+            harness.change(&Change::Table(*place, self.controller.table.clone()))?;
         }
         Ok(())
     }
@@ -183,15 +183,15 @@ impl Simulation {
 
     fn new_load_balancer(&mut self, number: usize) -> anyhow::Result<LoadBalancer> {
         let setup = Setup::new(load_balancer_mac(number), self.controller.keys);
-        let mut world = World::new(setup, self.config.with_program)?;
+        let mut harness = Harness::new(setup, self.config.with_program)?;
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let place = world.change(&Change::Services(vec![(address, mode(self.config.consistency))]))?[0];
+        let place = harness.change(&Change::Services(vec![(address, mode(self.config.consistency))]))?[0];
         for server in self.servers.iter().filter(|server| server.life != Life::Gone) {
-            world.change(&Change::Server(place, server.id, Some(known(server))))?;
+            harness.change(&Change::Server(place, server.id, Some(known(server))))?;
         }
-        world.change(&Change::Table(place, self.controller.table.clone()))?;
-        world.change(&Change::Number(Some(owner_number(number))))?;
-        Ok(LoadBalancer { world, place, alive: true })
+        harness.change(&Change::Table(place, self.controller.table.clone()))?;
+        harness.change(&Change::Number(Some(owner_number(number))))?;
+        Ok(LoadBalancer { harness, place, alive: true })
     }
 
     pub(super) fn start_load_balancer(&mut self, number: usize) -> anyhow::Result<()> {
@@ -206,31 +206,31 @@ impl Simulation {
     /// All hear whether load balancer `number` is there.
     fn tell_owner_to_all(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
-            let delay = self.dice.below(within_ms) as u64;
+            let delay = self.rng.below(within_ms) as u64;
             self.at(delay, Event::TellOwner(other, number));
         }
     }
 
     pub(super) fn tell_owner(&mut self, number: usize, other: usize) -> anyhow::Result<()> {
         let there = self.load_balancers[other].alive;
-        let LoadBalancer { world, alive, .. } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive && number != other {
             let owner = if there { Owner::At(load_balancer_mac(other)) } else { Owner::Lost };
-            world.change(&Change::Owner(owner_number(other), owner))?;
+            harness.change(&Change::Owner(owner_number(other), owner))?;
         }
         Ok(())
     }
 
     /// The daemon's timers, simpler: a connection that its server does not have any more has no entry for long.
     pub(super) fn sweep(&mut self, number: usize) -> anyhow::Result<()> {
-        let LoadBalancer { world, alive, .. } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
-            world.change(&Change::Clock(Clock::at(Duration::from_millis(self.now))))?;
+            harness.change(&Change::Clock(Clock::at(Duration::from_millis(self.now))))?;
             let open = &self.open;
             let ended = |client: SocketAddrV4| !open.contains(&(*client.ip(), client.port()));
             let ended: Vec<_> =
-                world.twin.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
-            world.change(&Change::Free(ended))?;
+                harness.twin.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
+            harness.change(&Change::Free(ended))?;
         }
         if self.now < self.end_ms() {
             self.at(SWEEP_MS, Event::Sweep(number));
@@ -240,17 +240,17 @@ impl Simulation {
 
     fn tell_all_of(&mut self, server: usize, within_ms: usize) {
         for number in 0..self.load_balancers.len() {
-            let delay = self.dice.below(within_ms) as u64;
+            let delay = self.rng.below(within_ms) as u64;
             self.at(delay, Event::TellServer(number, server));
         }
     }
 
     pub(super) fn tell_server(&mut self, number: usize, server: usize) -> anyhow::Result<()> {
-        let LoadBalancer { world, place, alive } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, place, alive } = &mut self.load_balancers[number];
         let server = &self.servers[server];
         if *alive {
             let known = (server.life != Life::Gone).then(|| known(server));
-            world.change(&Change::Server(*place, server.id, known))?;
+            harness.change(&Change::Server(*place, server.id, known))?;
         }
         Ok(())
     }
@@ -259,7 +259,7 @@ impl Simulation {
 
     pub(super) fn new_key(&mut self) -> anyhow::Result<()> {
         let idle = self.controller.keys.current.other().get();
-        self.controller.keys.keys[idle] = CookieKey::random(&mut self.dice.0);
+        self.controller.keys.keys[idle] = CookieKey::random(&mut self.rng.0);
         self.tell_keys_to_all();
         self.at(KEY_SWITCH_MS, Event::SwitchKey);
         Ok(())
@@ -288,9 +288,9 @@ impl Simulation {
     }
 
     pub(super) fn tell_keys(&mut self, number: usize) -> anyhow::Result<()> {
-        let LoadBalancer { world, alive, .. } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
-            world.change(&Change::Keys(self.controller.keys))?;
+            harness.change(&Change::Keys(self.controller.keys))?;
         }
         Ok(())
     }
@@ -304,7 +304,7 @@ impl Simulation {
         while !self.one_change()? {}
         // A minute's share, each at a random moment of its part of the minute.
         let part = 60_000 / u64::from(self.config.changes_per_minute);
-        let next = self.report.changes() * part + self.dice.below(part as usize) as u64;
+        let next = self.report.changes() * part + self.rng.below(part as usize) as u64;
         self.at(next.saturating_sub(self.now), Event::Change);
         Ok(())
     }
@@ -312,7 +312,7 @@ impl Simulation {
     /// Whether what was drawn could be done.
     fn one_change(&mut self) -> anyhow::Result<bool> {
         let serving = self.servers.iter().filter(|server| server.life == Life::Serving).count();
-        match self.dice.below(20) {
+        match self.rng.below(20) {
             0..6 if serving < 2 * SERVERS => {
                 let server = self.add_server();
                 self.report.servers_joined += 1;
@@ -370,12 +370,12 @@ impl Simulation {
     /// One load balancer does not know a server's MAC address for a moment.
     fn lose_mac(&mut self) -> anyhow::Result<bool> {
         let Some(server) = self.pick_server(Life::Serving) else { return Ok(false) };
-        let number = self.dice.below(self.load_balancers.len());
-        let LoadBalancer { world, place, alive } = &mut self.load_balancers[number];
+        let number = self.rng.below(self.load_balancers.len());
+        let LoadBalancer { harness, place, alive } = &mut self.load_balancers[number];
         let told = *alive;
         if told {
             let unresolved = model::Server { mac: None, ..known(&self.servers[server]) };
-            world.change(&Change::Server(*place, self.servers[server].id, Some(unresolved)))?;
+            harness.change(&Change::Server(*place, self.servers[server].id, Some(unresolved)))?;
             self.report.other_changes += 1;
             let delay = 100 + self.delay();
             self.at(delay, Event::TellServer(number, server));
@@ -390,10 +390,10 @@ impl Simulation {
         if alive.len() < 2 {
             return false;
         }
-        let number = self.dice.pick(&alive);
+        let number = self.rng.pick(&alive);
         self.load_balancers[number].alive = false;
         self.tell_owner_to_all(number, FAILURE_MS);
-        let away = 2_000 + self.dice.below(20_000) as u64;
+        let away = 2_000 + self.rng.below(20_000) as u64;
         self.report.load_balancers_restarted += 1;
         self.at(away, Event::Return(number));
         true

@@ -24,8 +24,8 @@ use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::lb::Mac;
 
-use crate::dice::Dice;
-use crate::world::World;
+use crate::fuzz_rng::FuzzRng;
+use crate::harness::Harness;
 use client::Connection;
 use controller::Controller;
 pub use report::Report;
@@ -102,7 +102,7 @@ enum Event {
 
 /// A load balancer.
 struct LoadBalancer {
-    world: World,
+    harness: Harness,
     /// Place of the service.
     place: usize,
     alive: bool,
@@ -111,7 +111,7 @@ struct LoadBalancer {
 /// Everything.
 struct Simulation {
     config: Config,
-    dice: Dice,
+    rng: FuzzRng,
     /// Milliseconds.
     now: u64,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
@@ -178,12 +178,12 @@ impl Simulation {
 
     /// Gives a frame to a load balancer: the counter of its outcome, and the frame as it leaves.
     fn through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
-        let world = &mut self.load_balancers[number].world;
-        let (outcome, difference) = world.packet(frame)?;
+        let harness = &mut self.load_balancers[number].harness;
+        let (outcome, difference) = harness.packet(frame)?;
         if let Some(difference) = difference {
             anyhow::bail!("load balancer {number}, BPF program and twin differ in {difference}");
         }
         self.report.outcomes[outcome.counter as usize] += 1;
-        Ok((outcome.counter, world.frame_after().to_vec()))
+        Ok((outcome.counter, harness.frame_after().to_vec()))
     }
 }

@@ -5,7 +5,7 @@ use coreward_model::cookie::{self, Cookie, FleetKeys};
 use coreward_model::lb::Mac;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::world::TIME_KEY;
+use crate::harness::TIME_KEY;
 
 /// Whether a server is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use coreward_dataplane::test_run::may_load_bpf;
 use coreward_fuzz::campaign::{Campaign, Until};
 use coreward_fuzz::epoch::Epoch;
 use coreward_fuzz::frame::{self, Ip, Tcp, timestamp};
-use coreward_fuzz::world::{Change, OWN_MAC, Setup, World};
+use coreward_fuzz::harness::{Change, Harness, OWN_MAC, Setup};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
@@ -52,7 +52,7 @@ fn a_twin_that_is_told_something_else_is_found_out() {
     };
     let mut epoch = (0..).find_map(with_cookies).unwrap();
     let zero = CookieKey { k0: 0, k1: 0 };
-    epoch.world.twin.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
+    epoch.harness.twin.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
     let found = epoch.run(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
     assert!(found.packets > 2_000 && found.packets < 2_200, "{found:?}");
 }
@@ -65,13 +65,13 @@ fn state_that_no_packet_shows_is_compared_too() {
     let vip = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let id = ServerId::try_from(7).unwrap();
     let keys = FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
-    let mut world = World::new(Setup::new(OWN_MAC, keys), true).unwrap();
+    let mut harness = Harness::new(Setup::new(OWN_MAC, keys), true).unwrap();
     let address = ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp };
-    let place = world.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
+    let place = harness.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
     let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), eligible: true };
-    world.change(&Change::Server(place, id, Some(server))).unwrap();
+    harness.change(&Change::Server(place, id, Some(server))).unwrap();
     let table = PlacementTable::random(Rule::RoundRobin, 1, 1, &[id], &mut seeded_rng(1, 0));
-    world.change(&Change::Table(place, table)).unwrap();
+    harness.change(&Change::Table(place, table)).unwrap();
 
     let ip = Ip {
         mac: OWN_MAC,
@@ -89,9 +89,9 @@ fn state_that_no_packet_shows_is_compared_too() {
         ip.packet(&mut packet, |packet| segment.segment(packet, (1, 0), 0));
         packet
     };
-    let (outcome, difference) = world.packet(&syn(1)).unwrap();
+    let (outcome, difference) = harness.packet(&syn(1)).unwrap();
     assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
-    assert!(world.compare_state().is_none());
-    world.twin.receive(&mut syn(2), 5);
-    assert_eq!(world.compare_state().unwrap().what, "the counter of round robin");
+    assert!(harness.compare_state().is_none());
+    harness.twin.receive(&mut syn(2), 5);
+    assert_eq!(harness.compare_state().unwrap().what, "the counter of round robin");
 }

@@ -5,9 +5,9 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 /// A generator with the draws that the fuzzer needs.
-pub struct Dice(pub Xoshiro256PlusPlus);
+pub struct FuzzRng(pub Xoshiro256PlusPlus);
 
-impl Dice {
+impl FuzzRng {
     /// The stream of `seed` for one purpose.
     pub fn new(seed: u64, purpose: u64) -> Self {
         Self(seeded_rng(seed, purpose))

@@ -207,7 +207,7 @@ fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
 }
 
 /// Both, side by side.
-pub struct World {
+pub struct Harness {
     /// The model.
     pub twin: LoadBalancer,
     /// `None`: the twin is alone.
@@ -220,7 +220,7 @@ pub struct World {
     now_ns: u64,
 }
 
-impl World {
+impl Harness {
     /// Both empty. Fails when `with_program`, without the right to load it.
     pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST.burst - 1);

@@ -1,4 +1,4 @@
-//! What the fuzzer knows of a world's state, and the changes that it makes to it.
+//! What the fuzzer knows of a harness's state, and the changes that it makes to it.
 
 use std::net::Ipv4Addr;
 
@@ -12,9 +12,9 @@ use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
-use crate::dice::Dice;
 use crate::frame::ETHERNET;
-use crate::world::{Change, OWN_MAC, Setup};
+use crate::fuzz_rng::FuzzRng;
+use crate::harness::{Change, OWN_MAC, Setup};
 
 /// Addresses that may be VIPs.
 const VIPS: [Ipv4Addr; 3] = [Ipv4Addr::new(10, 200, 0, 1), Ipv4Addr::new(10, 200, 0, 2), Ipv4Addr::new(192, 0, 2, 255)];
@@ -64,11 +64,11 @@ pub struct Planned {
 
 impl Planned {
     /// Another state of a server; now and then at the address of another one.
-    fn server_change(&mut self, id: ServerId, dice: &mut Dice) -> Change {
-        let mut server = server(dice);
+    fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
+        let mut server = server(rng);
         if let Some(mac) = &mut server.mac {
-            if !self.addresses.is_empty() && dice.chance(1, 8) {
-                *mac = dice.pick(&self.addresses);
+            if !self.addresses.is_empty() && rng.chance(1, 8) {
+                *mac = rng.pick(&self.addresses);
             }
             self.addresses.push(*mac);
         }
@@ -82,7 +82,7 @@ impl Planned {
 }
 
 /// The state as far as packets are made by it.
-pub struct Plan {
+pub struct GenState {
     /// What is fixed, and the keys of now.
     pub setup: Setup,
     /// The services there are.
@@ -101,21 +101,21 @@ pub struct Plan {
     generation: u64,
 }
 
-impl Plan {
+impl GenState {
     /// Keys and clients, but no service.
-    pub fn new(dice: &mut Dice) -> Self {
-        let clients = (0..512).map(|_| (Ipv4Addr::from(dice.u32()), dice.u16())).collect();
-        let size = TableSize::try_from(dice.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
+    pub fn new(rng: &mut FuzzRng) -> Self {
+        let clients = (0..512).map(|_| (Ipv4Addr::from(rng.u32()), rng.u16())).collect();
+        let size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
         let setup = Setup {
-            count_traffic: dice.chance(1, 2),
+            count_traffic: rng.chance(1, 2),
             connection_table: size,
-            connection_key: CookieKey::random(&mut dice.0),
+            connection_key: CookieKey::random(&mut rng.0),
             // So small that sets are full, and so large that most are not.
-            flow_sets: dice.pick(&[1, 24, 1 << 10, 1 << 15]),
-            ..Setup::new(OWN_MAC, keys(dice))
+            flow_sets: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
+            ..Setup::new(OWN_MAC, keys(rng))
         };
-        let (rules, modes) = (some(&Rule::ALL, dice), some(&MODES, dice));
-        let protocols = dice.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
+        let (rules, modes) = (some(&Rule::ALL, rng), some(&MODES, rng));
+        let protocols = rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
         Self {
             setup,
             services: Vec::new(),
@@ -131,50 +131,50 @@ impl Plan {
     }
 
     /// Other services: some stay, perhaps in another mode, some are new.
-    pub fn new_services(&mut self, dice: &mut Dice) -> Change {
+    pub fn new_services(&mut self, rng: &mut FuzzRng) -> Change {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
-            if dice.chance(2, 3) {
+            if rng.chance(2, 3) {
                 let protocol = planned.address.protocol;
-                let mode = if dice.chance(1, 4) { self.mode(protocol, dice) } else { planned.mode };
+                let mode = if rng.chance(1, 4) { self.mode(protocol, rng) } else { planned.mode };
                 services.push((planned.address, mode));
             }
         }
-        let wanted = 1 + dice.below(5);
+        let wanted = 1 + rng.below(5);
         while services.len() < wanted {
-            let socket = (dice.pick(&VIPS), dice.pick(&PORTS)).into();
-            let address = ServiceAddress { socket, protocol: dice.pick(&self.protocols) };
+            let socket = (rng.pick(&VIPS), rng.pick(&PORTS)).into();
+            let address = ServiceAddress { socket, protocol: rng.pick(&self.protocols) };
             if !services.iter().any(|(other, _)| *other == address) {
-                services.push((address, self.mode(address.protocol, dice)));
+                services.push((address, self.mode(address.protocol, rng)));
             }
         }
         Change::Services(services)
     }
 
-    fn mode(&self, protocol: Protocol, dice: &mut Dice) -> ServiceMode {
+    fn mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
-            let consistency = dice.pick(&[Consistency::HashTable, Consistency::None]);
+            let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
             return ServiceMode { consistency, timestamps: Timestamps::Off, transfer: None };
         }
-        let consistency = dice.pick(&self.modes);
-        let timestamps = match dice.below(15) {
+        let consistency = rng.pick(&self.modes);
+        let timestamps = match rng.below(15) {
             0..3 => Timestamps::Off,
             3..7 if consistency == Consistency::Stateless => Timestamps::LoadBalancer,
             _ => Timestamps::Server,
         };
         let mode = ServiceMode { consistency, timestamps, transfer: None };
-        let transfer = mode.can_transfer() && dice.chance(1, 3);
-        ServiceMode { transfer: transfer.then(|| self.transfer(dice)), ..mode }
+        let transfer = mode.can_transfer() && rng.chance(1, 3);
+        ServiceMode { transfer: transfer.then(|| self.transfer(rng)), ..mode }
     }
 
     /// Another load balancer: most likely by the id of a server that some service has, so that its MAC address is known.
-    fn transfer(&self, dice: &mut Dice) -> Transfer {
+    fn transfer(&self, rng: &mut FuzzRng) -> Transfer {
         let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
-        let other = match known.is_empty() || dice.chance(1, 8) {
-            true => ServerId::try_from(dice.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range"),
-            false => dice.pick(&known),
+        let other = match known.is_empty() || rng.chance(1, 8) {
+            true => ServerId::try_from(rng.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range"),
+            false => rng.pick(&known),
         };
-        if dice.chance(1, 2) { Transfer::AdoptedFrom(other) } else { Transfer::HandedOverTo(other) }
+        if rng.chance(1, 2) { Transfer::AdoptedFrom(other) } else { Transfer::HandedOverTo(other) }
     }
 
     /// Takes note of where the services of a [`Change::Services`] were put.
@@ -191,43 +191,43 @@ impl Plan {
     }
 
     /// What must be done to a new service: servers, a table, tokens.
-    pub fn fill_service(&mut self, service: usize, dice: &mut Dice) -> Vec<Change> {
+    pub fn fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<Change> {
         // Now and then one without servers, one with thousands, and the very first and last id.
-        let count = match dice.below(20) {
+        let count = match rng.below(20) {
             0 => 0,
-            1 => 1 + dice.below(5000),
-            _ => 1 + dice.below(40),
+            1 => 1 + rng.below(5000),
+            _ => 1 + rng.below(40),
         };
-        let mut changes: Vec<Change> = (0..count).map(|_| self.new_server(service, dice)).collect();
+        let mut changes: Vec<Change> = (0..count).map(|_| self.new_server(service, rng)).collect();
         let planned = &mut self.services[service];
         if let Some(transfer) = planned.mode.transfer
-            && !dice.chance(1, 8)
+            && !rng.chance(1, 8)
         {
-            changes.push(planned.server_change(transfer.other_balancer(), dice));
+            changes.push(planned.server_change(transfer.other_balancer(), rng));
         }
-        if !dice.chance(1, 16) {
-            changes.extend(self.new_table(service, dice));
+        if !rng.chance(1, 16) {
+            changes.extend(self.new_table(service, rng));
         }
         changes
     }
 
     /// Another server or another state of one, of a random service.
-    fn new_server(&mut self, service: usize, dice: &mut Dice) -> Change {
+    fn new_server(&mut self, service: usize, rng: &mut FuzzRng) -> Change {
         let planned = &mut self.services[service];
-        let number = match dice.below(40) {
+        let number = match rng.below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
             // Where load balancers stamp, nearly all can be named.
-            2..39 if planned.is_corrected() => dice.below(correction::SERVER_IDS as usize),
-            _ => dice.below(intf::SERVER_ID_COUNT as usize),
+            2..39 if planned.is_corrected() => rng.below(correction::SERVER_IDS as usize),
+            _ => rng.below(intf::SERVER_ID_COUNT as usize),
         };
         let id = ServerId::try_from(number as u64).expect("in range");
         planned.servers.push(id);
-        planned.server_change(id, dice)
+        planned.server_change(id, rng)
     }
 
-    fn new_table(&mut self, service: usize, dice: &mut Dice) -> Option<Change> {
-        self.generation += 1 + dice.below(3) as u64 * 0x7ff;
+    fn new_table(&mut self, service: usize, rng: &mut FuzzRng) -> Option<Change> {
+        self.generation += 1 + rng.below(3) as u64 * 0x7ff;
         let planned = &self.services[service];
         let mut servers = planned.servers.clone();
         servers.sort();
@@ -236,17 +236,17 @@ impl Plan {
         if servers.is_empty() {
             return None;
         }
-        let groups = 1 + dice.below(intf::MAX_RSS_GROUPS as usize);
-        let rule = dice.pick(&self.rules);
-        let mut table = PlacementTable::random(rule, self.generation, groups, &servers, &mut dice.0);
-        if dice.chance(1, 20) {
+        let groups = 1 + rng.below(intf::MAX_RSS_GROUPS as usize);
+        let rule = rng.pick(&self.rules);
+        let mut table = PlacementTable::random(rule, self.generation, groups, &servers, &mut rng.0);
+        if rng.chance(1, 20) {
             // A pool of which nobody can take a connection.
             table.members.clear();
             table.consistent.clear();
             table.consistent_before.clear();
         }
         let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
-        table.down = servers.into_iter().filter(|id| !is_member(id) && dice.chance(2, 3)).collect();
+        table.down = servers.into_iter().filter(|id| !is_member(id) && rng.chance(2, 3)).collect();
         Some(Change::Table(planned.place, table))
     }
 
@@ -265,15 +265,15 @@ impl Plan {
         self.indexed.push(new);
     }
 
-    fn owner_change(&mut self, dice: &mut Dice) -> Change {
+    fn owner_change(&mut self, rng: &mut FuzzRng) -> Change {
         // Few numbers, so that forged and old indexes meet owners.
-        let number = OwnerNumber::try_from(dice.below(4) as u64).expect("in range");
-        match dice.below(4) {
-            0 if dice.chance(1, 4) => Change::Number(dice.chance(3, 4).then_some(number)),
+        let number = OwnerNumber::try_from(rng.below(4) as u64).expect("in range");
+        match rng.below(4) {
+            0 if rng.chance(1, 4) => Change::Number(rng.chance(3, 4).then_some(number)),
             1 => Change::Owner(number, Owner::Lost),
             2 => Change::Owner(number, Owner::Unknown),
             _ => {
-                let mac = [2, 0, 0, 2, 0, dice.u8()];
+                let mac = [2, 0, 0, 2, 0, rng.u8()];
                 self.owners.push(mac);
                 Change::Owner(number, Owner::At(mac))
             }
@@ -281,80 +281,80 @@ impl Plan {
     }
 
     /// A change that costs next to nothing.
-    pub fn small_change(&mut self, dice: &mut Dice) -> Change {
-        let service = dice.below(self.services.len());
+    pub fn small_change(&mut self, rng: &mut FuzzRng) -> Change {
+        let service = rng.below(self.services.len());
         let planned = &self.services[service];
-        match dice.below(15) {
-            14 => Change::LimitEntries(dice.chance(1, 2).then(|| 1 + dice.below(3) as u32)),
-            10..12 => self.owner_change(dice),
+        match rng.below(15) {
+            14 => Change::LimitEntries(rng.chance(1, 2).then(|| 1 + rng.below(3) as u32)),
+            10..12 => self.owner_change(rng),
             12 => {
-                let reason = dice.below(REASONS) as Reason;
-                let buckets = match dice.below(2) {
+                let reason = rng.below(REASONS) as Reason;
+                let buckets = match rng.below(2) {
                     0 => Buckets::OfAll(reason),
-                    _ => Buckets::OfSources(dice.below(8)),
+                    _ => Buckets::OfSources(rng.below(8)),
                 };
-                Change::Tokens(buckets, dice.chance(3, 4))
+                Change::Tokens(buckets, rng.chance(3, 4))
             }
             13 => {
                 // Forth and back a little, so that some flows are idle for too long and some are not; or anywhere.
-                let step = dice.below(2 * intf::FLOW_IDLE_UDP as usize) as u32;
-                self.clock = match dice.below(8) {
-                    0 => Clock(dice.u32()),
+                let step = rng.below(2 * intf::FLOW_IDLE_UDP as usize) as u32;
+                self.clock = match rng.below(8) {
+                    0 => Clock(rng.u32()),
                     1 => Clock(self.clock.0.wrapping_sub(step)),
                     _ => Clock(self.clock.0.wrapping_add(step)),
                 };
                 Change::Clock(self.clock)
             }
             0 => {
-                self.setup.keys = keys(dice);
+                self.setup.keys = keys(rng);
                 Change::Keys(self.setup.keys)
             }
             // Rotation: one stays.
             1 => {
-                self.setup.keys.keys[dice.below(2)] = CookieKey::random(&mut dice.0);
+                self.setup.keys.keys[rng.below(2)] = CookieKey::random(&mut rng.0);
                 Change::Keys(self.setup.keys)
             }
             2..4 => {
-                let reason = dice.below(REASONS) as Reason;
-                Change::Tokens(Buckets::OfService(planned.place, reason), dice.chance(1, 2))
+                let reason = rng.below(REASONS) as Reason;
+                Change::Tokens(Buckets::OfService(planned.place, reason), rng.chance(1, 2))
             }
-            4 if !planned.servers.is_empty() => Change::Server(planned.place, dice.pick(&planned.servers), None),
+            4 if !planned.servers.is_empty() => Change::Server(planned.place, rng.pick(&planned.servers), None),
             5 if !planned.servers.is_empty() => {
-                Change::Masked(planned.place, dice.pick(&planned.servers), dice.chance(2, 3))
+                Change::Masked(planned.place, rng.pick(&planned.servers), rng.chance(2, 3))
             }
             6..10 if !planned.servers.is_empty() => {
-                let id = dice.pick(&planned.servers);
-                self.services[service].server_change(id, dice)
+                let id = rng.pick(&planned.servers);
+                self.services[service].server_change(id, rng)
             }
-            _ => self.new_server(service, dice),
+            _ => self.new_server(service, rng),
         }
     }
 
     /// A change for which the load balancer waits for an RCU grace period.
-    pub fn table_change(&mut self, dice: &mut Dice) -> Option<Change> {
-        let service = dice.below(self.services.len());
-        self.new_table(service, dice)
+    pub fn table_change(&mut self, rng: &mut FuzzRng) -> Option<Change> {
+        let service = rng.below(self.services.len());
+        self.new_table(service, rng)
     }
 }
 
 /// All, one, or two: what is not in use is not compiled in.
-fn some<T: Copy>(all: &[T], dice: &mut Dice) -> Vec<T> {
-    match dice.below(3) {
+fn some<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
+    match rng.below(3) {
         0 => all.to_vec(),
-        1 => vec![dice.pick(all)],
-        _ => vec![dice.pick(all), dice.pick(all)],
+        1 => vec![rng.pick(all)],
+        _ => vec![rng.pick(all), rng.pick(all)],
     }
 }
 
-fn keys(dice: &mut Dice) -> FleetKeys {
+fn keys(rng: &mut FuzzRng) -> FleetKeys {
     FleetKeys {
-        keys: [CookieKey::random(&mut dice.0), CookieKey::random(&mut dice.0)],
-        current: dice.pick(&[KeyIndex::First, KeyIndex::Second]),
+        keys: [CookieKey::random(&mut rng.0), CookieKey::random(&mut rng.0)],
+        current: rng.pick(&[KeyIndex::First, KeyIndex::Second]),
     }
 }
 
-fn server(dice: &mut Dice) -> Server {
+fn server(rng: &mut FuzzRng) -> Server {
     let mut mac = [0; 6];
-    dice.fill(&mut mac);
-    Server { mac: dice.chance(5, 6).then_some(mac), eligible: dice.chance(5, 6) }
+    rng.fill(&mut mac);
+    Server { mac: rng.chance(5, 6).then_some(mac), eligible: rng.chance(5, 6) }
 }
