@@ -80,7 +80,7 @@ chaos: build ## faults under load: one controller, then three on etcd with racks
 	@$(LAB) testbed chaos --seconds 225 --config-changes 500 $(CHAOS)
 	@$(LAB) testbed chaos --seconds 225 --config-changes 500 --controllers 3 --racks 2 $(CHAOS)
 
-fuzz: build ## the load balancer's BPF program against its twin in Rust (PACKETS=100000000 or SECONDS=600, SEED=1)
+fuzz: build ## the load balancer's BPF program against its reference model (PACKETS=100000000 or SECONDS=600, SEED=1)
 	@$(LAB) fuzz packets $(if $(PACKETS),--packets $(PACKETS)) $(if $(SECONDS),--seconds $(SECONDS)) \
 		$(if $(SEED),--seed $(SEED))
 

@@ -66,7 +66,7 @@ struct Consistency {
     seed: u64,
     /// Without the BPF programs: needs no root
     #[arg(long)]
-    twin_only: bool,
+    model_only: bool,
 }
 
 fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
@@ -78,7 +78,7 @@ fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
         load_balancers: arguments.load_balancers,
         consistency: arguments.mode.parse()?,
         seed: arguments.seed,
-        with_program: !arguments.twin_only,
+        with_program: !arguments.model_only,
     };
     let start = std::time::Instant::now();
     let report = consistency::run(config)?;
@@ -152,7 +152,7 @@ fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
         Ok(None) => println!("the same packets on a new load balancer show no difference"),
         Err(error) => println!("shrinking: {error:#}"),
     }
-    anyhow::anyhow!("BPF program and twin differ")
+    anyhow::anyhow!("BPF program and reference model differ")
 }
 
 fn print_step(step: &Step) {

@@ -5,8 +5,8 @@
 //! * A random echo names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
 //!   server that is not known.
 //! * A cookie taken to another connection (another 4-tuple) is a random echo there.
-//! * Of one's own valid cookie, flipping any bit of the low 16 is a random echo, too, whatever the ids are (the key bit: under the
-//!   other key). Flipping the upper 16 bits (the time) changes nothing.
+//! * Of one's own valid cookie, flipping any bit of the low 16 is a random echo, too, whatever the ids are (the key
+//!   bit: under the other key). Flipping the upper 16 bits (the time) changes nothing.
 //!
 //! What is not claimed: that a client who tries all 2^14 values of one connection does not reach every server. He does,
 //! one packet each, as with any 14 bits.
@@ -39,8 +39,8 @@ pub struct EchoCoverage {
 }
 
 impl EchoCoverage {
-    /// By how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is off its mean, if each
-    /// server is reached with probability 2^-15. (With thousands of servers its distribution is nearly normal.)
+    /// By how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is off its mean, if
+    /// each server is reached with probability 2^-15. (With thousands of servers its distribution is nearly normal.)
     pub fn deviations(&self) -> f64 {
         let servers = self.reached.len() as f64;
         let each = self.tried as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
@@ -75,8 +75,8 @@ pub struct Cookies {
 }
 
 impl Cookies {
-    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its twin. Fails when
-    /// `with_program`, without the right to load it.
+    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its reference model. Fails
+    /// when `with_program`, without the right to load it.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };
@@ -131,7 +131,7 @@ impl Cookies {
         ip.packet(&mut self.packet, |packet| segment.segment(packet, (1, 1), 0));
         let (outcome, difference) = self.harness.packet(&self.packet)?;
         if let Some(difference) = difference {
-            anyhow::bail!("BPF program and twin differ in {difference}");
+            anyhow::bail!("BPF program and reference model differ in {difference}");
         }
         let to = &self.harness.frame_after()[..6];
         match outcome.server {
@@ -160,7 +160,7 @@ impl Cookies {
     }
 
     /// Random echoes from random clients. Fails when an echo reaches a server that is not known, or BPF program and
-    /// twin differ.
+    /// reference model differ.
     pub fn random(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
         self.spread(echoes, |cookies| (cookies.client(), cookies.rng.u32()))
     }

@@ -26,7 +26,7 @@ pub enum Step {
 pub struct Epoch {
     rng: FuzzRng,
     state: GenState,
-    /// Both load balancers, or only the twin.
+    /// Both load balancers, or only the reference model.
     pub harness: Harness,
     /// Changes that are due before the next packet.
     due: Vec<Change>,
@@ -69,7 +69,7 @@ impl Epoch {
 
     /// Some of the connection table's entries are freed, in any order.
     fn free(&mut self) -> Change {
-        let mut indexes: Vec<_> = self.harness.twin.connections().map(|connection| connection.index).collect();
+        let mut indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
         let share = self.rng.below(4);
         indexes.retain(|_| self.rng.below(4) < share);
         if self.rng.chance(1, 2) {

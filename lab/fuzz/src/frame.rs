@@ -1,4 +1,5 @@
-//! Frames with right lengths and checksums, built by code that shares nothing with the BPF programs or their twin.
+//! Frames with right lengths and checksums, built by code that shares nothing with the BPF programs or their reference
+//! model.
 
 use std::net::Ipv4Addr;
 

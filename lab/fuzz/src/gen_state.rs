@@ -167,7 +167,8 @@ impl GenState {
         ServiceMode { transfer: transfer.then(|| self.transfer(rng)), ..mode }
     }
 
-    /// Another load balancer: most likely by the id of a server that some service has, so that its MAC address is known.
+    /// Another load balancer: most likely by the id of a server that some service has, so that its MAC address is
+    /// known.
     fn transfer(&self, rng: &mut FuzzRng) -> Transfer {
         let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
         let other = match known.is_empty() || rng.chance(1, 8) {

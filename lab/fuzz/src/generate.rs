@@ -110,8 +110,8 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// What a server of a service that load balancers stamp sends to a client, if there is one; otherwise to a client all the
-/// same, which nobody looks at.
+/// What a server of a service that load balancers stamp sends to a client, if there is one; otherwise to a client all
+/// the same, which nobody looks at.
 fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let corrected: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_corrected()).collect();
     let planned = if corrected.is_empty() { &state.services[0] } else { rng.pick(&corrected) };

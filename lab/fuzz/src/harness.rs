@@ -1,4 +1,4 @@
-//! A load balancer twice, as BPF program and as its twin, and what may happen to both.
+//! A load balancer twice, as BPF program and as its reference model, and what may happen to both.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -33,8 +33,8 @@ pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
 /// The time key of servers, and of services that load balancers stamp.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Deliveries to all servers: one per second, and so many at once that they never run out by themselves. Whether there is
-/// a token is then a change of the state ([`Change::Tokens`]), and not a matter of time.
+/// Deliveries to all servers: one per second, and so many at once that they never run out by themselves. Whether there
+/// is a token is then a change of the state ([`Change::Tokens`]), and not a matter of time.
 const BROADCAST: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
@@ -108,7 +108,7 @@ impl Instance {
             broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
             flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
-            // So that the twin sees the same time.
+            // So that the reference model sees the same time.
             correction_clock: dataplane::CorrectionClock::Ticks,
             ..Default::default()
         };
@@ -126,8 +126,8 @@ impl Instance {
         self.services[place].expect("a service that was set")
     }
 
-    /// `places`: those that the twin gave to the services of a [`Change::Services`]; `freed`: the connections of a
-    /// [`Change::Free`].
+    /// `places`: those that the reference model gave to the services of a [`Change::Services`]; `freed`: the
+    /// connections of a [`Change::Free`].
     fn change(&mut self, change: &Change, places: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
         match change {
             Change::Keys(keys) => self.lb.set_keys(keys),
@@ -178,7 +178,7 @@ fn paid_until(tokens: bool) -> u64 {
 pub struct Difference {
     /// What differs.
     pub what: String,
-    /// By the twin.
+    /// By the reference model.
     pub expected: String,
     /// By the BPF program.
     pub found: String,
@@ -186,7 +186,7 @@ pub struct Difference {
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n  twin:\n    {}\n  BPF program:\n    {}", self.what, self.expected, self.found)
+        write!(f, "{}\n  reference model:\n    {}\n  BPF program:\n    {}", self.what, self.expected, self.found)
     }
 }
 
@@ -209,12 +209,12 @@ fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
 /// Both, side by side.
 pub struct Harness {
     /// The model.
-    pub twin: LoadBalancer,
-    /// `None`: the twin is alone.
+    pub model: LoadBalancer,
+    /// `None`: the reference model is alone.
     instance: Option<Instance>,
     /// What the counters of all services (and of none) should be.
     counters: Vec<[u64; COUNTER_WORDS]>,
-    /// A frame as the twin leaves it.
+    /// A frame as the reference model leaves it.
     expected: Vec<u8>,
     promises: Promises,
     now_ns: u64,
@@ -231,11 +231,11 @@ impl Harness {
             connection_table: setup.connection_table,
             count_traffic: setup.count_traffic,
         };
-        let mut twin = LoadBalancer::new(constants, setup.own_mac, setup.keys);
-        twin.set_connection_key(setup.connection_key);
+        let mut model = LoadBalancer::new(constants, setup.own_mac, setup.keys);
+        model.set_connection_key(setup.connection_key);
         Ok(Self {
             instance: with_program.then(|| Instance::load(&setup)).transpose()?,
-            twin,
+            model,
             counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
             expected: Vec::new(),
             promises: Promises::default(),
@@ -248,33 +248,33 @@ impl Harness {
     pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
         let mut places = Vec::new();
         let freed: Vec<Connection> = match change {
-            Change::Free(indexes) => indexes.iter().filter_map(|index| self.twin.connection(*index)).collect(),
+            Change::Free(indexes) => indexes.iter().filter_map(|index| self.model.connection(*index)).collect(),
             _ => Vec::new(),
         };
         match change {
-            Change::Keys(keys) => self.twin.set_keys(*keys),
+            Change::Keys(keys) => self.model.set_keys(*keys),
             Change::Services(services) => {
-                let before: Vec<_> = (0..NO_SERVICE).map(|place| self.twin.address_of_service(place)).collect();
-                places = self.twin.set_services(services);
+                let before: Vec<_> = (0..NO_SERVICE).map(|place| self.model.address_of_service(place)).collect();
+                places = self.model.set_services(services);
                 // A new service counts from zero.
-                for place in places.iter().filter(|place| before[**place] != self.twin.address_of_service(**place)) {
+                for place in places.iter().filter(|place| before[**place] != self.model.address_of_service(**place)) {
                     self.counters[*place] = [0; COUNTER_WORDS];
                 }
                 for ((_, mode), place) in services.iter().zip(&places) {
                     if mode.timestamps == Timestamps::LoadBalancer {
-                        self.twin.set_time_key(*place, TIME_KEY);
+                        self.model.set_time_key(*place, TIME_KEY);
                     }
                 }
             }
-            Change::Server(place, id, server) => self.twin.set_server(*place, *id, *server),
-            Change::Masked(place, id, is_masked) => self.twin.set_masked(*place, *id, *is_masked),
-            Change::Table(place, table) => self.twin.install_table(*place, table.clone()),
-            Change::Tokens(buckets, there) => self.twin.set_paid_until(*buckets, paid_until(*there)),
-            Change::Number(owner) => self.twin.set_owner(*owner),
-            Change::LimitEntries(per_source) => self.twin.limit_entries(*per_source),
-            Change::Owner(number, owner) => self.twin.set_owner_at(*number, *owner),
-            Change::Clock(clock) => self.twin.set_clock(*clock),
-            Change::Free(_) => self.twin.free_connections(&freed),
+            Change::Server(place, id, server) => self.model.set_server(*place, *id, *server),
+            Change::Masked(place, id, is_masked) => self.model.set_masked(*place, *id, *is_masked),
+            Change::Table(place, table) => self.model.install_table(*place, table.clone()),
+            Change::Tokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
+            Change::Number(owner) => self.model.set_owner(*owner),
+            Change::LimitEntries(per_source) => self.model.limit_entries(*per_source),
+            Change::Owner(number, owner) => self.model.set_owner_at(*number, *owner),
+            Change::Clock(clock) => self.model.set_clock(*clock),
+            Change::Free(_) => self.model.free_connections(&freed),
         }
         if let Some(instance) = &mut self.instance {
             instance.change(change, &places, &freed)?;
@@ -287,19 +287,19 @@ impl Harness {
     pub fn makes_sense(&self, change: &Change) -> bool {
         match change {
             Change::Server(place, ..) | Change::Masked(place, ..) | Change::Table(place, _) => {
-                self.twin.has_service(*place)
+                self.model.has_service(*place)
             }
             _ => true,
         }
     }
 
-    /// Gives `frame` to both. What the twin makes of it, and how the program differs. Fails when the kernel refuses the
-    /// test run.
+    /// Gives `frame` to both. What the reference model makes of it, and how the program differs. Fails when the kernel
+    /// refuses the test run.
     pub fn packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
         self.now_ns += 1;
         self.expected.clear();
         self.expected.extend_from_slice(frame);
-        let outcome = self.twin.receive(&mut self.expected, self.now_ns);
+        let outcome = self.model.receive(&mut self.expected, self.now_ns);
         self.count(&outcome, frame.len());
         let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
         let (verdict, length) = instance.run(frame)?;
@@ -319,7 +319,7 @@ impl Harness {
         Ok((outcome, difference))
     }
 
-    /// The frame of the last [`packet`](Self::packet) as the twin left it.
+    /// The frame of the last [`packet`](Self::packet) as the reference model left it.
     pub fn frame_after(&self) -> &[u8] {
         &self.expected
     }
@@ -332,7 +332,7 @@ impl Harness {
             words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
         }
         if outcome.service.is_some() {
-            words[offset_of!(intf::lb_counters, opened) / 8] = self.twin.opened(service);
+            words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened(service);
         }
         if outcome.verdict() == Verdict::Transmit {
             words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
@@ -358,32 +358,32 @@ impl Harness {
     pub fn compare_state(&self) -> Option<Difference> {
         let instance = self.instance.as_ref()?;
         let memory = &instance.memory;
-        let with_service = |place: &usize| *place == NO_SERVICE || self.twin.has_service(*place);
+        let with_service = |place: &usize| *place == NO_SERVICE || self.model.has_service(*place);
         let mut counted = (0..self.counters.len()).filter(with_service);
         let counters = counted.find_map(|service| self.compare_counters(service));
-        let mut traffic = self.twin.traffic().iter().filter_map(|(id, expected)| {
+        let mut traffic = self.model.traffic().iter().filter_map(|(id, expected)| {
             let found = memory.traffic(*id);
             differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
         });
-        let services = (0..intf::MAX_SERVICES as usize).filter(|place| self.twin.has_service(*place));
+        let services = (0..intf::MAX_SERVICES as usize).filter(|place| self.model.has_service(*place));
         let mut services = services.filter_map(|place| self.compare_service(instance, place));
         counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
-            let expected = self.twin.recent_first_packets().to_vec();
+            let expected = self.model.recent_first_packets().to_vec();
             differ("recent_first_packets", expected, memory.recent_first_packets(), |words| format!("{words:x?}"))
         })
     }
 
     fn compare_service(&self, instance: &Instance, place: usize) -> Option<Difference> {
-        let assigned = self.twin.assigned(place).to_vec();
+        let assigned = self.model.assigned(place).to_vec();
         let found = instance.lb.assigned(instance.service(place), assigned.len() as u16);
-        let turns = (self.twin.round_robin(place), instance.memory.round_robin(place));
+        let turns = (self.model.round_robin(place), instance.memory.round_robin(place));
         differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
             .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
     }
 
     /// What is known of servers' clocks, by id.
     fn compare_clocks(&self, instance: &Instance, place: usize) -> anyhow::Result<Option<Difference>> {
-        let expected = self.twin.corrected(place).map(|(_, known)| {
+        let expected = self.model.corrected(place).map(|(_, known)| {
             let clock = known.clock;
             (known.server, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
         });
@@ -399,8 +399,8 @@ impl Harness {
     /// kernel's cannot be read.
     pub fn compare_tables(&self) -> anyhow::Result<Option<Difference>> {
         let Some(instance) = &self.instance else { return Ok(None) };
-        let in_use = (self.twin.connections().count(), instance.lb.connections_in_use());
-        let connections = self.twin.connections().find_map(|expected| {
+        let in_use = (self.model.connections().count(), instance.lb.connections_in_use());
+        let connections = self.model.connections().find_map(|expected| {
             let place = usize::from(expected.identity.service);
             let service = instance.services[place]?;
             let found = instance.lb.connections(service).find(|found| found.index == expected.index);
@@ -410,14 +410,14 @@ impl Harness {
         if connections.is_some() {
             return Ok(connections);
         }
-        let clocks = (0..intf::MAX_SERVICES as usize).filter(|place| self.twin.has_service(*place));
+        let clocks = (0..intf::MAX_SERVICES as usize).filter(|place| self.model.has_service(*place));
         for place in clocks.filter(|place| instance.services[*place].is_some()) {
             let difference = self.compare_clocks(instance, place)?;
             if difference.is_some() {
                 return Ok(difference);
             }
         }
-        let expected = self.twin.flow_words();
+        let expected = self.model.flow_words();
         let found = instance.memory.flow_words(expected.len());
         let odd = expected.iter().zip(found).enumerate().find(|(_, (expected, found))| *expected != found);
         let Some((word, (expected, found))) = odd else { return Ok(None) };

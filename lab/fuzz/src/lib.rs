@@ -1,4 +1,4 @@
-//! `bpf/lb/lb.bpf.c` against its twin in Rust (`coreward_model::lb`), packet by packet.
+//! `bpf/lb/lb.bpf.c` against its reference model in Rust (`coreward_model::lb`), packet by packet.
 //!
 //! * [`campaign`]: many epochs on several threads
 //! * [`epoch`]: packets and changes from one seed

@@ -229,7 +229,7 @@ impl Simulation {
             let open = &self.open;
             let ended = |client: SocketAddrV4| !open.contains(&(*client.ip(), client.port()));
             let ended: Vec<_> =
-                harness.twin.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
+                harness.model.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
             harness.change(&Change::Free(ended))?;
         }
         if self.now < self.end_ms() {

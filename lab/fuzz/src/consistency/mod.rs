@@ -1,16 +1,17 @@
-//! Does every packet of a connection reach the server that its first packet found, whatever changes? Many connections in
-//! virtual time, through several load balancers, while servers, load balancers and keys come and go.
+//! Does every packet of a connection reach the server that its first packet found, whatever changes? Many connections
+//! in virtual time, through several load balancers, while servers, load balancers and keys come and go.
 //!
-//! Real here: the load balancers, each a BPF program of its own (by test runs) beside its twin, and everything that is
-//! said to them: servers, tables, keys. Modelled: clients ([`client`]), servers that stamp and restore as
-//! `bpf/server/server.bpf.c` does ([`server`]), the network between them (which loses answers, and spreads packets over
-//! the load balancers by a hash of the connection and, now and then, against it), and a controller whose word arrives
-//! at each load balancer and server at another moment ([`controller`]).
+//! Real here: the load balancers, each a BPF program of its own (by test runs) beside its reference model, and
+//! everything that is said to them: servers, tables, keys. Modelled: clients ([`client`]), servers that stamp and
+//! restore as `bpf/server/server.bpf.c` does ([`server`]), the network between them (which loses answers, and spreads
+//! packets over the load balancers by a hash of the connection and, now and then, against it), and a controller whose
+//! word arrives at each load balancer and server at another moment ([`controller`]).
 //!
-//! What must hold for connections with timestamps: no packet but a SYN (or a bare reset) is delivered to a server that does not
-//! have the connection, and all that are accepted are accepted by one server. A packet may be dropped, or go to all servers; then
-//! the client sends it again, as TCP does. A SYN sent twice may reach two servers (the client answers one of them); that
-//! is counted. Connections without timestamps have no such guarantee when the pool changes; those that break are counted.
+//! What must hold for connections with timestamps: no packet but a SYN (or a bare reset) is delivered to a server that
+//! does not have the connection, and all that are accepted are accepted by one server. A packet may be dropped, or go
+//! to all servers; then the client sends it again, as TCP does. A SYN sent twice may reach two servers (the client
+//! answers one of them); that is counted. Connections without timestamps have no such guarantee when the pool changes;
+//! those that break are counted.
 
 mod client;
 mod controller;
@@ -43,8 +44,8 @@ pub struct Config {
     pub minutes: u32,
     /// Changes per minute: servers and load balancers that come and go, health, addresses, tables.
     pub changes_per_minute: u32,
-    /// From one new key to the next. Longer than a connection may be idle ([`LONGEST_IDLE_MS`]), or its cookie is read by
-    /// another key than it was made with.
+    /// From one new key to the next. Longer than a connection may be idle ([`LONGEST_IDLE_MS`]), or its cookie is read
+    /// by another key than it was made with.
     pub key_rotation_ms: u64,
     /// Load balancers.
     pub load_balancers: usize,
@@ -52,7 +53,7 @@ pub struct Config {
     pub consistency: Consistency,
     /// Determines everything.
     pub seed: u64,
-    /// The BPF programs beside their twins.
+    /// The BPF programs beside their reference models.
     pub with_program: bool,
 }
 
@@ -136,7 +137,7 @@ fn mode(consistency: Consistency) -> ServiceMode {
     ServiceMode { consistency, timestamps: Timestamps::Server, transfer: None }
 }
 
-/// Simulates. Fails when a BPF program and its twin differ, or the kernel refuses something.
+/// Simulates. Fails when a BPF program and its reference model differ, or the kernel refuses something.
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
     while let Some(Reverse((time, _, event))) = simulation.events.pop() {
@@ -181,7 +182,7 @@ impl Simulation {
         let harness = &mut self.load_balancers[number].harness;
         let (outcome, difference) = harness.packet(frame)?;
         if let Some(difference) = difference {
-            anyhow::bail!("load balancer {number}, BPF program and twin differ in {difference}");
+            anyhow::bail!("load balancer {number}, BPF program and reference model differ in {difference}");
         }
         self.report.outcomes[outcome.counter as usize] += 1;
         Ok((outcome.counter, harness.frame_after().to_vec()))

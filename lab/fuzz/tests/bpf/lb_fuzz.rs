@@ -52,7 +52,7 @@ fn a_twin_that_is_told_something_else_is_found_out() {
     };
     let mut epoch = (0..).find_map(with_cookies).unwrap();
     let zero = CookieKey { k0: 0, k1: 0 };
-    epoch.harness.twin.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
+    epoch.harness.model.set_keys(FleetKeys { keys: [zero; 2], current: KeyIndex::First });
     let found = epoch.run(4_000, |_| ()).unwrap().expect("cookies are read with other keys");
     assert!(found.packets > 2_000 && found.packets < 2_200, "{found:?}");
 }
@@ -92,6 +92,6 @@ fn state_that_no_packet_shows_is_compared_too() {
     let (outcome, difference) = harness.packet(&syn(1)).unwrap();
     assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
     assert!(harness.compare_state().is_none());
-    harness.twin.receive(&mut syn(2), 5);
+    harness.model.receive(&mut syn(2), 5);
     assert_eq!(harness.compare_state().unwrap().what, "the counter of round robin");
 }

@@ -307,28 +307,28 @@ mod tests {
     fn under_rss_requests_reach_the_core_that_the_load_balancer_predicts() {
         let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
         let new = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
-        let (mut simulation, mut twin) = (new(), new());
+        let (mut simulation, mut reference) = (new(), new());
         let end = simulation.traffic.next_event() + 300 * ticks(1.0);
         let mut expected = vec![0; simulation.fleet.core_count()];
         let mut cores = Vec::new();
-        for simulation in [&mut simulation, &mut twin] {
+        for simulation in [&mut simulation, &mut reference] {
             simulation.read(0, 0);
             simulation.report(0);
         }
         while simulation.traffic.next_event() < end {
             let now = simulation.traffic.next_event();
             simulation.take_event(now);
-            let id = match twin.traffic.take() {
+            let id = match reference.traffic.take() {
                 Event::Requests(id) => id,
                 Event::Opens(tuple) => {
-                    // The twin's ids are never given again.
+                    // The reference never reuses ids.
                     let id = Id(cores.len() as u32);
-                    cores.push(twin.fleet.place(&tuple));
-                    twin.traffic.opened(id);
+                    cores.push(reference.fleet.place(&tuple));
+                    reference.traffic.opened(id);
                     id
                 }
             };
-            expected[cores[id.0 as usize]] += twin.sampler.sample(&mut twin.services).1;
+            expected[cores[id.0 as usize]] += reference.sampler.sample(&mut reference.services).1;
         }
         assert!(cores.len() > 500);
         assert_eq!(simulation.busy(NEVER - 1), expected);
