@@ -69,7 +69,7 @@ pub struct Cookies {
     keys: FleetKeys,
     servers: Vec<ServerId>,
     known: BTreeSet<ServerId>,
-    place: usize,
+    service_slot: usize,
     rng: FuzzRng,
     packet: Vec<u8>,
 }
@@ -83,18 +83,18 @@ impl Cookies {
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
         let mut harness = Harness::new(Setup::new(OWN_MAC, keys), with_program)?;
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let place = harness.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
+        let service_slot = harness.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
         let mut known = BTreeSet::new();
         while known.len() < servers {
             let id = ServerId::try_from(rng.below(ServerId::COUNT) as u64)?;
             if known.insert(id) {
                 let [high, low] = id.get().to_be_bytes();
                 let server = Server { mac: Some([2, 0, 0, 0, high, low]), eligible: true };
-                harness.change(&Change::Server(place, id, Some(server)))?;
+                harness.change(&Change::Server(service_slot, id, Some(server)))?;
             }
         }
         let servers = known.iter().copied().collect();
-        Ok(Self { harness, keys, servers, known, place, rng, packet: Vec::new() })
+        Ok(Self { harness, keys, servers, known, service_slot, rng, packet: Vec::new() })
     }
 
     fn client(&mut self) -> (Ipv4Addr, u16) {
@@ -113,7 +113,7 @@ impl Cookies {
 
     /// The server that a packet with that echo reaches; `None`: it goes to all or is dropped.
     fn reached(&mut self, client: (Ipv4Addr, u16), echo: u32) -> anyhow::Result<Option<ServerId>> {
-        let buckets = Buckets::OfService(self.place, intf::BROADCAST_UNKNOWN_COOKIE);
+        let buckets = Buckets::OfService(self.service_slot, intf::BROADCAST_UNKNOWN_COOKIE);
         self.harness.change(&Change::Tokens(buckets, true))?;
         let ip = Ip {
             mac: OWN_MAC,

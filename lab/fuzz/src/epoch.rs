@@ -79,9 +79,9 @@ impl Epoch {
     }
 
     fn apply(&mut self, change: &Change) -> anyhow::Result<()> {
-        let places = self.harness.change(change)?;
+        let service_slots = self.harness.change(change)?;
         if let Change::Services(services) = change {
-            self.state.services_placed(services, &places);
+            self.state.services_placed(services, &service_slots);
             for service in 0..services.len() {
                 // Those that were there keep what they have.
                 if self.state.services[service].servers.is_empty() {

@@ -37,8 +37,8 @@ const INDEXED: usize = 2048;
 /// A connection that was given an entry of the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct Indexed {
-    /// The service's place.
-    pub place: usize,
+    /// The service's slot.
+    pub service_slot: usize,
     /// Address and port.
     pub client: (Ipv4Addr, u16),
     /// What its cookies of kind 1 hold.
@@ -54,8 +54,8 @@ pub struct Planned {
     pub vip: (Ipv4Addr, u16),
     /// How its packets find their servers.
     pub mode: ServiceMode,
-    /// Its place in the tables.
-    pub place: usize,
+    /// Its slot in the tables.
+    pub service_slot: usize,
     /// Ids that are or were known.
     pub servers: Vec<ServerId>,
     /// Where their answers come from, or came from.
@@ -72,7 +72,7 @@ impl Planned {
             }
             self.addresses.push(*mac);
         }
-        Change::Server(self.place, id, Some(server))
+        Change::Server(self.service_slot, id, Some(server))
     }
 
     /// Whether load balancers stamp its cookies themselves.
@@ -179,14 +179,21 @@ impl GenState {
     }
 
     /// Takes note of where the services of a [`Change::Services`] were put.
-    pub fn services_placed(&mut self, services: &[(ServiceAddress, ServiceMode)], places: &[usize]) {
+    pub fn services_placed(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
         let before = std::mem::take(&mut self.services);
-        let placed = services.iter().zip(places).map(|((address, mode), place)| {
+        let placed = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
             let kept = before.iter().find(|service| service.address == *address);
             let std::net::SocketAddr::V4(vip) = address.socket else { unreachable!("IPv4 only") };
             let (servers, addresses) =
                 kept.map_or_else(Default::default, |service| (service.servers.clone(), service.addresses.clone()));
-            Planned { address: *address, vip: (*vip.ip(), vip.port()), mode: *mode, place: *place, servers, addresses }
+            Planned {
+                address: *address,
+                vip: (*vip.ip(), vip.port()),
+                mode: *mode,
+                service_slot: *service_slot,
+                servers,
+                addresses,
+            }
         });
         self.services = placed.collect();
     }
@@ -248,17 +255,17 @@ impl GenState {
         }
         let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
         table.down = servers.into_iter().filter(|id| !is_member(id) && rng.chance(2, 3)).collect();
-        Some(Change::Table(planned.place, table))
+        Some(Change::Table(planned.service_slot, table))
     }
 
     /// Takes note of an entry that a first packet was given. `frame`: as it left.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
-        let (Some(told), Some(place)) = (outcome.told, outcome.service) else { return };
+        let (Some(told), Some(service_slot)) = (outcome.told, outcome.service) else { return };
         let transport = ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
         let client = Ipv4Addr::from(bytes(ETHERNET + 12));
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
-        let new = Indexed { place, client: (client, port), number: (told & intf::COOKIE_ID_MASK) as u16 };
+        let new = Indexed { service_slot, client: (client, port), number: (told & intf::COOKIE_ID_MASK) as u16 };
         // The oldest goes, roughly.
         if self.indexed.len() == INDEXED {
             self.indexed.swap_remove(told as usize % INDEXED);
@@ -317,11 +324,11 @@ impl GenState {
             }
             2..4 => {
                 let reason = rng.below(REASONS) as Reason;
-                Change::Tokens(Buckets::OfService(planned.place, reason), rng.chance(1, 2))
+                Change::Tokens(Buckets::OfService(planned.service_slot, reason), rng.chance(1, 2))
             }
-            4 if !planned.servers.is_empty() => Change::Server(planned.place, rng.pick(&planned.servers), None),
+            4 if !planned.servers.is_empty() => Change::Server(planned.service_slot, rng.pick(&planned.servers), None),
             5 if !planned.servers.is_empty() => {
-                Change::Masked(planned.place, rng.pick(&planned.servers), rng.chance(2, 3))
+                Change::Masked(planned.service_slot, rng.pick(&planned.servers), rng.chance(2, 3))
             }
             6..10 if !planned.servers.is_empty() => {
                 let id = rng.pick(&planned.servers);

@@ -50,7 +50,7 @@ fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
 fn both_ends<'a>(state: &'a GenState, rng: &mut FuzzRng) -> ((Ipv4Addr, u16), &'a Planned, (Ipv4Addr, u16)) {
     if !state.indexed.is_empty() && rng.chance(1, 4) {
         let entry = rng.pick(&state.indexed);
-        if let Some(planned) = state.services.iter().find(|planned| planned.place == entry.place) {
+        if let Some(planned) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {
             return (entry.client, planned, planned.vip);
         }
     }
@@ -256,7 +256,9 @@ fn index_of(state: &GenState, planned: &Planned, tuple: &FourTuple) -> Option<u1
     if planned.mode.consistency != Consistency::Stateful {
         return None;
     }
-    let given = |entry: &&Indexed| entry.place == planned.place && SocketAddr::from(entry.client) == tuple.client();
+    let given = |entry: &&Indexed| {
+        entry.service_slot == planned.service_slot && SocketAddr::from(entry.client) == tuple.client()
+    };
     state.indexed.iter().rev().find(given).map(|entry| entry.number)
 }
 

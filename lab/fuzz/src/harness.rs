@@ -95,7 +95,7 @@ pub enum Change {
 pub struct Instance {
     lb: dataplane::LoadBalancer,
     memory: Memory,
-    /// By place.
+    /// By service slot.
     services: Vec<Option<ServiceIndex>>,
     out: Vec<u8>,
 }
@@ -122,13 +122,13 @@ impl Instance {
         Ok(Self { lb, memory, services, out: vec![0; 1 << 14] })
     }
 
-    fn service(&self, place: usize) -> ServiceIndex {
-        self.services[place].expect("a service that was set")
+    fn service(&self, service_slot: usize) -> ServiceIndex {
+        self.services[service_slot].expect("a service that was set")
     }
 
-    /// `places`: those that the reference model gave to the services of a [`Change::Services`]; `freed`: the
+    /// `service_slots`: those that the reference model gave to the services of a [`Change::Services`]; `freed`: the
     /// connections of a [`Change::Free`].
-    fn change(&mut self, change: &Change, places: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
+    fn change(&mut self, change: &Change, service_slots: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
         match change {
             Change::Keys(keys) => self.lb.set_keys(keys),
             Change::Services(services) => {
@@ -139,15 +139,20 @@ impl Instance {
                         self.lb.set_time_key(*index, TIME_KEY);
                     }
                 }
-                places.iter().zip(indexes).for_each(|(place, index)| self.services[*place] = Some(index));
+                service_slots
+                    .iter()
+                    .zip(indexes)
+                    .for_each(|(service_slot, index)| self.services[*service_slot] = Some(index));
             }
-            Change::Server(place, id, Some(server)) => {
+            Change::Server(service_slot, id, Some(server)) => {
                 let server = dataplane::Server { mac: server.mac.map(MacAddress), eligible: server.eligible };
-                self.lb.set_server(self.service(*place), *id, server);
+                self.lb.set_server(self.service(*service_slot), *id, server);
             }
-            Change::Server(place, id, None) => self.lb.remove_server(self.service(*place), *id),
-            Change::Masked(place, id, is_masked) => self.lb.set_masked(self.service(*place), *id, *is_masked),
-            Change::Table(place, table) => self.lb.install_table(self.service(*place), table)?,
+            Change::Server(service_slot, id, None) => self.lb.remove_server(self.service(*service_slot), *id),
+            Change::Masked(service_slot, id, is_masked) => {
+                self.lb.set_masked(self.service(*service_slot), *id, *is_masked)
+            }
+            Change::Table(service_slot, table) => self.lb.install_table(self.service(*service_slot), table)?,
             Change::Tokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.lb.set_owner(*owner),
             Change::LimitEntries(per_source) => self.memory.limit_entries(*per_source),
@@ -246,7 +251,7 @@ impl Harness {
     /// Applies `change` to both. The places of a [`Change::Services`]. Fails when the kernel or the load balancer
     /// refuses it.
     pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
-        let mut places = Vec::new();
+        let mut service_slots = Vec::new();
         let freed: Vec<Connection> = match change {
             Change::Free(indexes) => indexes.iter().filter_map(|index| self.model.connection(*index)).collect(),
             _ => Vec::new(),
@@ -254,21 +259,25 @@ impl Harness {
         match change {
             Change::Keys(keys) => self.model.set_keys(*keys),
             Change::Services(services) => {
-                let before: Vec<_> = (0..NO_SERVICE).map(|place| self.model.address_of_service(place)).collect();
-                places = self.model.set_services(services);
+                let before: Vec<_> =
+                    (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
+                service_slots = self.model.set_services(services);
                 // A new service counts from zero.
-                for place in places.iter().filter(|place| before[**place] != self.model.address_of_service(**place)) {
-                    self.counters[*place] = [0; COUNTER_WORDS];
+                for service_slot in service_slots
+                    .iter()
+                    .filter(|service_slot| before[**service_slot] != self.model.address_of_service(**service_slot))
+                {
+                    self.counters[*service_slot] = [0; COUNTER_WORDS];
                 }
-                for ((_, mode), place) in services.iter().zip(&places) {
+                for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
                     if mode.timestamps == Timestamps::LoadBalancer {
-                        self.model.set_time_key(*place, TIME_KEY);
+                        self.model.set_time_key(*service_slot, TIME_KEY);
                     }
                 }
             }
-            Change::Server(place, id, server) => self.model.set_server(*place, *id, *server),
-            Change::Masked(place, id, is_masked) => self.model.set_masked(*place, *id, *is_masked),
-            Change::Table(place, table) => self.model.install_table(*place, table.clone()),
+            Change::Server(service_slot, id, server) => self.model.set_server(*service_slot, *id, *server),
+            Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
+            Change::Table(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
             Change::Tokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.model.set_owner(*owner),
             Change::LimitEntries(per_source) => self.model.limit_entries(*per_source),
@@ -277,17 +286,17 @@ impl Harness {
             Change::Free(_) => self.model.free_connections(&freed),
         }
         if let Some(instance) = &mut self.instance {
-            instance.change(change, &places, &freed)?;
+            instance.change(change, &service_slots, &freed)?;
         }
-        self.promises.apply(change, &places);
-        Ok(places)
+        self.promises.apply(change, &service_slots);
+        Ok(service_slots)
     }
 
     /// Whether what `change` is about exists.
     pub fn makes_sense(&self, change: &Change) -> bool {
         match change {
-            Change::Server(place, ..) | Change::Masked(place, ..) | Change::Table(place, _) => {
-                self.model.has_service(*place)
+            Change::Server(service_slot, ..) | Change::Masked(service_slot, ..) | Change::Table(service_slot, _) => {
+                self.model.has_service(*service_slot)
             }
             _ => true,
         }
@@ -358,41 +367,43 @@ impl Harness {
     pub fn compare_state(&self) -> Option<Difference> {
         let instance = self.instance.as_ref()?;
         let memory = &instance.memory;
-        let with_service = |place: &usize| *place == NO_SERVICE || self.model.has_service(*place);
+        let with_service = |service_slot: &usize| *service_slot == NO_SERVICE || self.model.has_service(*service_slot);
         let mut counted = (0..self.counters.len()).filter(with_service);
         let counters = counted.find_map(|service| self.compare_counters(service));
         let mut traffic = self.model.traffic().iter().filter_map(|(id, expected)| {
             let found = memory.traffic(*id);
             differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
         });
-        let services = (0..intf::MAX_SERVICES as usize).filter(|place| self.model.has_service(*place));
-        let mut services = services.filter_map(|place| self.compare_service(instance, place));
+        let services = (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
+        let mut services = services.filter_map(|service_slot| self.compare_service(instance, service_slot));
         counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
             let expected = self.model.recent_first_packets().to_vec();
             differ("recent_first_packets", expected, memory.recent_first_packets(), |words| format!("{words:x?}"))
         })
     }
 
-    fn compare_service(&self, instance: &Instance, place: usize) -> Option<Difference> {
-        let assigned = self.model.assigned(place).to_vec();
-        let found = instance.lb.assigned(instance.service(place), assigned.len() as u16);
-        let turns = (self.model.round_robin(place), instance.memory.round_robin(place));
+    fn compare_service(&self, instance: &Instance, service_slot: usize) -> Option<Difference> {
+        let assigned = self.model.assigned(service_slot).to_vec();
+        let found = instance.lb.assigned(instance.service(service_slot), assigned.len() as u16);
+        let turns = (self.model.round_robin(service_slot), instance.memory.round_robin(service_slot));
         differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
             .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
     }
 
     /// What is known of servers' clocks, by id.
-    fn compare_clocks(&self, instance: &Instance, place: usize) -> anyhow::Result<Option<Difference>> {
-        let expected = self.model.corrected(place).map(|(_, known)| {
+    fn compare_clocks(&self, instance: &Instance, service_slot: usize) -> anyhow::Result<Option<Difference>> {
+        let expected = self.model.corrected(service_slot).map(|(_, known)| {
             let clock = known.clock;
             (known.server, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
         });
         let found =
-            instance.lb.server_clocks(instance.service(place))?.into_iter().map(|(id, clock)| {
+            instance.lb.server_clocks(instance.service(service_slot))?.into_iter().map(|(id, clock)| {
                 (id, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
             });
         let expected: BTreeMap<ServerId, [u64; 4]> = expected.collect();
-        Ok(differ(&format!("the clocks of service {place}"), expected, found.collect(), |clocks| format!("{clocks:?}")))
+        Ok(differ(&format!("the clocks of service {service_slot}"), expected, found.collect(), |clocks| {
+            format!("{clocks:?}")
+        }))
     }
 
     /// Whether flow tables, connection tables and what is known of servers' clocks are the same. Fails when the
@@ -401,8 +412,8 @@ impl Harness {
         let Some(instance) = &self.instance else { return Ok(None) };
         let in_use = (self.model.connections().count(), instance.lb.connections_in_use());
         let connections = self.model.connections().find_map(|expected| {
-            let place = usize::from(expected.identity.service);
-            let service = instance.services[place]?;
+            let service_slot = usize::from(expected.identity.service);
+            let service = instance.services[service_slot]?;
             let found = instance.lb.connections(service).find(|found| found.index == expected.index);
             differ("a connection", Some(expected), found, |connection| format!("{connection:?}"))
         });
@@ -410,9 +421,9 @@ impl Harness {
         if connections.is_some() {
             return Ok(connections);
         }
-        let clocks = (0..intf::MAX_SERVICES as usize).filter(|place| self.model.has_service(*place));
-        for place in clocks.filter(|place| instance.services[*place].is_some()) {
-            let difference = self.compare_clocks(instance, place)?;
+        let clocks = (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
+        for service_slot in clocks.filter(|service_slot| instance.services[*service_slot].is_some()) {
+            let difference = self.compare_clocks(instance, service_slot)?;
             if difference.is_some() {
                 return Ok(difference);
             }

@@ -45,14 +45,14 @@ pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// A place in the headers, rarely behind them.
-fn place(rng: &mut FuzzRng, packet: &[u8]) -> usize {
+/// An offset in the headers, rarely behind them.
+fn offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
     let headers = packet.len().min(110);
     if rng.chance(1, 16) { rng.below(packet.len()) } else { rng.below(headers) }
 }
 
 fn once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let at = place(rng, packet);
+    let at = offset(rng, packet);
     match rng.below(12) {
         0..3 => packet[at] ^= 1 << rng.below(8),
         3 => packet[at] = rng.pick(&INTERESTING),
@@ -72,7 +72,7 @@ fn once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
             packet[at..end].fill(rng.pick(&INTERESTING));
         }
         _ => {
-            let from = place(rng, packet);
+            let from = offset(rng, packet);
             let length = (1 + rng.below(12)).min(packet.len() - at.max(from));
             packet.copy_within(from..from + length, at);
         }

@@ -32,7 +32,7 @@ struct Service {
 /// The state as far as promises depend on it.
 #[derive(Debug, Default)]
 pub struct Promises {
-    /// By place.
+    /// By service slot.
     services: HashMap<usize, Service>,
     macs: HashMap<ServerId, Option<Mac>>,
     owners: HashMap<u8, Mac>,
@@ -79,13 +79,13 @@ impl Service {
 }
 
 impl Promises {
-    /// Takes in what a change made known. `places`: of the services of a [`Change::Services`].
-    pub fn apply(&mut self, change: &Change, places: &[usize]) {
+    /// Takes in what a change made known. `service_slots`: of the services of a [`Change::Services`].
+    pub fn apply(&mut self, change: &Change, service_slots: &[usize]) {
         match change {
             Change::Services(services) => {
                 let mut before = std::mem::take(&mut self.services);
-                for ((address, mode), place) in services.iter().zip(places) {
-                    let kept = before.remove(place).filter(|service| service.address == *address);
+                for ((address, mode), service_slot) in services.iter().zip(service_slots) {
+                    let kept = before.remove(service_slot).filter(|service| service.address == *address);
                     let mut service = kept.unwrap_or_else(|| Service {
                         address: *address,
                         other_balancer: None,
@@ -95,11 +95,11 @@ impl Promises {
                         seen: HashSet::new(),
                     });
                     service.other_balancer = mode.transfer.map(|transfer| transfer.other_balancer());
-                    self.services.insert(*place, service);
+                    self.services.insert(*service_slot, service);
                 }
             }
-            Change::Server(place, id, server) => {
-                let Some(service) = self.services.get_mut(place) else { return };
+            Change::Server(service_slot, id, server) => {
+                let Some(service) = self.services.get_mut(service_slot) else { return };
                 match server {
                     Some(server) => {
                         service.servers.insert(*id, server.eligible);
@@ -111,8 +111,8 @@ impl Promises {
                     }
                 }
             }
-            Change::Table(place, table) => {
-                let Some(service) = self.services.get_mut(place) else { return };
+            Change::Table(service_slot, table) => {
+                let Some(service) = self.services.get_mut(service_slot) else { return };
                 service.members = table.members.iter().map(|member| member.server).collect();
                 service.down = table.down.iter().copied().collect();
             }

@@ -38,56 +38,57 @@ pub(super) struct Correction {
 
 impl Correction {
     /// Removes an address from a server; another one with that address takes it over.
-    fn leave_address(&mut self, place: usize, mac: Mac) {
-        let others = self.addresses.iter().filter(|((of, _), at)| *of == place && **at == mac);
+    fn leave_address(&mut self, service_slot: usize, mac: Mac) {
+        let others = self.addresses.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
         match others.map(|((_, id), _)| *id).min() {
             Some(other) => {
-                self.servers.entry((place, mac)).and_modify(|known| known.server = other);
+                self.servers.entry((service_slot, mac)).and_modify(|known| known.server = other);
             }
             None => {
-                self.servers.remove(&(place, mac));
+                self.servers.remove(&(service_slot, mac));
             }
         }
     }
 
-    pub fn move_server(&mut self, place: usize, id: ServerId, mac: Mac, eligible: bool) {
+    pub fn move_server(&mut self, service_slot: usize, id: ServerId, mac: Mac, eligible: bool) {
         if !correction::can_name(id) {
             return;
         }
-        let left = self.addresses.insert((place, id), mac).filter(|left| *left != mac);
-        let known = left.and_then(|left| self.servers.get(&(place, left)).copied()).filter(|known| known.server == id);
+        let left = self.addresses.insert((service_slot, id), mac).filter(|left| *left != mac);
+        let known =
+            left.and_then(|left| self.servers.get(&(service_slot, left)).copied()).filter(|known| known.server == id);
         if let (Some(left), Some(_)) = (left, known) {
-            self.leave_address(place, left);
+            self.leave_address(service_slot, left);
         }
-        let here = self.servers.get(&(place, mac)).copied();
-        let other_stays = |here: Corrected| !eligible && self.addresses.get(&(place, here.server)) == Some(&mac);
+        let here = self.servers.get(&(service_slot, mac)).copied();
+        let other_stays = |here: Corrected| !eligible && self.addresses.get(&(service_slot, here.server)) == Some(&mac);
         if here.is_some_and(|here| here.server != id && other_stays(here)) {
             return;
         }
         let clock = here.or(known).map(|known| known.clock).unwrap_or_default();
-        self.servers.insert((place, mac), Corrected { server: id, clock });
+        self.servers.insert((service_slot, mac), Corrected { server: id, clock });
     }
 
-    pub fn forget_server(&mut self, place: usize, id: ServerId) {
-        if let Some(mac) = self.addresses.remove(&(place, id))
-            && self.servers.get(&(place, mac)).is_some_and(|known| known.server == id)
+    pub fn forget_server(&mut self, service_slot: usize, id: ServerId) {
+        if let Some(mac) = self.addresses.remove(&(service_slot, id))
+            && self.servers.get(&(service_slot, mac)).is_some_and(|known| known.server == id)
         {
-            self.leave_address(place, mac);
+            self.leave_address(service_slot, mac);
         }
     }
 
-    pub fn forget_service(&mut self, place: usize) {
-        self.addresses.retain(|(of, _), _| *of != place);
-        self.servers.retain(|(of, _), _| *of != place);
-        self.time_keys.remove(&place);
+    pub fn forget_service(&mut self, service_slot: usize) {
+        self.addresses.retain(|(of, _), _| *of != service_slot);
+        self.servers.retain(|(of, _), _| *of != service_slot);
+        self.time_keys.remove(&service_slot);
     }
 
-    pub fn set_time_key(&mut self, place: usize, key: CookieKey) {
-        self.time_keys.insert(place, key);
+    pub fn set_time_key(&mut self, service_slot: usize, key: CookieKey) {
+        self.time_keys.insert(service_slot, key);
     }
 
-    fn time_key(&self, place: usize) -> CookieKey {
-        self.time_keys.get(&place).copied().unwrap_or(CookieKey { k0: 0, k1: 0 })
+    fn time_key(&self, service_slot: usize) -> CookieKey {
+        self.time_keys.get(&service_slot).copied().unwrap_or(CookieKey { k0: 0, k1: 0 })
     }
 
     pub fn set_keys(&mut self, before: FleetKeys, new: &FleetKeys, now_ms: u32) {
@@ -103,8 +104,9 @@ impl LoadBalancer {
 
     /// Returns the server of each source address.
     pub fn corrected(&self, service: usize) -> impl Iterator<Item = (Mac, Corrected)> + '_ {
-        let of_service =
-            move |((place, mac), known): (&(usize, Mac), &Corrected)| (*place == service).then_some((*mac, *known));
+        let of_service = move |((service_slot, mac), known): (&(usize, Mac), &Corrected)| {
+            (*service_slot == service).then_some((*mac, *known))
+        };
         self.correction.servers.iter().filter_map(of_service)
     }
 
@@ -112,15 +114,15 @@ impl LoadBalancer {
         self.stateful.clock.0.wrapping_mul(100)
     }
 
-    pub(super) fn is_corrected(&self, place: usize) -> bool {
-        self.service(place).mode.timestamps == Timestamps::LoadBalancer
+    pub(super) fn is_corrected(&self, service_slot: usize) -> bool {
+        self.service(service_slot).mode.timestamps == Timestamps::LoadBalancer
     }
 
-    pub(super) fn move_corrected(&mut self, place: usize, id: ServerId, server: Option<Server>) {
+    pub(super) fn move_corrected(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
         match server {
-            None => self.correction.forget_server(place, id),
-            Some(Server { mac: Some(mac), eligible }) if self.is_corrected(place) => {
-                self.correction.move_server(place, id, mac, eligible);
+            None => self.correction.forget_server(service_slot, id),
+            Some(Server { mac: Some(mac), eligible }) if self.is_corrected(service_slot) => {
+                self.correction.move_server(service_slot, id, mac, eligible);
             }
             Some(_) => {}
         }
@@ -134,14 +136,14 @@ impl LoadBalancer {
             return None;
         }
         let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
-        let place = self.service_at(whole.client, ports.0, outer.protocol).ok()?;
-        if !self.is_corrected(place) {
+        let service_slot = self.service_at(whole.client, ports.0, outer.protocol).ok()?;
+        if !self.is_corrected(service_slot) {
             return None;
         }
-        let (key, packet) = ((place, packet::source_mac(frame)), packet::tcp_answer(&whole, ports));
+        let (key, packet) = ((service_slot, packet::source_mac(frame)), packet::tcp_answer(&whole, ports));
         let mut answered = Outcome {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
-            service: Some(place),
+            service: Some(service_slot),
             server: None,
             told: None,
             event: None,
@@ -150,10 +152,10 @@ impl LoadBalancer {
             return Some(answered);
         };
         let own = packet.echo.map(|echo| echo.own(frame));
-        let stamped = self.stamps_answer(place, &packet, &mut known, own.map(|own| own.value), &mut answered);
+        let stamped = self.stamps_answer(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
         self.correction.servers.insert(key, known);
         if let Some(own) = own.filter(|_| stamped) {
-            let value = self.corrected_value(place, &packet, &known, own.value);
+            let value = self.corrected_value(service_slot, &packet, &known, own.value);
             packet::set_echo(frame, &own, value);
             answered.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
@@ -163,19 +165,19 @@ impl LoadBalancer {
     /// The SYN-ACK fixes whether its connection is stamped: an unstamped one enters the flow table.
     fn stamps_answer(
         &mut self,
-        place: usize,
+        service_slot: usize,
         packet: &Packet,
         known: &mut Corrected,
         milliseconds: Option<u32>,
         answered: &mut Outcome,
     ) -> bool {
         let now_ms = self.now_ms();
-        let plain = self.find_flow_of(place, packet);
+        let plain = self.find_flow_of(service_slot, packet);
         if packet.flags & SYN == 0 {
             let Some(milliseconds) = milliseconds.filter(|_| plain.is_none()) else {
                 // The answer proves the connection; a reset answers any packet.
                 if plain.is_none() && packet.flags & RST == 0 {
-                    self.insert_flow(place, packet, FlowEntry::of(known.server), Kind::Needed);
+                    self.insert_flow(service_slot, packet, FlowEntry::of(known.server), Kind::Needed);
                     answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
                 }
                 return false;
@@ -189,54 +191,55 @@ impl LoadBalancer {
         }
         let entry = FlowEntry { half_open: true, ..FlowEntry::of(known.server) };
         if plain.is_none_or(|plain| plain.server != entry.server || !plain.half_open) {
-            self.insert_flow(place, packet, entry, Kind::Needed);
+            self.insert_flow(service_slot, packet, entry, Kind::Needed);
             answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
         }
         false
     }
 
-    fn corrected_value(&self, place: usize, packet: &Packet, known: &Corrected, milliseconds: u32) -> u32 {
+    fn corrected_value(&self, service_slot: usize, packet: &Packet, known: &Corrected, milliseconds: u32) -> u32 {
         let sent_ms = milliseconds.wrapping_sub(known.clock.offset_ms.unwrap_or(0));
         let keys = self.keys.at(sent_ms, self.correction.switch_ms);
-        correction::stamp(&keys, &self.correction.time_key(place), &packet.tuple(), known.server, milliseconds)
+        correction::stamp(&keys, &self.correction.time_key(service_slot), &packet.tuple(), known.server, milliseconds)
     }
 
     /// Returns the server whose unstamped SYN-ACK the client may not have received, if it takes new connections.
-    pub(super) fn half_open(&mut self, place: usize, packet: &Packet) -> Option<ServerId> {
-        let server = self.find_flow_of(place, packet).filter(|entry| entry.half_open)?.server;
-        self.service(place).takes_new_connections(server).then_some(server)
+    pub(super) fn half_open(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
+        let server = self.find_flow_of(service_slot, packet).filter(|entry| entry.half_open)?.server;
+        self.service(service_slot).takes_new_connections(server).then_some(server)
     }
 
     /// Decides on a client's packet that opens no connection, or has no timestamps.
-    pub(super) fn by_corrected_cookie(&mut self, place: usize, packet: &Packet) -> Decision {
+    pub(super) fn by_corrected_cookie(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
-        if let Some(entry) = self.find_flow_of(place, packet)
-            && self.is_usable(place, entry.server, first)
+        if let Some(entry) = self.find_flow_of(service_slot, packet)
+            && self.is_usable(service_slot, entry.server, first)
         {
             if entry.half_open && !first {
-                self.insert_flow(place, packet, FlowEntry::of(entry.server), Kind::Needed);
+                self.insert_flow(service_slot, packet, FlowEntry::of(entry.server), Kind::Needed);
             }
-            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW_TABLE);
+            return self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE);
         }
         let Some(echo) = packet.echo else {
             if packet.flags & RST != 0 {
                 return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
-            return match self.by_bucket(place, packet) {
-                (None, _) if first => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
+            return match self.by_bucket(service_slot, packet) {
+                (None, _) if first => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 (_, decision) => decision.with_identification(Identification::Unchanged),
             };
         };
         let tuple = packet.tuple();
         let id = correction::recognise(&self.keys, &tuple, echo.value);
-        let Some(server) = self.service(place).server(id) else {
+        let Some(server) = self.service(service_slot).server(id) else {
             return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
-        let decision = self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
-        let known = server.mac.and_then(|mac| self.correction.servers.get(&(place, mac)));
+        let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
+        let known = server.mac.and_then(|mac| self.correction.servers.get(&(service_slot, mac)));
         let clock_ms = known.map(|known| known.clock.at(self.now_ms()));
-        let restored = clock_ms
-            .map_or(echo.value, |now| correction::restore(&self.correction.time_key(place), &tuple, echo.value, now));
+        let restored = clock_ms.map_or(echo.value, |now| {
+            correction::restore(&self.correction.time_key(service_slot), &tuple, echo.value, now)
+        });
         decision.telling(echo, restored)
     }
 }

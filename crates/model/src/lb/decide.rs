@@ -151,19 +151,19 @@ impl LoadBalancer {
             (UDP, Part::Later) => self.later_fragment(&whole, read),
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
-                let place = self.service_at(whole.vip, ports.1, UDP)?;
-                *read = Some(place);
+                let service_slot = self.service_at(whole.vip, ports.1, UDP)?;
+                *read = Some(service_slot);
                 let packet = packet::udp(&whole, ports)?;
-                let decision = self.decide(place, &packet, &sender, now_ns);
-                self.remember_fragment(&whole, place, &decision);
+                let decision = self.decide(service_slot, &packet, &sender, now_ns);
+                self.remember_fragment(&whole, service_slot, &decision);
                 Ok(decision)
             }
             (_, Part::Whole) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
-                let place = self.service_at(whole.vip, ports.1, TCP)?;
-                *read = Some(place);
+                let service_slot = self.service_at(whole.vip, ports.1, TCP)?;
+                *read = Some(service_slot);
                 let packet = packet::tcp(&whole, ports)?;
-                Ok(self.decide(place, &packet, &sender, now_ns))
+                Ok(self.decide(service_slot, &packet, &sender, now_ns))
             }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
         }
@@ -190,24 +190,27 @@ impl LoadBalancer {
     ) -> Result<Decision, Ended> {
         const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::quote(whole)?;
-        let place = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
-        *read = Some(place);
+        let service_slot = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
+        *read = Some(service_slot);
         let tuple = FourTuple::ipv4(quote.client, quote.vip);
         let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
-        if self.is_corrected(place) && quote.value.is_some() && self.find_flow(place, &tuple, protocol).is_none() {
+        if self.is_corrected(service_slot)
+            && quote.value.is_some()
+            && self.find_flow(service_slot, &tuple, protocol).is_none()
+        {
             let id = quote.value.map(|value| correction::recognise(&self.keys, &tuple, value));
-            if let Some(id) = id.filter(|id| self.service(place).server(*id).is_some()) {
-                return Ok(self.deliver_to(place, id, COUNTER));
+            if let Some(id) = id.filter(|id| self.service(service_slot).server(*id).is_some()) {
+                return Ok(self.deliver_to(service_slot, id, COUNTER));
             }
         }
-        let value = quote.value.filter(|_| self.service(place).has_cookies());
+        let value = quote.value.filter(|_| self.service(service_slot).has_cookies());
         let mut event = None;
         match value.map(|value| cookie::recognise(&self.keys, &tuple, value)) {
-            Some(Cookie::Server(id)) if self.service(place).server(id).is_some() => {
-                return Ok(self.deliver_to(place, id, COUNTER));
+            Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
+                return Ok(self.deliver_to(service_slot, id, COUNTER));
             }
-            Some(Cookie::TableIndex(number)) if self.service(place).is_stateful() => {
-                match self.by_index(place, &tuple, number, COUNTER, sender.mac, now_ns) {
+            Some(Cookie::TableIndex(number)) if self.service(service_slot).is_stateful() => {
+                match self.by_index(service_slot, &tuple, number, COUNTER, sender.mac, now_ns) {
                     Indexed::Decided(decision, _) => return Ok(decision),
                     Indexed::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     Indexed::UnknownServer => {}
@@ -215,31 +218,32 @@ impl LoadBalancer {
             }
             _ => {}
         }
-        let flow = self.find_flow(place, &tuple, protocol).filter(|entry| self.is_usable(place, entry.server, false));
-        let decision = match (flow, self.service(place).other_balancer()) {
-            (Some(entry), _) => self.deliver_to(place, entry.server, COUNTER),
-            (None, Some(other)) => self.to_other_balancer(place, other),
+        let flow = self
+            .find_flow(service_slot, &tuple, protocol)
+            .filter(|entry| self.is_usable(service_slot, entry.server, false));
+        let decision = match (flow, self.service(service_slot).other_balancer()) {
+            (Some(entry), _) => self.deliver_to(service_slot, entry.server, COUNTER),
+            (None, Some(other)) => self.to_other_balancer(service_slot, other),
             (None, None) => {
                 let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_to_all((place, whole.client), intf::BROADCAST_ICMP, over_rate, now_ns)
+                self.deliver_to_all((service_slot, whole.client), intf::BROADCAST_ICMP, over_rate, now_ns)
             }
         };
         Ok(Decision { event, ..decision })
     }
 
     fn later_fragment(&self, whole: &Ipv4<'_>, read: &mut Option<usize>) -> Result<Decision, Ended> {
-        let known = self
-            .fragments
-            .get(&Datagram::of(whole))
-            .filter(|(place, id)| self.services[*place].as_ref().is_some_and(|service| service.server(*id).is_some()));
-        let (place, id) = *known.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
-        *read = Some(place);
-        Ok(self.deliver_to(place, id, intf::LB_COUNTER_FRAGMENT))
+        let known = self.fragments.get(&Datagram::of(whole)).filter(|(service_slot, id)| {
+            self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
+        });
+        let (service_slot, id) = *known.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
+        *read = Some(service_slot);
+        Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_FRAGMENT))
     }
 
-    fn remember_fragment(&mut self, whole: &Ipv4<'_>, place: usize, decision: &Decision) {
+    fn remember_fragment(&mut self, whole: &Ipv4<'_>, service_slot: usize, decision: &Decision) {
         if let (Part::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
-            self.fragments.insert(Datagram::of(whole), (place, server));
+            self.fragments.insert(Datagram::of(whole), (service_slot, server));
         }
     }
 
@@ -255,15 +259,15 @@ impl LoadBalancer {
         }
     }
 
-    fn decide(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
-        let Some(transfer) = self.service(place).mode.transfer else {
-            return self.decide_alone(place, packet, sender, now_ns);
+    fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
+        let Some(transfer) = self.service(service_slot).mode.transfer else {
+            return self.decide_alone(service_slot, packet, sender, now_ns);
         };
         let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
         if first && matches!(transfer, Transfer::HandedOverTo(_)) {
-            return self.to_other_balancer(place, other);
+            return self.to_other_balancer(service_slot, other);
         }
-        let decision = self.decide_alone(place, packet, sender, now_ns);
+        let decision = self.decide_alone(service_slot, packet, sender, now_ns);
         if decision.server.is_some() && !first { decision.naming(other.get()) } else { decision }
     }
 
@@ -279,180 +283,188 @@ impl LoadBalancer {
     }
 
     /// Forwards to the load balancer of a migration, whose packets no server forwards again.
-    fn to_other_balancer(&self, place: usize, id: ServerId) -> Decision {
-        let to = self.deliver_to(place, id, intf::LB_COUNTER_TO_OTHER_BALANCER).naming(intf::NO_SERVER as u16);
+    fn to_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
+        let to = self.deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER).naming(intf::NO_SERVER as u16);
         Decision { server: None, ..to }
     }
 
-    fn decide_alone(&mut self, place: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
-        let service = self.service(place);
+    fn decide_alone(&mut self, service_slot: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
+        let service = self.service(service_slot);
         let mode = service.mode;
         let first = packet.flags & SYN != 0;
-        if self.is_corrected(place) {
+        if self.is_corrected(service_slot) {
             return match first && packet.echo.is_some() {
-                true => match self.half_open(place, packet) {
-                    Some(id) => self.deliver_to(place, id, intf::LB_COUNTER_NEW_CONNECTION),
-                    None => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
+                true => match self.half_open(service_slot, packet) {
+                    Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
+                    None => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },
-                false => self.by_corrected_cookie(place, packet),
+                false => self.by_corrected_cookie(service_slot, packet),
             };
         }
         match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {
-            (Consistency::None, _) => self.by_rule(place, packet, placed_as(first)),
-            (Consistency::HashTable, _) => self.by_hash_table(place, packet),
-            (Consistency::Beamer, _) | (_, None) => self.without_cookie(place, packet, now_ns),
-            (Consistency::Stateful, Some(echo)) if first => self.first_stateful(place, packet, echo, sender.bytes),
-            (Consistency::Stateless, Some(_)) if first => self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION),
+            (Consistency::None, _) => self.by_rule(service_slot, packet, placed_as(first)),
+            (Consistency::HashTable, _) => self.by_hash_table(service_slot, packet),
+            (Consistency::Beamer, _) | (_, None) => self.without_cookie(service_slot, packet, now_ns),
+            (Consistency::Stateful, Some(echo)) if first => {
+                self.first_stateful(service_slot, packet, echo, sender.bytes)
+            }
+            (Consistency::Stateless, Some(_)) if first => {
+                self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
+            }
             (Consistency::Stateless | Consistency::Stateful, Some(echo)) => {
-                self.by_cookie(place, packet, echo.value, sender, now_ns)
+                self.by_cookie(service_slot, packet, echo.value, sender, now_ns)
             }
         }
     }
 
     /// Forwards to the server if its MAC address is known: no other one has the connection.
-    pub(super) fn deliver_to(&self, place: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
-        match self.service(place).server(id).and_then(|server| server.mac) {
+    pub(super) fn deliver_to(&self, service_slot: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
+        match self.service(service_slot).server(id).and_then(|server| server.mac) {
             Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::end(counter) },
             None => Decision::end(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
         }
     }
 
-    pub(super) fn by_rule(&mut self, place: usize, packet: &Packet, counter: intf::lb_counter) -> Decision {
-        let service = self.services[place].as_mut().expect("in the directory");
+    pub(super) fn by_rule(&mut self, service_slot: usize, packet: &Packet, counter: intf::lb_counter) -> Decision {
+        let service = self.services[service_slot].as_mut().expect("in the directory");
         let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent);
-        match service.place(place, recent, &packet.tuple()) {
-            Some(id) => self.deliver_to(place, id, counter).opening(counter == placed_as(true)),
+        match service.place(service_slot, recent, &packet.tuple()) {
+            Some(id) => self.deliver_to(service_slot, id, counter).opening(counter == placed_as(true)),
             None => Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
 
-    fn by_cookie(&mut self, place: usize, packet: &Packet, echo: u32, sender: &Sender, now_ns: u64) -> Decision {
+    fn by_cookie(&mut self, service_slot: usize, packet: &Packet, echo: u32, sender: &Sender, now_ns: u64) -> Decision {
         let tuple = packet.tuple();
         match cookie::recognise(&self.keys, &tuple, echo) {
-            Cookie::Server(id) if self.service(place).server(id).is_some() => {
-                self.deliver_to(place, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
+            Cookie::Server(id) if self.service(service_slot).server(id).is_some() => {
+                self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
             }
-            Cookie::TableIndex(number) if self.service(place).is_stateful() => {
-                match self.by_index(place, &tuple, number, intf::LB_COUNTER_CONNECTION_TABLE, sender.mac, now_ns) {
+            Cookie::TableIndex(number) if self.service(service_slot).is_stateful() => {
+                match self.by_index(service_slot, &tuple, number, intf::LB_COUNTER_CONNECTION_TABLE, sender.mac, now_ns)
+                {
                     Indexed::Decided(decision, None) => decision,
                     Indexed::Decided(decision, Some(index)) => {
                         decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
                     }
-                    Indexed::UnknownConnection => {
-                        self.unknown((place, packet.client.0), now_ns).with_event(intf::LB_EVENT_CONNECTION_UNKNOWN)
-                    }
-                    Indexed::UnknownServer => self.unknown((place, packet.client.0), now_ns),
+                    Indexed::UnknownConnection => self
+                        .unknown((service_slot, packet.client.0), now_ns)
+                        .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
+                    Indexed::UnknownServer => self.unknown((service_slot, packet.client.0), now_ns),
                 }
             }
-            _ => self.unknown((place, packet.client.0), now_ns),
+            _ => self.unknown((service_slot, packet.client.0), now_ns),
         }
     }
 
     /// Whether an entry's server may get the packet: a SYN only if it takes new connections.
-    pub(super) fn is_usable(&self, place: usize, server: ServerId, first: bool) -> bool {
-        let service = self.service(place);
+    pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, first: bool) -> bool {
+        let service = self.service(service_slot);
         if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
     /// Returns the bucket's choice, if its server may get the packet, and the decision with the previous server.
-    pub(super) fn by_bucket(&mut self, place: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+    pub(super) fn by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let first = packet.flags & SYN != 0;
-        match self.bucket(place, packet).filter(|choice| self.is_usable(place, choice.server, first)) {
+        match self.bucket(service_slot, packet).filter(|choice| self.is_usable(service_slot, choice.server, first)) {
             Some(choice) => {
-                let decision = self.deliver_to(place, choice.server, intf::LB_COUNTER_BUCKET_HASH);
+                let decision = self.deliver_to(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
                 (Some(choice), decision.naming(choice.before_field()))
             }
             None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
         }
     }
 
-    fn bucket(&self, place: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.service(place).placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()))
+    fn bucket(&self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.service(service_slot).placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()))
     }
 
     /// Decides on a SYN without usable flow entry. `stale`: its unusable entry.
-    fn first_without_cookie(&mut self, place: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
-        let (choice, decision) = self.by_bucket(place, packet);
+    fn first_without_cookie(&mut self, service_slot: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
+        let (choice, decision) = self.by_bucket(service_slot, packet);
         let (mut before, decision, kind) = match (choice, stale) {
             (Some(_), None) => return decision,
             (Some(choice), Some(_)) => (choice.before, decision, Kind::Hint),
             (None, _) => {
-                let bucket = self.bucket(place, packet).map(|choice| choice.server);
-                (bucket, self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION), Kind::Needed)
+                let bucket = self.bucket(service_slot, packet).map(|choice| choice.server);
+                (bucket, self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION), Kind::Needed)
             }
         };
         let Some(server) = decision.server else { return decision };
-        if let Some(stale) = stale.filter(|stale| self.service(place).server(stale.server).is_some()) {
+        if let Some(stale) = stale.filter(|stale| self.service(service_slot).server(stale.server).is_some()) {
             before = Some(stale.server);
         }
         let entry = FlowEntry { before, ..FlowEntry::of(server) };
-        self.services[place].as_mut().expect("in the directory").has_flows = true;
-        self.remembering(place, packet, entry, kind, decision.naming(entry.before_field()))
+        self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
+        self.remembering(service_slot, packet, entry, kind, decision.naming(entry.before_field()))
     }
 
-    fn without_cookie(&mut self, place: usize, packet: &Packet, now_ns: u64) -> Decision {
+    fn without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
         let first = packet.flags & SYN != 0;
-        let service = self.service(place);
+        let service = self.service(service_slot);
         let by_bucket = service.mode.consistency == Consistency::Beamer;
-        let found = if by_bucket && !service.has_flows { None } else { self.find_flow_of(place, packet) };
-        if let Some(entry) = found.filter(|entry| self.is_usable(place, entry.server, first)) {
-            return self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW_TABLE).naming(entry.before_field());
+        let found = if by_bucket && !service.has_flows { None } else { self.find_flow_of(service_slot, packet) };
+        if let Some(entry) = found.filter(|entry| self.is_usable(service_slot, entry.server, first)) {
+            return self
+                .deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
+                .naming(entry.before_field());
         }
         if first {
-            return self.first_without_cookie(place, packet, found);
+            return self.first_without_cookie(service_slot, packet, found);
         }
         if by_bucket {
-            return self.by_bucket(place, packet).1;
+            return self.by_bucket(service_slot, packet).1;
         }
         if packet.flags & RST != 0 {
-            let (of, over_rate) = ((place, packet.client.0), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
+            let (of, over_rate) = ((service_slot, packet.client.0), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self.deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns).naming(intf::NO_SERVER as u16);
         }
         // Our connections are in the flow table since their second packet; the other load balancer must see all of its
         // own.
-        if let Some(Transfer::HandedOverTo(other)) = self.service(place).mode.transfer {
-            return self.to_other_balancer(place, other);
+        if let Some(Transfer::HandedOverTo(other)) = self.service(service_slot).mode.transfer {
+            return self.to_other_balancer(service_slot, other);
         }
-        let (choice, decision) = self.by_bucket(place, packet);
+        let (choice, decision) = self.by_bucket(service_slot, packet);
         match choice.filter(|_| decision.forwards()) {
-            Some(choice) => self.remembering(place, packet, choice, Kind::Hint, decision),
+            Some(choice) => self.remembering(service_slot, packet, choice, Kind::Hint, decision),
             None => decision,
         }
     }
 
-    fn by_hash_table(&mut self, place: usize, packet: &Packet) -> Decision {
+    fn by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let syn = packet.flags & SYN != 0;
         let udp = packet.protocol == Protocol::Udp;
         // A datagram begins a flow if none is known.
         let first = syn || udp;
-        let known = self.find_flow_of(place, packet).filter(|entry| self.is_usable(place, entry.server, syn));
-        if let Some(entry) = known.filter(|entry| !udp || !self.service(place).is_down(entry.server)) {
+        let known =
+            self.find_flow_of(service_slot, packet).filter(|entry| self.is_usable(service_slot, entry.server, syn));
+        if let Some(entry) = known.filter(|entry| !udp || !self.service(service_slot).is_down(entry.server)) {
             return self.deliver_to(
-                place,
+                service_slot,
                 entry.server,
                 if syn { placed_as(true) } else { intf::LB_COUNTER_FLOW_TABLE },
             );
         }
-        if let Some(other) = self.service(place).other_balancer().filter(|_| !first) {
-            return self.to_other_balancer(place, other);
+        if let Some(other) = self.service(service_slot).other_balancer().filter(|_| !first) {
+            return self.to_other_balancer(service_slot, other);
         }
-        let decision = self.by_rule(place, packet, placed_as(first));
+        let decision = self.by_rule(service_slot, packet, placed_as(first));
         match (decision.server.filter(|_| first), known) {
-            (Some(server), _) => self.remembering(place, packet, FlowEntry::of(server), Kind::Needed, decision),
-            (None, Some(entry)) => self.deliver_to(place, entry.server, intf::LB_COUNTER_FLOW_TABLE),
+            (Some(server), _) => self.remembering(service_slot, packet, FlowEntry::of(server), Kind::Needed, decision),
+            (None, Some(entry)) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
         }
     }
 
     fn remembering(
         &mut self,
-        place: usize,
+        service_slot: usize,
         packet: &Packet,
         entry: FlowEntry,
         kind: Kind,
         decision: Decision,
     ) -> Decision {
-        let entered = self.insert_flow(place, packet, entry, kind);
+        let entered = self.insert_flow(service_slot, packet, entry, kind);
         Decision { event: entered.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 

@@ -238,9 +238,9 @@ impl LoadBalancer {
     /// With more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
         let stateful = self.stateful_places();
-        for place in &mut self.services {
+        for service_slot in &mut self.services {
             let kept = |service: &Service| services.iter().any(|(address, _)| *address == service.address);
-            *place = place.take().filter(kept);
+            *service_slot = service_slot.take().filter(kept);
         }
         for (address, mode) in services {
             let known = self.services.iter_mut().flatten().find(|service| service.address == *address);
@@ -249,35 +249,36 @@ impl LoadBalancer {
             }
         }
         let still = self.stateful_places();
-        let not_any_more: Vec<usize> = stateful.into_iter().filter(|place| !still.contains(place)).collect();
+        let not_any_more: Vec<usize> =
+            stateful.into_iter().filter(|service_slot| !still.contains(service_slot)).collect();
         self.stateful.free_services(&not_any_more);
-        let places: Vec<usize> = services.iter().map(|(address, mode)| self.place_of(*address, *mode)).collect();
+        let service_slots: Vec<usize> = services.iter().map(|(address, mode)| self.place_of(*address, *mode)).collect();
         self.by_address.clear();
         self.vips.clear();
-        for ((address, _), place) in services.iter().zip(&places) {
+        for ((address, _), service_slot) in services.iter().zip(&service_slots) {
             if let std::net::SocketAddr::V4(vip) = address.socket {
-                self.by_address.insert((*vip.ip(), vip.port(), address.protocol.number()), *place);
+                self.by_address.insert((*vip.ip(), vip.port(), address.protocol.number()), *service_slot);
                 self.vips.insert(*vip.ip());
             }
         }
-        places
+        service_slots
     }
 
     fn stateful_places(&self) -> Vec<usize> {
-        let stateful = |place: &usize| self.services[*place].as_ref().is_some_and(Service::is_stateful);
+        let stateful = |service_slot: &usize| self.services[*service_slot].as_ref().is_some_and(Service::is_stateful);
         (0..self.services.len()).filter(stateful).collect()
     }
 
     fn place_of(&mut self, address: ServiceAddress, mode: ServiceMode) -> usize {
         let kept = |service: &Option<Service>| service.as_ref().is_some_and(|service| service.address == address);
-        if let Some(place) = self.services.iter().position(kept) {
-            return place;
+        if let Some(service_slot) = self.services.iter().position(kept) {
+            return service_slot;
         }
-        let free = self.services.iter().position(Option::is_none).expect("no more services than places");
+        let free = self.services.iter().position(Option::is_none).expect("no more services than slots");
         self.services[free] = Some(Service::new(address, mode));
         // Of the service that had the slot before.
         self.flows.forget(free);
-        self.fragments.retain(|_, (place, _)| *place != free);
+        self.fragments.retain(|_, (service_slot, _)| *service_slot != free);
         self.correction.forget_service(free);
         self.opened.remove(&free);
         free
@@ -362,8 +363,8 @@ impl LoadBalancer {
     }
 
     /// Whether a service has that slot.
-    pub fn has_service(&self, place: usize) -> bool {
-        self.services[place].is_some()
+    pub fn has_service(&self, service_slot: usize) -> bool {
+        self.services[service_slot].is_some()
     }
 
     /// Connections assigned to each core since the table was switched in.
@@ -382,8 +383,8 @@ impl LoadBalancer {
     }
 
     /// Returns the service in this slot.
-    pub fn address_of_service(&self, place: usize) -> Option<ServiceAddress> {
-        self.services.get(place)?.as_ref().map(|service| service.address)
+    pub fn address_of_service(&self, service_slot: usize) -> Option<ServiceAddress> {
+        self.services.get(service_slot)?.as_ref().map(|service| service.address)
     }
 
     /// Returns the new connections of the service in this slot.
@@ -401,11 +402,11 @@ impl LoadBalancer {
         self.recent.words()
     }
 
-    fn service(&self, place: usize) -> &Service {
-        self.services[place].as_ref().expect("a place that set_services returned")
+    fn service(&self, service_slot: usize) -> &Service {
+        self.services[service_slot].as_ref().expect("a slot that set_services returned")
     }
 
-    fn service_mut(&mut self, place: usize) -> &mut Service {
-        self.services[place].as_mut().expect("a place that set_services returned")
+    fn service_mut(&mut self, service_slot: usize) -> &mut Service {
+        self.services[service_slot].as_mut().expect("a slot that set_services returned")
     }
 }

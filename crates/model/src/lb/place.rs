@@ -68,8 +68,8 @@ impl RecentFirstPackets {
     }
 
     fn entry(&mut self, hash: u32) -> &mut u64 {
-        let place = hash as usize % self.0.len();
-        &mut self.0[place]
+        let index = hash as usize % self.0.len();
+        &mut self.0[index]
     }
 
     fn find(&mut self, hash: u32, key: u64) -> Option<ServerId> {
@@ -80,17 +80,17 @@ impl RecentFirstPackets {
 }
 
 impl Service {
-    /// Returns a server for a new connection that can take it. `place` is the service's slot. With `recent`, a
+    /// Returns a server for a new connection that can take it. `service_slot` is the service's slot. With `recent`, a
     /// retransmitted SYN goes to the same server; `None`: a datagram, placed on its own.
     pub(super) fn place(
         &mut self,
-        place: usize,
+        service_slot: usize,
         recent: Option<&mut RecentFirstPackets>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         // Taken out of the service while its servers are borrowed.
         let mut placement = self.placement.take()?;
-        let chosen = self.place_by(&mut placement, place, recent, tuple);
+        let chosen = self.place_by(&mut placement, service_slot, recent, tuple);
         self.placement = Some(placement);
         chosen
     }
@@ -98,7 +98,7 @@ impl Service {
     fn place_by(
         &mut self,
         placement: &mut Placement,
-        place: usize,
+        service_slot: usize,
         recent: Option<&mut RecentFirstPackets>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
@@ -107,7 +107,7 @@ impl Service {
         }
         let bytes = tuple.bytes();
         let hash = placement.hash(0, tuple);
-        let key = RecentFirstPackets::key(hash, placement.table.generation, place);
+        let key = RecentFirstPackets::key(hash, placement.table.generation, service_slot);
         let mut recent = recent.filter(|_| placement.has_state());
         if let Some(recent) = &mut recent
             && let Some(id) = recent.find(hash, key)

@@ -109,15 +109,15 @@ impl Stateful {
 }
 
 impl LoadBalancer {
-    pub(super) fn connection_hash(&self, place: usize, tuple: &FourTuple) -> ConnectionHash {
+    pub(super) fn connection_hash(&self, service_slot: usize, tuple: &FourTuple) -> ConnectionHash {
         let SocketAddr::V4(client) = tuple.client() else { unreachable!("packets are of IPv4 here") };
-        ConnectionHash::new(&self.stateful.key, place as u16, client)
+        ConnectionHash::new(&self.stateful.key, service_slot as u16, client)
     }
 
     /// Decides by the index `number` in a cookie. `from`: the sender of the frame.
     pub(super) fn by_index(
         &mut self,
-        place: usize,
+        service_slot: usize,
         tuple: &FourTuple,
         number: u16,
         counter: intf::lb_counter,
@@ -126,13 +126,13 @@ impl LoadBalancer {
     ) -> Indexed {
         let (owner, entry) = owner_and_place(number);
         if self.stateful.owner != Some(owner) {
-            return Indexed::Decided(self.by_owner((place, source_of(tuple)), owner, from, now_ns), None);
+            return Indexed::Decided(self.by_owner((service_slot, source_of(tuple)), owner, from, now_ns), None);
         }
-        let hash = self.connection_hash(place, tuple);
-        match self.stateful.table.find(hash, entry, place as u16) {
+        let hash = self.connection_hash(service_slot, tuple);
+        match self.stateful.table.find(hash, entry, service_slot as u16) {
             None => Indexed::UnknownConnection,
-            Some((_, id)) if self.service(place).server(id).is_none() => Indexed::UnknownServer,
-            Some((index, id)) => Indexed::Decided(self.deliver_to(place, id, counter), Some(index)),
+            Some((_, id)) if self.service(service_slot).server(id).is_none() => Indexed::UnknownServer,
+            Some((index, id)) => Indexed::Decided(self.deliver_to(service_slot, id, counter), Some(index)),
         }
     }
 
@@ -150,26 +150,32 @@ impl LoadBalancer {
     }
 
     /// Gives a SYN an entry, or the one of its first transmission, and names it to the server.
-    pub(super) fn first_stateful(&mut self, place: usize, packet: &Packet, echo: packet::Echo, bytes: u64) -> Decision {
-        let hash = self.connection_hash(place, &packet.tuple());
+    pub(super) fn first_stateful(
+        &mut self,
+        service_slot: usize,
+        packet: &Packet,
+        echo: packet::Echo,
+        bytes: u64,
+    ) -> Decision {
+        let hash = self.connection_hash(service_slot, &packet.tuple());
         let owner = self.stateful.owner;
         let recent = self.stateful.recent.place(hash);
-        let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, place as u16));
+        let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, service_slot as u16));
         if let (Some((index, id)), Some(owner)) = (before, owner)
-            && self.service(place).takes_new_connections(id)
+            && self.service(service_slot).takes_new_connections(id)
         {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
-            let decision = self.deliver_to(place, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
+            let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
             return decision.telling(echo, syn_echo(owner, index.place()));
         }
-        let decision = self.by_rule(place, packet, intf::LB_COUNTER_NEW_CONNECTION);
+        let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         if !self.stateful.may_take(packet.client.0) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
         let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
-        let first = FirstPacket { hash, service: place as u16, client, bytes };
+        let first = FirstPacket { hash, service: service_slot as u16, client, bytes };
         match self.stateful.table.take(&first, server, self.stateful.clock) {
             Ok(index) => {
                 *self.stateful.held(packet.client.0) += 1;
@@ -177,7 +183,7 @@ impl LoadBalancer {
                 decision.telling(echo, syn_echo(owner, index.place()))
             }
             Err(NotTaken::Full) => decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
-            Err(NotTaken::Contended) => unreachable!("nobody else takes places here"),
+            Err(NotTaken::Contended) => unreachable!("no other operation takes entries here"),
         }
     }
 }

@@ -172,9 +172,9 @@ impl Simulation {
     }
 
     pub(super) fn tell_table(&mut self, number: usize) -> anyhow::Result<()> {
-        let LoadBalancer { harness, place, alive } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         if *alive {
-            harness.change(&Change::Table(*place, self.controller.table.clone()))?;
+            harness.change(&Change::Table(*service_slot, self.controller.table.clone()))?;
         }
         Ok(())
     }
@@ -185,13 +185,13 @@ impl Simulation {
         let setup = Setup::new(load_balancer_mac(number), self.controller.keys);
         let mut harness = Harness::new(setup, self.config.with_program)?;
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let place = harness.change(&Change::Services(vec![(address, mode(self.config.consistency))]))?[0];
+        let service_slot = harness.change(&Change::Services(vec![(address, mode(self.config.consistency))]))?[0];
         for server in self.servers.iter().filter(|server| server.life != Life::Gone) {
-            harness.change(&Change::Server(place, server.id, Some(known(server))))?;
+            harness.change(&Change::Server(service_slot, server.id, Some(known(server))))?;
         }
-        harness.change(&Change::Table(place, self.controller.table.clone()))?;
+        harness.change(&Change::Table(service_slot, self.controller.table.clone()))?;
         harness.change(&Change::Number(Some(owner_number(number))))?;
-        Ok(LoadBalancer { harness, place, alive: true })
+        Ok(LoadBalancer { harness, service_slot, alive: true })
     }
 
     pub(super) fn start_load_balancer(&mut self, number: usize) -> anyhow::Result<()> {
@@ -246,11 +246,11 @@ impl Simulation {
     }
 
     pub(super) fn tell_server(&mut self, number: usize, server: usize) -> anyhow::Result<()> {
-        let LoadBalancer { harness, place, alive } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let server = &self.servers[server];
         if *alive {
             let known = (server.life != Life::Gone).then(|| known(server));
-            harness.change(&Change::Server(*place, server.id, known))?;
+            harness.change(&Change::Server(*service_slot, server.id, known))?;
         }
         Ok(())
     }
@@ -371,11 +371,11 @@ impl Simulation {
     fn lose_mac(&mut self) -> anyhow::Result<bool> {
         let Some(server) = self.pick_server(Life::Serving) else { return Ok(false) };
         let number = self.rng.below(self.load_balancers.len());
-        let LoadBalancer { harness, place, alive } = &mut self.load_balancers[number];
+        let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let told = *alive;
         if told {
             let unresolved = model::Server { mac: None, ..known(&self.servers[server]) };
-            harness.change(&Change::Server(*place, self.servers[server].id, Some(unresolved)))?;
+            harness.change(&Change::Server(*service_slot, self.servers[server].id, Some(unresolved)))?;
             self.report.other_changes += 1;
             let delay = 100 + self.delay();
             self.at(delay, Event::TellServer(number, server));

@@ -105,7 +105,7 @@ enum Event {
 struct LoadBalancer {
     harness: Harness,
     /// Place of the service.
-    place: usize,
+    service_slot: usize,
     alive: bool,
 }
 

@@ -67,11 +67,11 @@ fn state_that_no_packet_shows_is_compared_too() {
     let keys = FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
     let mut harness = Harness::new(Setup::new(OWN_MAC, keys), true).unwrap();
     let address = ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp };
-    let place = harness.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
+    let service_slot = harness.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
     let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), eligible: true };
-    harness.change(&Change::Server(place, id, Some(server))).unwrap();
+    harness.change(&Change::Server(service_slot, id, Some(server))).unwrap();
     let table = PlacementTable::random(Rule::RoundRobin, 1, 1, &[id], &mut seeded_rng(1, 0));
-    harness.change(&Change::Table(place, table)).unwrap();
+    harness.change(&Change::Table(service_slot, table)).unwrap();
 
     let ip = Ip {
         mac: OWN_MAC,
