@@ -240,6 +240,6 @@ impl LoadBalancer {
         let restored = clock_ms.map_or(echo.value, |now| {
             correction::restore(&self.correction.time_key(service_slot), &tuple, echo.value, now)
         });
-        decision.telling(echo, restored)
+        decision.with_tsecr(echo, restored)
     }
 }

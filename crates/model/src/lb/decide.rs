@@ -65,7 +65,7 @@ impl Decision {
     }
 
     /// Sets the first packet's TSecr to `value` for the server.
-    pub fn telling(self, echo: Echo, value: u32) -> Self {
+    pub fn with_tsecr(self, echo: Echo, value: u32) -> Self {
         Self { echo: Some((echo, value)), ..self }
     }
 
@@ -90,7 +90,7 @@ impl Decision {
         self.server
     }
 
-    fn naming(self, before: u16) -> Self {
+    fn with_previous_server(self, before: u16) -> Self {
         Self { identification: Identification::Before(before), ..self }
     }
 
@@ -268,7 +268,7 @@ impl LoadBalancer {
             return self.to_other_balancer(service_slot, other);
         }
         let decision = self.decide_alone(service_slot, packet, sender, now_ns);
-        if decision.server.is_some() && !first { decision.naming(other.get()) } else { decision }
+        if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
     }
 
     /// Decides on a packet without any state here. `of`: the service's slot, and the source.
@@ -284,7 +284,9 @@ impl LoadBalancer {
 
     /// Forwards to the load balancer of a migration, whose packets no server forwards again.
     fn to_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
-        let to = self.deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER).naming(intf::NO_SERVER as u16);
+        let to = self
+            .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)
+            .with_previous_server(intf::NO_SERVER as u16);
         Decision { server: None, ..to }
     }
 
@@ -369,7 +371,7 @@ impl LoadBalancer {
         match self.bucket(service_slot, packet).filter(|choice| self.is_usable(service_slot, choice.server, first)) {
             Some(choice) => {
                 let decision = self.deliver_to(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
-                (Some(choice), decision.naming(choice.before_field()))
+                (Some(choice), decision.with_previous_server(choice.before_field()))
             }
             None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
         }
@@ -396,7 +398,7 @@ impl LoadBalancer {
         }
         let entry = FlowEntry { before, ..FlowEntry::of(server) };
         self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
-        self.remembering(service_slot, packet, entry, kind, decision.naming(entry.before_field()))
+        self.remembering(service_slot, packet, entry, kind, decision.with_previous_server(entry.before_field()))
     }
 
     fn without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
@@ -407,7 +409,7 @@ impl LoadBalancer {
         if let Some(entry) = found.filter(|entry| self.is_usable(service_slot, entry.server, first)) {
             return self
                 .deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
-                .naming(entry.before_field());
+                .with_previous_server(entry.before_field());
         }
         if first {
             return self.first_without_cookie(service_slot, packet, found);
@@ -417,7 +419,9 @@ impl LoadBalancer {
         }
         if packet.flags & RST != 0 {
             let (of, over_rate) = ((service_slot, packet.client.0), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
-            return self.deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns).naming(intf::NO_SERVER as u16);
+            return self
+                .deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns)
+                .with_previous_server(intf::NO_SERVER as u16);
         }
         // Our connections are in the flow table since their second packet; the other load balancer must see all of its
         // own.

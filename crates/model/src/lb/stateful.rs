@@ -166,10 +166,10 @@ impl LoadBalancer {
         {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
             let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
-            return decision.telling(echo, syn_echo(owner, index.place()));
+            return decision.with_tsecr(echo, syn_echo(owner, index.place()));
         }
         let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
-        let decision = if echo.value == 0 { decision } else { decision.telling(echo, 0) };
+        let decision = if echo.value == 0 { decision } else { decision.with_tsecr(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         if !self.stateful.may_take(packet.client.0) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
@@ -180,7 +180,7 @@ impl LoadBalancer {
             Ok(index) => {
                 *self.stateful.held(packet.client.0) += 1;
                 self.stateful.recent.remember(hash, index);
-                decision.telling(echo, syn_echo(owner, index.place()))
+                decision.with_tsecr(echo, syn_echo(owner, index.place()))
             }
             Err(NotTaken::Full) => decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             Err(NotTaken::Contended) => unreachable!("no other operation takes entries here"),
