@@ -215,13 +215,13 @@ pub struct LoadBalancer {
     occupancy: Occupancy,
     taken_over: bool,
     /// Link of a program of another version with another layout, which still forwards.
-    beside: Option<XdpLink>,
+    pending_upgrade: Option<XdpLink>,
 }
 
 impl LoadBalancer {
     /// Loads the program. Objects pinned by an earlier process are taken over with keys, services, servers, tables and
     /// counters, and continue to forward. Those of another version with another layout forward until
-    /// [`switch_over`](Self::switch_over). Fails when the pin directory is not on a BPF file system, the pinned
+    /// [`commit_upgrade`](Self::commit_upgrade). Fails when the pin directory is not on a BPF file system, the pinned
     /// connection table cannot get the requested size, the flow table's size is out of range, or the kernel refuses the
     /// program.
     pub fn load(options: Options) -> anyhow::Result<Self> {
@@ -244,7 +244,7 @@ impl LoadBalancer {
             (Some(pins), Some(_)) => Maps::take_over(pins).err(),
             _ => None,
         };
-        let beside = of_another_version.is_some().then(|| link.take()).flatten();
+        let pending_upgrade = of_another_version.is_some().then(|| link.take()).flatten();
         if let Some(problem) = &of_another_version {
             tracing::warn!(
                 event = "upgrade-pending",
@@ -275,11 +275,11 @@ impl LoadBalancer {
                 (maps, program, services)
             }
             _ => {
-                if let (Some(pins), true) = (&pins, beside.is_some()) {
+                if let (Some(pins), true) = (&pins, pending_upgrade.is_some()) {
                     variant.counters_by_cpu = program::pinned_counters_by_cpu(pins)?;
                 }
                 let (maps, program) = Maps::create(&variant, sizes)?;
-                if let (Some(pins), None) = (&pins, &beside) {
+                if let (Some(pins), None) = (&pins, &pending_upgrade) {
                     maps.pin(pins)?;
                 }
                 (maps, program, BTreeMap::new())
@@ -305,7 +305,7 @@ impl LoadBalancer {
             corrected,
             next_swept: 0,
             taken_over,
-            beside,
+            pending_upgrade,
         })
     }
 
@@ -325,15 +325,15 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether a program of another version still works, and this one waits for [`switch_over`](Self::switch_over).
+    /// Whether a program of another version still works, and this one waits for [`commit_upgrade`](Self::commit_upgrade).
     pub fn is_upgrade_pending(&self) -> bool {
-        self.beside.is_some()
+        self.pending_upgrade.is_some()
     }
 
     /// Replaces another version's program, if one still works. To be called when this one has its tables. No packet is
     /// lost in between. Fails when the kernel refuses the program or the pins.
-    pub fn switch_over(&mut self) -> anyhow::Result<()> {
-        let Some(link) = self.beside.take() else { return Ok(()) };
+    pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
+        let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
         if let Some(pins) = &self.pins {
             program::unpin_maps(pins)?;
@@ -368,7 +368,7 @@ impl LoadBalancer {
             program::unpin(pins)?;
         }
         self.link = None;
-        self.beside = None;
+        self.pending_upgrade = None;
         Ok(())
     }
 

@@ -69,7 +69,7 @@ pub struct ServerPrograms {
     rss: MmapArray<intf::rss_mapping>,
     chained_servers: MmapArray<ChainedServers>,
     /// Maps that are pinned once the services are known; programs of another version work until then.
-    beside: Option<[OwnedFd; MAPS.len()]>,
+    pending_upgrade: Option<[OwnedFd; MAPS.len()]>,
 }
 
 const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
@@ -97,7 +97,7 @@ impl ServerPrograms {
             let skeleton = load(&mut storage, options.sample_every_syn, None)?;
             let mut programs = Self::new(&skeleton, options, Attachment::Tcx, false)?;
             programs.carry_over(&state)?;
-            programs.beside = Some(maps_of(&skeleton)?);
+            programs.pending_upgrade = Some(maps_of(&skeleton)?);
             return Ok(programs);
         }
         let taken_over = state.exists();
@@ -146,8 +146,8 @@ impl ServerPrograms {
     }
 
     /// Replaces another version's programs, if those are still at work.
-    fn switch_over(&mut self) -> anyhow::Result<()> {
-        let Some(maps) = self.beside.take() else { return Ok(()) };
+    fn commit_upgrade(&mut self) -> anyhow::Result<()> {
+        let Some(maps) = self.pending_upgrade.take() else { return Ok(()) };
         self.put_at_device()?;
         let pins = self.pins();
         for entry in fs::read_dir(&pins)? {
@@ -196,7 +196,7 @@ impl ServerPrograms {
             counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
             rss: MmapArray::new(&maps.rss_mapping).context("mapping rss_mapping")?,
             chained_servers: MmapArray::new(&maps.bss_chained).context("mapping chained_servers")?,
-            beside: None,
+            pending_upgrade: None,
         })
     }
 
@@ -232,7 +232,7 @@ impl ServerPrograms {
         self.state.write(half_offset(idle), &*directory);
         self.state.store(ACTIVE_HALF, idle);
         wait_for_programs()?;
-        self.switch_over()
+        self.commit_upgrade()
     }
 
     fn active_half(&self) -> u64 {

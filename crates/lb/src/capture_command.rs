@@ -31,7 +31,7 @@ pub struct CaptureArgs {
     /// Write the packets, as they came, to this pcapng file; without it each decision is printed
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// With --out: what was decided stands as a comment beside each packet
+    /// With --out: what was decided is a comment of each packet
     #[arg(long, requires = "out")]
     pub annotate: bool,
     /// At most so many bytes of each packet

@@ -340,7 +340,7 @@ impl Forwarder {
         let waited = monotonic().saturating_sub(configured);
         let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
         if ready || waited > UPGRADE_TIMEOUT {
-            self.balancer.switch_over()?;
+            self.balancer.commit_upgrade()?;
             tracing::info!(event = "upgrade-finished", ?waited, "this version's program replaces the other one");
         }
         Ok(())

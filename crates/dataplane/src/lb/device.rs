@@ -24,7 +24,7 @@ impl LoadBalancer {
             nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
         self.interface = Some(interface.to_string());
         self.refresh_own_mac()?;
-        if let Some(link) = &self.beside {
+        if let Some(link) = &self.pending_upgrade {
             let found = link.interface_index()?;
             anyhow::ensure!(
                 found == index,

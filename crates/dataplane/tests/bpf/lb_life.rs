@@ -275,7 +275,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     // And once more, to its end.
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     let attachment = attach(&mut lb);
-    lb.switch_over().unwrap();
+    lb.commit_upgrade().unwrap();
     assert!(!lb.is_upgrade_pending());
     assert_ne!(program(), at_work);
     assert_eq!(problem(), None);
@@ -299,7 +299,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert!(size.contains("(type, key size, value size, entries) is (Array, 4, 64, 1)"), "{size}");
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     attach(&mut lb);
-    lb.switch_over().unwrap();
+    lb.commit_upgrade().unwrap();
     assert_eq!(problem(), None);
     lb.detach().unwrap();
 
