@@ -52,7 +52,7 @@
  *    of exactly that 4-tuple; a listening socket does not count, or every server would answer. Else it is dropped. ICMP
  *    errors likewise (icmp.h), by the packet that they quote.
  *
- * 8. The server before (chain.h). Packets without a cookie go by the bucket, and a bucket may have changed hands
+ * 8. The server before (daisy_chain.h). Packets without a cookie go by the bucket, and a bucket may have changed hands
  *    since the connection began. The load balancer writes whose it was into the IP identification. What has no socket
  *    here goes on to that server's MAC address by the device it came on, with NO_SERVER in its place, so that it goes on
  *    once at most. SYNs never do, nor does the end of a handshake that was answered with a SYN cookie: the kernel is asked
@@ -82,7 +82,7 @@
 
 #include "cookie.h"
 #include "intf.h"
-#include "chain.h"
+#include "daisy_chain.h"
 #include "icmp.h"
 #include "index.h"
 #include "rss.h"
@@ -238,7 +238,7 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 		return TC_ACT_SHOT;
 	}
 	if (!segment->syn && !sent_to_all && carries_server_before(number, segment)) {
-		verdict = hand_on(skb, segment, number & SERVER_NUMBER_ID_MASK);
+		verdict = forward_to_previous(skb, segment, number & SERVER_NUMBER_ID_MASK);
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
 	}

@@ -235,7 +235,7 @@ async fn serve(
     up: mpsc::Sender<v1::RackMessage>,
 ) {
     let (deadline, mut has_spoken) = (Instant::now() + REGISTRATION_TIMEOUT, false);
-    let hand_on = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
+    let forward = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
     loop {
         let message = tokio::select! {
             message = next_message(&shared, stream, &mut said) => message,
@@ -254,7 +254,7 @@ async fn serve(
             }
             other => {
                 shared.other_message(stream, &other);
-                hand_on(from_agent(stream, other)).await
+                forward(from_agent(stream, other)).await
             }
         };
         if !goes_on {
@@ -262,7 +262,7 @@ async fn serve(
         }
     }
     shared.end(stream);
-    hand_on(v1::FromAgent { stream, message: None }).await;
+    forward(v1::FromAgent { stream, message: None }).await;
 }
 
 /// gRPC service.

@@ -57,7 +57,7 @@ impl Way {
     async fn to(to: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Self { address, to, work: tokio::spawn(hand_on(listener, to)) }
+        Self { address, to, work: tokio::spawn(forward(listener, to)) }
     }
 
     /// Ends all connections; nobody listens any more.
@@ -67,11 +67,11 @@ impl Way {
 
     async fn open(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
-        self.work = tokio::spawn(hand_on(listener, self.to));
+        self.work = tokio::spawn(forward(listener, self.to));
     }
 }
 
-async fn hand_on(listener: TcpListener, to: SocketAddr) {
+async fn forward(listener: TcpListener, to: SocketAddr) {
     let mut connections = tokio::task::JoinSet::new();
     while let Ok((mut here, _)) = listener.accept().await {
         connections.spawn(async move {

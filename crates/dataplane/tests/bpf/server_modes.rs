@@ -245,8 +245,8 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
 }
 
 #[test]
-fn services_whose_packets_all_carry_the_server_before_hand_on_those_with_timestamps_too() {
-    if !may_load_bpf("services_whose_packets_all_carry_the_server_before_hand_on_those_with_timestamps_too") {
+fn services_with_previous_server_in_all_packets_forward_those_with_timestamps_too() {
+    if !may_load_bpf("services_with_previous_server_in_all_packets_forward_those_with_timestamps_too") {
         return;
     }
     let off = mode(Consistency::Stateless, Timestamps::Off);

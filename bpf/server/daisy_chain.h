@@ -2,8 +2,8 @@
 /*
  * Packets for connections that are not here, handed to the server that may have them (server.bpf.c, "The server before").
  */
-#ifndef COREWARD_SERVER_CHAIN_H
-#define COREWARD_SERVER_CHAIN_H
+#ifndef COREWARD_SERVER_DAISY_CHAIN_H
+#define COREWARD_SERVER_DAISY_CHAIN_H
 
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -26,7 +26,7 @@ static __always_inline bool carries_server_before(__u32 number, const struct seg
 }
 
 /* TC_ACT_UNSPEC: the packet is for this host after all. */
-static __noinline int hand_on(struct __sk_buff *skb, const struct segment *segment, __u32 own_id)
+static __noinline int forward_to_previous(struct __sk_buff *skb, const struct segment *segment, __u32 own_id)
 {
 	__u32 before = bpf_ntohs(segment->identification), offset = ETH_HLEN + __builtin_offsetof(struct iphdr, check);
 	__be16 none = bpf_htons(NO_SERVER);
