@@ -367,7 +367,7 @@ struct server_entry {
  *                                          which of the two keys, in clear
  *
  * More bits of time than where servers stamp: the load balancer does not know what the client has seen last, so there
- * is no hold rule, and a connection may be idle for half of 2^20 ms only.
+ * is no PAWS clamp, and a connection may be idle for half of 2^20 ms only.
  */
 #define CORRECTION_TIME_SHIFT 12
 #define CORRECTION_TIME_MASK 0xfffffu

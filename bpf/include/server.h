@@ -12,7 +12,7 @@ struct flow_key {
 };
 
 /*
- * The hold rule (docs/design.md, "Idle connections"): a TSval sent that is not the server's own clock, kept until the
+ * The PAWS clamp (docs/design.md, "Idle connections"): a TSval sent that is not the server's own clock, kept until the
  * client has echoed it and something newer.
  */
 struct held_timestamp {
@@ -106,7 +106,7 @@ struct server_state {
 	struct cookie_key time_key;
 	/* `number` of a slot: this server's id in that service, and flags. */
 	struct service_directories directories;
-	/* By group of connections (hold_group()): the newest TSval (the server's own) for which a held one was sent. */
+	/* By group of connections (clamp_group()): the newest TSval (the server's own) for which a held one was sent. */
 	__u32 last_hold_ms[HOLD_GROUPS];
 	__u32 sample_sequence;
 	__u32 unused[15];

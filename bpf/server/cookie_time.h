@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The time part of the cookie: from the server's own TSval and back, by the clock and by the hold rule (server.bpf.c,
- * "The clock" and "The hold rule").
+ * The time part of the cookie: from the server's own TSval and back, by the clock and by the PAWS clamp (server.bpf.c,
+ * "The clock" and "The PAWS clamp").
  * crates/model/src/tsval_clamp.rs is the same for one connection, with what can be
  * proved of it.
  */
@@ -45,7 +45,7 @@ static __always_inline bool plain_clock(__u32 milliseconds)
 }
 
 /* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is all that is asked, a collision costs a look-up. */
-static __always_inline __u32 hold_group(__u32 client_address, __u16 client_port)
+static __always_inline __u32 clamp_group(__u32 client_address, __u16 client_port)
 {
 	return ((client_address ^ client_port) * 2654435769u) >> (32 - HOLD_GROUP_BITS);
 }
@@ -55,20 +55,20 @@ static __always_inline __u32 hold_group(__u32 client_address, __u16 client_port)
  * step ago (and that one may have been restored to a little after now). As signed numbers: another CPU may have held a packet
  * of a millisecond that is not yet over here.
  */
-static __always_inline bool held_lately(__u32 group, __u32 milliseconds)
+static __always_inline bool clamped_lately(__u32 group, __u32 milliseconds)
 {
 	return (__s32)(milliseconds - state.last_hold_ms[group]) <= (__s32)(LARGEST_STEP_MS + RESTORE_SLACK_MS);
 }
 
 /*
- * Where the hold rule may apply: replaces time->sent, for the server's own TSval `milliseconds`, when the client's last
- * echo was restored to `last_echo`.
+ * Applies the PAWS clamp: replaces time->sent, for the server's own TSval `milliseconds`, when the client's last
+ * TSecr was restored to `last_echo`.
  */
-static __noinline void apply_hold_rule(const struct segment *segment, __u32 last_echo, struct time_part *time)
+static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_echo, struct time_part *time)
 {
 	struct flow_key flow = flow_of(segment->destination_address, segment->source_address, swapped(segment->ports));
 	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow), next = {};
-	__u32 milliseconds = time->original, group = hold_group(segment->destination_address, segment->ports >> 16);
+	__u32 milliseconds = time->original, group = clamp_group(segment->destination_address, segment->ports >> 16);
 	__u16 recent = last_echo;
 
 	if (held && held->confirmed && held->original == last_echo) {
@@ -78,7 +78,7 @@ static __noinline void apply_hold_rule(const struct segment *segment, __u32 last
 		time->sent = held->sent;
 		time->original = held->original;
 		state.last_hold_ms[group] = milliseconds;
-		count(SERVER_COUNTER_HELD);
+		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
 	}
 	/* From what the client has to now; more than a turn is counted as such. */
@@ -91,7 +91,7 @@ static __noinline void apply_hold_rule(const struct segment *segment, __u32 last
 	bpf_map_update_elem(&held_timestamps, &flow, &next, BPF_ANY);
 	time->sent = next.sent;
 	state.last_hold_ms[group] = milliseconds;
-	count(SERVER_COUNTER_HELD);
+	count(SERVER_COUNTER_TSVAL_CLAMPED);
 }
 
 /* The time part to send for the server's own TSval, when the client's last echo was restored to `last_echo` (0: none). */
@@ -99,12 +99,12 @@ static __always_inline struct time_part time_to_send(const struct segment *segme
 {
 	struct time_part time = {.sent = milliseconds, .original = milliseconds};
 	__u32 elapsed = milliseconds - last_echo;
-	__u32 group = hold_group(segment->destination_address, segment->ports >> 16);
+	__u32 group = clamp_group(segment->destination_address, segment->ports >> 16);
 
 	/* Restored echoes are never further ahead than the slack: what is was forged, and changes nothing. */
 	if (last_echo && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
-	    (elapsed >= LARGEST_STEP_MS || held_lately(group, milliseconds)))
-		apply_hold_rule(segment, last_echo, &time);
+	    (elapsed >= LARGEST_STEP_MS || clamped_lately(group, milliseconds)))
+		apply_tsval_clamp(segment, last_echo, &time);
 	return time;
 }
 
@@ -117,7 +117,7 @@ static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 }
 
 /* The same where a held time part may have been echoed. */
-static __noinline __u32 restored_by_hold(const struct segment *segment, __u32 now, __u32 time_bits)
+static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
 {
 	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
 	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow);
@@ -128,7 +128,7 @@ static __noinline __u32 restored_by_hold(const struct segment *segment, __u32 no
 	if (held->sent == time) {
 		if (!held->confirmed) {
 			held->confirmed = 1;
-			count(SERVER_COUNTER_HELD_CONFIRMED);
+			count(SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED);
 		}
 		return held->original;
 	}
@@ -150,8 +150,8 @@ static __noinline __u32 restored_by_hold(const struct segment *segment, __u32 no
 /* The server's own TSval that an echo's time part stands for. Never 0, which the kernel reads as "no echo". */
 static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
-	__u32 now = clock_ms(), group = hold_group(segment->source_address, segment->ports);
-	__u32 original = held_lately(group, now) ? restored_by_hold(segment, now, time) : restored_by_clock(time, now);
+	__u32 now = clock_ms(), group = clamp_group(segment->source_address, segment->ports);
+	__u32 original = clamped_lately(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
 
 	return original ? original : -1u;
 }

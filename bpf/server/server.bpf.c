@@ -23,14 +23,14 @@
  *    stamped, and a TSval that jumps would break it. SYN cookies hide options in the low 6 bits and so lie up to 64 ms
  *    in the past: restored all the same, bit by bit, which is what the kernel needs to decode them.
  *
- * 4. The hold rule (cookie_time.h). The time part has 16 bits; a client takes a step of 2^15 ms or more for a step
+ * 4. The PAWS clamp (cookie_time.h). The time part has 16 bits; a client takes a step of 2^15 ms or more for a step
  *    back and drops the packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. What the client
  *    has last echoed is a lower bound of its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the server's
  *    own TSval lies too far ahead of it, the largest allowed step is sent instead, again and again until the client echoes
  *    exactly that; its echo is then restored to the TSval that it stood for. From then until the client echoes something
  *    newer, rcv_tsecr (the restored one) is not what the client has: the held entry says what it is.
  *    Normal traffic pays two compares for this. An entry can only matter when the last echo is older than the largest
- *    step, or when some connection of its group (hold_group()) was held so lately: if this connection's own hold is older than that and was the last
+ *    step, or when some connection of its group (clamp_group()) was held so lately: if this connection's own hold is older than that and was the last
  *    thing echoed, then the last echo is old, too.
  *    Entries need no deletion: one that does not fit the last echo is ignored and overwritten. Losing one (LRU) costs a
  *    wrong round-trip sample, at worst a retransmission.

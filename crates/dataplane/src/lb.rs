@@ -325,7 +325,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Whether a program of another version still works, and this one waits for [`commit_upgrade`](Self::commit_upgrade).
+    /// Whether a program of another version still works, and this one waits for
+    /// [`commit_upgrade`](Self::commit_upgrade).
     pub fn is_upgrade_pending(&self) -> bool {
         self.pending_upgrade.is_some()
     }

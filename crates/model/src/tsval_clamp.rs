@@ -52,7 +52,7 @@ impl PawsClamp {
         let elapsed = milliseconds.wrapping_sub(last_echo);
         // A restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
-        if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.held_lately(milliseconds) {
+        if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.clamped_lately(milliseconds) {
             return plain;
         }
         let mut recent = last_echo as u16;
@@ -78,7 +78,7 @@ impl PawsClamp {
 
     /// Whether a packet was clamped so recently that it may matter although the last TSecr is less than a largest step
     /// old (and that one may have been restored to a little after now).
-    fn held_lately(&self, milliseconds: u32) -> bool {
+    fn clamped_lately(&self, milliseconds: u32) -> bool {
         milliseconds.wrapping_sub(self.last_hold_ms) as i32 <= (LARGEST_STEP_MS + RESTORE_SLACK_MS) as i32
     }
 
@@ -92,7 +92,7 @@ impl PawsClamp {
     }
 
     fn restore_any(&mut self, time: u16, now_ms: u32) -> u32 {
-        if !self.held_lately(now_ms) {
+        if !self.clamped_lately(now_ms) {
             return restore(time, now_ms);
         }
         let Some(held) = &mut self.held else { return restore(time, now_ms) };

@@ -86,7 +86,7 @@ impl Programs {
     }
 
     fn held(&self) -> u64 {
-        self.server().counter(intf::SERVER_COUNTER_HELD)
+        self.server().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
     }
 
     /// Time that each program has run, ns.

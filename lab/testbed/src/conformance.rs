@@ -321,7 +321,7 @@ fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
     let before = connection.who().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
-    // Several requests: the hold rule sends one value, then the rest of the way.
+    // Several requests: the PAWS clamp sends one value, then the rest of the way.
     for _ in 0..5 {
         let after = connection.who().with_context(|| format!("after {quiet:?} of silence"))?;
         ensure!(before == after, "answered by {before:?} before the silence, by {after:?} after it");

@@ -46,7 +46,7 @@ fn exchange(bed: &Bed, listener: &TcpListener) {
     assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) >= frames.len() as u64);
     assert!(bed.counter(intf::SERVER_COUNTER_RESTORED) > 100);
     assert_eq!(bed.counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_HELD), 0);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED), 0);
     bed.assert_nobody_noticed();
 }
 
@@ -367,9 +367,9 @@ fn an_idle_connection_goes_on() {
     let bed = Bed::new();
     go_on_after(&bed, &[33, 36, 40], &[false]);
     // Before the first echo several segments may be held.
-    let held = bed.counter(intf::SERVER_COUNTER_HELD);
+    let held = bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
     assert!(held >= 9, "{held} packets held");
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_HELD_CONFIRMED), 9);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
 }
 
 /// Around every half turn of the circle, up to two turns.
