@@ -132,12 +132,30 @@ struct connection {
  */
 struct connection_stack {
 	__u64 top;
-	__u64 unused[7];
+	/* Place at which the next first packet that finds no free place begins to look for an expired entry. */
+	__u64 hand;
+	__u64 unused[6];
 };
 #define CONNECTION_STACK_PLACE_MASK 0xffffu
 #define CONNECTION_STACK_COUNT_SHIFT 16
 /* Attempts to take a free place; then the connection gets a cookie of the stateless kind. */
 #define CONNECTION_TAKE_ATTEMPTS 8
+/*
+ * Entries at the hand that a first packet reads, each a cache miss: a partition of which a tenth has expired gives one
+ * packet in three an entry, and 256 packets read all of it.
+ */
+#define CONNECTION_HAND_PROBES 4
+
+/* How long an entry is left alone, in ticks of lb_state.clock (model::connection_table::Timers). */
+struct connection_timers {
+	__u32 half_open;
+	__u32 closing;
+	__u32 idle;
+	/* lb_state.clock when user space last swept. */
+	__u32 swept;
+};
+/* After so many ticks without user space the timers alone decide: as long as it waits for an agent that is away. */
+#define CONNECTION_UNSWEPT 600
 
 /*
  * So that a retransmitted SYN gets the entry of the first one: direct-mapped by the connection's hash, the upper bits of

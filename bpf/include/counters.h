@@ -40,6 +40,7 @@ enum lb_event {
 	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
 	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
 	LB_EVENT_CONNECTION_SOURCE_LIMITED, /* the same: the source prefix holds its part of the table */
+	LB_EVENT_CONNECTION_REUSED, /* a first packet found no free place, and took that of an expired entry */
 	LB_EVENT_CONNECTION_UNKNOWN, /* the entry that the index names is another connection's, or free */
 	LB_EVENT_FLOW_INSERTED,
 	LB_EVENT_COUNT,

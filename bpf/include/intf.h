@@ -427,7 +427,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 5
+#define LB_LAYOUT_VERSION 6
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
@@ -439,12 +439,15 @@ struct lb_state {
 	struct fleet_keys keys;
 	/* Places connections in the connection table; this load balancer's own, never changed while the table lives. */
 	struct cookie_key connection_key;
-	/* Tenths of a second, by the daemon: reading a clock here would cost more than all else about an entry. */
+	/* Tenths of a second (CLOCK_MONOTONIC): by the daemon, and by packets of stateful services (connection_time()). */
 	__u32 clock;
 	/* This load balancer's number among those with a connection table; MAX_OWNERS: it has none yet. */
 	__u32 owner;
 	/* Entries of the connection table that one source prefix may hold; 0: not set yet, any number. */
 	__u64 entries_per_source;
+	struct connection_timers timers;
+	/* jiffies when a packet last read the clock. */
+	__u64 clock_jiffies;
 	/* MAC addresses of all owners; without SERVER_RESOLVED: lost, or never there. */
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;

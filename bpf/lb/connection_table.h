@@ -14,8 +14,11 @@
  *      taken     a first packet moved the stack's top to the next place by compare-and-swap, fills the entry, and last of
  *                all writes the identity;
  *      released  user space put 0 in the place of exactly this identity, by compare-and-swap;
- *      free      an RCU grace period later user space pushes the place.
- *    Packets only take, user space only frees. Freeing needs the server's word (docs/design.md), which no packet has.
+ *      free      an RCU grace period later user space pushes the place;
+ *      reused    instead of the last two: a first packet that found the stack empty put 0 in the place of an expired
+ *                entry's identity, and fills the entry as if it had taken it (stateful.h, reuse_connection()).
+ *    User space frees by the server's word (docs/design.md), which no packet has. So packets reuse half-open entries,
+ *    whose server is not asked, and others only after user space has not swept for CONNECTION_UNSWEPT.
  *
  * 3. Why no place is handed out twice, and none is lost.
  *    - Whoever moves the top from place p to p's next alone has p. The exchange succeeds only if the top is the very one
@@ -33,7 +36,9 @@
  *
  * 5. Why counters are the connection's own. A packet that has seen an identity may add to packets and bytes after user
  *    space released the entry. But programs run inside an RCU read-side section (NAPI's, or the test run's), and user
- *    space waits for a grace period before it pushes: nobody else has the entry by then. Counting takes no atomic
+ *    space waits for a grace period before it pushes: nobody else has the entry by then. A reused entry has no such
+ *    wait: if a packet of its last connection is under way at that moment, it may add itself to the new counters,
+ *    or its FIN shorten the new timer. Counting takes no atomic
  *    operation: a connection's packets arrive on one receive queue, one CPU at a time (RSS). Where they do not (generic
  *    XDP, a queue that moves), a count may be lost now and then.
  *
@@ -44,8 +49,8 @@
  * 7. What can go wrong. No free place, or the top changed at each of CONNECTION_TAKE_ATTEMPTS attempts: the first packet
  *    goes to its server all the same, without an index, and the server stamps its id (the stateless kind): counted as an
  *    event. That is what a SYN flood comes to: it fills the table, whose memory was all there from the start, takes
- *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed (10 s). One source
- *    prefix may hold a part of the table only (decide.h, may_take_connection()).
+ *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed or
+ *    reused (10 s). One source prefix may hold a part of the table only (stateful.h, may_take_connection()).
  */
 #ifndef COREWARD_LB_CONNECTION_TABLE_H
 #define COREWARD_LB_CONNECTION_TABLE_H
@@ -90,6 +95,8 @@ struct {
 
 /* By the connection's hash: tag and place of the one whose SYN came last. */
 __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
+
+#define NANOSECONDS_PER_TICK 100000000
 
 #define CONNECTION_TAG_MASK (~0ull << CONNECTION_TAG_SHIFT)
 /* What of an identity must be as expected: all but the generation and the server. */
@@ -136,6 +143,31 @@ static __always_inline struct connection *find_connection(__u64 hash, __u32 plac
 	return connection;
 }
 
+/* Packets read the kernel's clock. Otherwise only user space sets lb_state.clock: for comparisons with the model. */
+const volatile bool packets_read_clock;
+
+static __noinline __u32 read_clock(__u64 jiffies)
+{
+	__u32 now = bpf_ktime_get_coarse_ns() / NANOSECONDS_PER_TICK;
+
+	lb_state.clock_jiffies = jiffies;
+	/* The coarse clock is up to a jiffy behind that of user space. */
+	if ((__s32)(now - lb_state.clock) > 0)
+		lb_state.clock = now;
+	return lb_state.clock;
+}
+
+/* The time that entries keep: lb_state.clock, which goes on without a daemon while packets come. */
+static __always_inline __u32 connection_time(void)
+{
+	/* The verifier replaces this call by a load. */
+	__u64 jiffies = packets_read_clock ? bpf_jiffies64() : 0;
+
+	if (packets_read_clock && jiffies != *(volatile __u64 *)&lb_state.clock_jiffies)
+		return read_clock(jiffies);
+	return *(volatile __u32 *)&lb_state.clock;
+}
+
 /* Counts a packet that is no SYN. Returns whether it is the first one that ends the connection. */
 static __always_inline bool update_connection(struct connection *connection, __u8 tcp_flags, __u64 bytes)
 {
@@ -143,7 +175,7 @@ static __always_inline bool update_connection(struct connection *connection, __u
 
 	connection->packets++;
 	connection->bytes += bytes;
-	connection->last_seen = lb_state.clock;
+	connection->last_seen = connection_time();
 	if (closes)
 		connection->flags |= CONNECTION_CLOSING;
 	return closes;
@@ -177,7 +209,7 @@ static __always_inline bool reopen_connection(struct connection *connection)
 {
 	bool was_closing = connection->flags & CONNECTION_CLOSING;
 
-	connection->last_seen = lb_state.clock;
+	connection->last_seen = connection_time();
 	connection->flags &= ~CONNECTION_CLOSING;
 	return was_closing;
 }
@@ -187,11 +219,12 @@ static __always_inline void fill_connection(struct connection *connection, const
 					    __u64 service_and_server, __u64 bytes)
 {
 	__u64 generation = connection->generation & CONNECTION_GENERATION_MASK;
+	__u32 now = connection_time();
 
 	connection->packets = 1;
 	connection->bytes = bytes;
-	connection->last_seen = lb_state.clock;
-	connection->opened = lb_state.clock;
+	connection->last_seen = now;
+	connection->opened = now;
 	connection->client_address[0] = 0;
 	connection->client_address[1] = 0;
 	connection->client_address[2] = bpf_htonl(0xffff);

@@ -121,6 +121,87 @@ static __always_inline void count_taken(void)
 	connection_takes.by_row[row & (MAX_LB_COUNTER_ROWS - 1)].count++;
 }
 
+/* Whether the entry with that identity may be reused (connection_table.h, 2). */
+static __always_inline bool is_expired(const struct connection *connection, __u64 identity)
+{
+	const struct connection_timers *timers = &lb_state.timers;
+	__u32 now = *(volatile __u32 *)&lb_state.clock;
+	/* Below 0: a packet came after the clock was read. */
+	__s32 idle = now - connection->last_seen;
+
+	if (!server_is_known(identity >> CONNECTION_SERVICE_SHIFT & CONNECTION_SERVICE_MASK, identity & COOKIE_ID_MASK))
+		return true;
+	if (connection->packets <= 1)
+		return idle >= (__s32)timers->half_open;
+	if ((__s32)(now - timers->swept) < CONNECTION_UNSWEPT)
+		return false;
+	return idle >= (__s32)(connection->flags & CONNECTION_CLOSING ? timers->closing : timers->idle);
+}
+
+/* The entry is not its source's any more. User space may have counted without it. */
+static __always_inline void forget_held(__u32 client_address)
+{
+	__u64 *held = held_by_source(client_address);
+
+	if (*(volatile __u64 *)held)
+		__sync_fetch_and_add(held, -1);
+}
+
+/*
+ * The place of an expired entry in the connection's partition, filled, or CONNECTION_TABLE_FULL. The hand goes round as
+ * in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES places per packet.
+ */
+static __noinline int reuse_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,
+				       __u64 bytes)
+{
+	__u32 partition = hash & connection_partition_mask;
+	struct connection_stack *stack = bpf_map_lookup_elem(&connection_stacks, &partition);
+	__u64 hand;
+
+	if (!packet || !stack)
+		return CONNECTION_TABLE_FULL;
+	/* Not atomic: where two packets look at the same entries, the exchange of the identity decides. */
+	hand = *(volatile __u64 *)&stack->hand;
+	for (int probe = 0; probe < CONNECTION_HAND_PROBES; probe++) {
+		__u32 place = hand & CONNECTION_PLACE_MASK, client_address;
+		struct connection *connection = connection_at(hash, place);
+		__u64 identity;
+
+		if (!connection)
+			return CONNECTION_TABLE_FULL;
+		*(volatile __u64 *)&stack->hand = ++hand;
+		identity = *(volatile __u64 *)&connection->identity;
+		if (!identity || !is_expired(connection, identity))
+			continue;
+		client_address = connection->client_address[3];
+		if (__sync_val_compare_and_swap(&connection->identity, identity, 0) != identity)
+			continue;
+		forget_held(client_address);
+		connection->generation++;
+		fill_connection(connection, packet, hash & CONNECTION_TAG_MASK,
+				service << CONNECTION_SERVICE_SHIFT | server_id, bytes);
+		return place;
+	}
+	return CONNECTION_TABLE_FULL;
+}
+
+/* An entry for a new connection that may have one, or why there is none. */
+static __always_inline int enter_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
+					    const struct decision *decision)
+{
+	__u64 bytes = frame_bytes(ctx);
+	int taken = take_connection(packet, hash, decision->service, decision->server_id, bytes);
+
+	if (taken >= 0)
+		count_taken();
+	if (taken != CONNECTION_TABLE_FULL)
+		return taken;
+	taken = reuse_connection(packet, hash, decision->service, decision->server_id, bytes);
+	if (taken >= 0)
+		count_event(ctx, decision->service, LB_EVENT_CONNECTION_REUSED);
+	return taken;
+}
+
 /*
  * The first packet of a stateful service is placed and takes an entry; its TSecr carries the entry's place to the server.
  * A retransmission finds the entry again, if that server still takes new connections. Without an entry TSecr becomes 0,
@@ -147,15 +228,12 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
 	held = held_by_source(packet->client_address);
-	taken = may_take_connection(held)
-			? take_connection(packet, hash, decision->service, decision->server_id, frame_bytes(ctx))
-			: CONNECTION_SOURCE_LIMITED;
+	taken = may_take_connection(held) ? enter_connection(ctx, packet, hash, decision) : CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
 		count_event(ctx, decision->service, without_entry(taken));
 		return;
 	}
 	__sync_fetch_and_add(held, 1);
-	count_taken();
 	remember_connection(hash, taken);
 	decision->echo = syn_echo(owner, taken);
 }

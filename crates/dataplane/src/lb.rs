@@ -124,6 +124,9 @@ pub struct Options {
     pub flow_table_entries: u32,
     /// Clock that restores servers' timestamps.
     pub correction_clock: CorrectionClock,
+    /// Packets of stateful services read the clock where [`LoadBalancer::tick`] is late, so that entries age without a
+    /// daemon. Off, as at first: only `tick` sets the time, which may then be any.
+    pub packets_read_clock: bool,
     /// Capacity for connections of stateful services, 64 bytes each. A table of another size that is taken over is
     /// replaced when it is empty, and rejected otherwise.
     pub connection_table: TableSize,
@@ -136,6 +139,7 @@ impl Default for Options {
             broadcast: BroadcastRates::DEFAULT,
             flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             correction_clock: CorrectionClock::default(),
+            packets_read_clock: false,
             connection_table: TableSize::default(),
         }
     }
@@ -258,6 +262,7 @@ impl LoadBalancer {
             counters_by_cpu: false,
             broadcast: options.broadcast,
             correction_clock: options.correction_clock,
+            packets_read_clock: options.packets_read_clock,
         };
         let sizes = Sizes::new(options.flow_table_entries, options.connection_table)?;
         let taken_over = link.is_some();

@@ -92,6 +92,7 @@ fn options(config: &Config) -> lb::Options {
         pin_directory: Some(config.pin_directory.clone()),
         flow_table_entries: config.flow_table,
         connection_table: config.connection_table,
+        packets_read_clock: true,
         ..Default::default()
     }
 }

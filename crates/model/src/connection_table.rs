@@ -364,6 +364,23 @@ impl Due {
 }
 
 impl Timers {
+    /// Returns the timers as packets read them, with the time of user space's last sweep.
+    pub fn layout(&self, swept: Clock) -> intf::connection_timers {
+        let ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
+        intf::connection_timers {
+            half_open: ticks(self.half_open),
+            closing: ticks(self.closing),
+            idle: ticks(self.idle),
+            swept: swept.0,
+        }
+    }
+
+    /// Returns whether a packet may reuse the entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
+    pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: Clock, now: Clock) -> bool {
+        let unswept = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT as i32;
+        self.due(connection, server_known, now).is_some_and(|due| !due.must_ask() || unswept)
+    }
+
     /// Returns the reason to free the connection at `now`, if any. `server_known`: whether its server still is in the
     /// fleet.
     pub fn due(&self, connection: &Connection, server_known: bool, now: Clock) -> Option<Due> {

@@ -59,7 +59,7 @@ impl Epoch {
             0 => self.due.push(self.state.new_services(&mut self.rng)),
             1 => self.due.extend(self.state.table_change(&mut self.rng)),
             2..100 => self.due.push(self.state.small_change(&mut self.rng)),
-            100..110 => {
+            100..110 if self.state.frees_connections => {
                 let free = self.free();
                 self.due.push(free);
             }

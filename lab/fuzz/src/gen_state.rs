@@ -95,6 +95,8 @@ pub struct GenState {
     pub owners: Vec<Mac>,
     /// The time as packets see it.
     pub clock: Clock,
+    /// User space frees entries of the connection table. Otherwise it fills, and packets reuse expired ones.
+    pub frees_connections: bool,
     rules: Vec<Rule>,
     modes: Vec<Consistency>,
     protocols: Vec<Protocol>,
@@ -123,6 +125,7 @@ impl GenState {
             indexed: Vec::new(),
             owners: vec![[2, 0, 0, 2, 0, 1]],
             clock: Clock(0),
+            frees_connections: rng.chance(1, 2),
             rules,
             modes,
             protocols,
@@ -292,7 +295,8 @@ impl GenState {
     pub fn small_change(&mut self, rng: &mut FuzzRng) -> Change {
         let service = rng.below(self.services.len());
         let planned = &self.services[service];
-        match rng.below(15) {
+        match rng.below(16) {
+            15 => Change::Sweep,
             14 => Change::LimitEntries(rng.chance(1, 2).then(|| 1 + rng.below(3) as u32)),
             10..12 => self.owner_change(rng),
             12 => {

@@ -10,7 +10,7 @@ use coreward_dataplane::lb::{self as dataplane, PacketRate, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize};
+use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize, Timers};
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
@@ -87,6 +87,8 @@ pub enum Change {
     LimitEntries(Option<u32>),
     /// The time as packets see it.
     Clock(Clock),
+    /// User space looks for expired entries of the connection table.
+    Sweep,
     /// Entries of the connection table are freed.
     Free(Vec<ConnectionIndex>),
 }
@@ -108,7 +110,7 @@ impl Instance {
             broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
             flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
-            // So that the reference model sees the same time.
+            // So that the model sees the same time.
             correction_clock: dataplane::CorrectionClock::Ticks,
             ..Default::default()
         };
@@ -160,6 +162,7 @@ impl Instance {
             Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
             Change::Owner(number, Owner::At(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
             Change::Clock(clock) => self.lb.tick(Duration::from_millis(u64::from(clock.0) * 100)),
+            Change::Sweep => drop(self.lb.due_connections(&Timers::default(), 0)),
             Change::Free(_) => {
                 let count = self.lb.free_connections(freed)?;
                 ensure!(count == freed.len(), "{count} of {} entries were freed", freed.len());
@@ -275,14 +278,15 @@ impl Harness {
                     }
                 }
             }
-            Change::Server(service_slot, id, server) => self.model.set_server(*service_slot, *id, *server),
-            Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
-            Change::Table(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
+            Change::Server(place, id, server) => self.model.set_server(*place, *id, *server),
+            Change::Masked(place, id, is_masked) => self.model.set_masked(*place, *id, *is_masked),
+            Change::Table(place, table) => self.model.install_table(*place, table.clone()),
             Change::Tokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.model.set_owner(*owner),
             Change::LimitEntries(per_source) => self.model.limit_entries(*per_source),
             Change::Owner(number, owner) => self.model.set_owner_at(*number, *owner),
             Change::Clock(clock) => self.model.set_clock(*clock),
+            Change::Sweep => self.model.sweep(),
             Change::Free(_) => self.model.free_connections(&freed),
         }
         if let Some(instance) = &mut self.instance {

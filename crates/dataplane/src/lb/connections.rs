@@ -44,12 +44,17 @@ impl SharedMemory {
     fn top_of(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, top)
     }
+
+    fn hand_of(partition: u32) -> usize {
+        partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, hand)
+    }
 }
 
 impl AtomicStorage for SharedMemory {
     fn load(&self, word: StorageCell) -> u64 {
         match word {
             StorageCell::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
+            StorageCell::StackHand(partition) => self.stacks.load(Self::hand_of(partition)),
             StorageCell::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
         }
     }
@@ -57,6 +62,7 @@ impl AtomicStorage for SharedMemory {
     fn store(&self, word: StorageCell, value: u64) {
         match word {
             StorageCell::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
+            StorageCell::StackHand(partition) => self.stacks.store(Self::hand_of(partition), value),
             StorageCell::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
         }
     }
@@ -64,6 +70,7 @@ impl AtomicStorage for SharedMemory {
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         match word {
             StorageCell::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
+            StorageCell::StackHand(partition) => self.stacks.compare_exchange(Self::hand_of(partition), old, new),
             StorageCell::Entry(index, field) => {
                 self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new)
             }
@@ -91,7 +98,13 @@ pub(super) fn begin(maps: &Maps) {
     let mut random = UnwrapErr(SysRng);
     let key = CookieKey::random(&mut random).layout();
     maps.state.write(offset_of!(intf::lb_state, connection_key), &key);
+    set_timers(maps, &Timers::default(), Clock(0));
     set_owner_word(maps, None);
+}
+
+/// Sets when packets may reuse entries, and that user space swept at `swept`.
+fn set_timers(maps: &Maps, timers: &Timers, swept: Clock) {
+    maps.state.write(offset_of!(intf::lb_state, timers), &timers.layout(swept));
 }
 
 fn connection_key(maps: &Maps) -> CookieKey {
@@ -334,9 +347,11 @@ impl LoadBalancer {
 
     /// Returns connections that may be freed, with the reason, in the next `entries` entries of the table: a part of it
     /// per call avoids a long pause. After the last entry comes the first.
+    /// After [`intf::CONNECTION_UNSWEPT`] without a call packets reuse entries by the timers of the last one.
     pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
         let all = self.maps.connections.size().entries();
         let (table, now) = (&self.maps.connections, self.clock());
+        set_timers(&self.maps, timers, now);
         let mut found = Vec::new();
         for position in (0..entries.min(all)).map(|n| (self.next_swept + n) % all) {
             let Some(connection) = table.connection(table.size().index_at(position)) else { continue };

@@ -507,6 +507,7 @@ fn open<'obj>(
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
     constants.other_balancer_in_use = variant.in_use.other_balancer;
     constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
+    constants.packets_read_clock = variant.packets_read_clock;
     constants.udp_in_use = variant.in_use.udp;
     constants.traffic_in_use = variant.traffic;
     constants.counters_by_cpu = variant.counters_by_cpu;

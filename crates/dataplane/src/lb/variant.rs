@@ -43,4 +43,6 @@ pub(super) struct Variant {
     pub counters_by_cpu: bool,
     pub broadcast: Broadcast,
     pub correction_clock: CorrectionClock,
+    /// Packets read the clock by which entries of the connection table age.
+    pub packets_read_clock: bool,
 }

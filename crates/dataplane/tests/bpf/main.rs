@@ -8,6 +8,7 @@ mod lb_capture;
 mod lb_connections;
 mod lb_connections_flood;
 mod lb_connections_life;
+mod lb_connections_reuse;
 mod lb_correction;
 mod lb_counters;
 mod lb_decisions;

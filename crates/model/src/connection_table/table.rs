@@ -21,6 +21,8 @@ use crate::tuple::address_words;
 pub enum StorageCell {
     /// `connection_stack.top` of a partition.
     StackTop(u32),
+    /// `connection_stack.hand` of a partition.
+    StackHand(u32),
     /// The word of an entry at this byte offset of `struct connection`.
     Entry(ConnectionIndex, usize),
 }
@@ -120,6 +122,30 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             }
         }
         Err(NotTaken::Contended)
+    }
+
+    /// `reuse_connection()` of `bpf/lb/stateful.h`: gives a first packet without a free place that of an entry that
+    /// `is_expired`. Returns the connection that had it, too.
+    pub fn reuse(
+        &self,
+        packet: &FirstPacket,
+        server: ServerId,
+        now: Clock,
+        is_expired: impl Fn(&Connection) -> bool,
+    ) -> Option<(ConnectionIndex, Connection)> {
+        let partition = packet.hash.partition(self.size);
+        let hand = StorageCell::StackHand(partition);
+        (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
+            let place = self.memory.load(hand);
+            self.memory.store(hand, place.wrapping_add(1));
+            let index = ConnectionIndex::new(partition, place as u32);
+            let before = self.connection(index).filter(&is_expired)?;
+            if !self.release(index, before.identity) {
+                return None;
+            }
+            self.fill(index, packet, server, now);
+            Some((index, before))
+        })
     }
 
     /// Writes a private entry, its identity last.
@@ -318,6 +344,7 @@ impl RecentConnections {
 pub struct OwnMemory {
     size: TableSize,
     tops: Vec<AtomicU64>,
+    hands: Vec<AtomicU64>,
     entries: Vec<AtomicU64>,
 }
 
@@ -327,12 +354,15 @@ impl OwnMemory {
     /// Returns memory that is all 0.
     pub fn new(size: TableSize) -> Self {
         let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
-        Self { size, tops: words(size.partitions() as usize), entries: words(size.entries() as usize * ENTRY_WORDS) }
+        let partitions = size.partitions() as usize;
+        let entries = words(size.entries() as usize * ENTRY_WORDS);
+        Self { size, tops: words(partitions), hands: words(partitions), entries }
     }
 
     fn at(&self, word: StorageCell) -> &AtomicU64 {
         match word {
             StorageCell::StackTop(partition) => &self.tops[partition as usize],
+            StorageCell::StackHand(partition) => &self.hands[partition as usize],
             StorageCell::Entry(index, field) => {
                 &self.entries[index.position(self.size) as usize * ENTRY_WORDS + field / size_of::<u64>()]
             }

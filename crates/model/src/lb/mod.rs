@@ -347,6 +347,11 @@ impl LoadBalancer {
         self.stateful.clock = clock;
     }
 
+    /// Records a sweep of the connection table by user space.
+    pub fn sweep(&mut self) {
+        self.stateful.swept = self.stateful.clock;
+    }
+
     /// Returns the connections with an entry.
     pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
         self.stateful.connections()

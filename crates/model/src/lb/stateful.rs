@@ -10,12 +10,13 @@ use coreward_intf as intf;
 use super::decide::{Decision, source_of};
 use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
-use crate::FourTuple;
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
 use crate::connection_table::{
-    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, owner_and_place, source_shard, syn_echo,
+    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timers, owner_and_place, source_shard,
+    syn_echo,
 };
 use crate::cookie::CookieKey;
+use crate::{FourTuple, ServerId};
 
 /// A load balancer with a connection table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -35,6 +36,8 @@ pub(super) struct Stateful {
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
     pub clock: Clock,
+    /// When user space last swept.
+    pub swept: Clock,
     /// Entries that one source prefix may hold; `None`: any number.
     pub entries_per_source: Option<u32>,
     table: ConnectionTable<OwnMemory>,
@@ -62,6 +65,7 @@ impl Stateful {
             owner: None,
             owners: Default::default(),
             clock: Clock::default(),
+            swept: Clock::default(),
             entries_per_source: None,
             table,
             recent: RecentConnections::default(),
@@ -149,6 +153,20 @@ impl LoadBalancer {
         }
     }
 
+    /// Gives a first packet the place of an expired entry.
+    fn reuse(&mut self, first: &FirstPacket, server: ServerId) -> Option<ConnectionIndex> {
+        let (clock, swept) = (self.stateful.clock, self.stateful.swept);
+        let is_expired = |connection: &Connection| {
+            let identity = connection.identity;
+            let known = self.service(usize::from(identity.service)).server(identity.server).is_some();
+            Timers::default().is_expired(connection, known, swept, clock)
+        };
+        let (index, before) = self.stateful.table.reuse(first, server, clock, is_expired)?;
+        let held = self.stateful.held(*before.client.ip());
+        *held = held.saturating_sub(1);
+        Some(index)
+    }
+
     /// Gives a SYN an entry, or the one of its first transmission, and names it to the server.
     pub(super) fn first_stateful(
         &mut self,
@@ -176,14 +194,16 @@ impl LoadBalancer {
         }
         let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
         let first = FirstPacket { hash, service: service_slot as u16, client, bytes };
-        match self.stateful.table.take(&first, server, self.stateful.clock) {
-            Ok(index) => {
-                *self.stateful.held(packet.client.0) += 1;
-                self.stateful.recent.remember(hash, index);
-                decision.with_tsecr(echo, syn_echo(owner, index.place()))
-            }
-            Err(NotTaken::Full) => decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
+        let (index, decision) = match self.stateful.table.take(&first, server, self.stateful.clock) {
+            Ok(index) => (index, decision),
+            Err(NotTaken::Full) => match self.reuse(&first, server) {
+                Some(index) => (index, decision.with_event(intf::LB_EVENT_CONNECTION_REUSED)),
+                None => return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
+            },
             Err(NotTaken::Contended) => unreachable!("no other operation takes entries here"),
-        }
+        };
+        *self.stateful.held(packet.client.0) += 1;
+        self.stateful.recent.remember(hash, index);
+        decision.with_tsecr(echo, syn_echo(owner, index.place()))
     }
 }

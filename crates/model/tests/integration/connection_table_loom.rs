@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64 as PlainWord;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, FirstPacket, NotTaken, StorageCell};
-use coreward_model::connection_table::{Clock, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use coreward_model::connection_table::{Clock, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
@@ -24,10 +24,14 @@ const PLACES: usize = 2;
 /// What threads decide by is loom's, so that each access is a step of its own; the rest of an entry is plain.
 struct LoomMemory {
     top: AtomicU64,
+    /// A hint: no packet relies on it.
+    hand: PlainWord,
     identity: [AtomicU64; PLACES],
     port_flags_next: [AtomicU64; PLACES],
     generation: [AtomicU64; PLACES],
     rest: [[PlainWord; WORDS]; PLACES],
+    /// Every word of the other places: 0, as if free.
+    other: PlainWord,
     /// Bits of the stack's top that tell one state from another.
     top_mask: u64,
 }
@@ -41,8 +45,17 @@ impl LoomMemory {
     fn new(top_mask: u64) -> Self {
         let words = || std::array::from_fn(|_| AtomicU64::new(0));
         let rest = std::array::from_fn(|_| std::array::from_fn(|_| PlainWord::new(0)));
-        let top = AtomicU64::new(0);
-        Self { top, identity: words(), port_flags_next: words(), generation: words(), rest, top_mask }
+        let (top, hand) = (AtomicU64::new(0), PlainWord::new(0));
+        Self {
+            top,
+            hand,
+            identity: words(),
+            port_flags_next: words(),
+            generation: words(),
+            rest,
+            other: PlainWord::new(0),
+            top_mask,
+        }
     }
 
     fn cell(&self, word: StorageCell) -> Cell<'_> {
@@ -51,9 +64,11 @@ impl LoomMemory {
         const GENERATION: usize = std::mem::offset_of!(intf::connection, generation);
         match word {
             StorageCell::StackTop(_) => Cell::Loom(&self.top),
+            StorageCell::StackHand(_) => Cell::Plain(&self.hand),
             StorageCell::Entry(index, field) => {
                 let place = index.place() as usize;
                 match field {
+                    _ if place >= PLACES => Cell::Plain(&self.other),
                     IDENTITY => Cell::Loom(&self.identity[place]),
                     PORT_FLAGS_NEXT => Cell::Loom(&self.port_flags_next[place]),
                     GENERATION => Cell::Loom(&self.generation[place]),
@@ -245,5 +260,43 @@ fn concurrent_free_of_an_entry_succeeds_once() {
         // Nor does somebody late free the entry's next connection, though it be the same client's.
         assert_eq!(take(&table, 1), Ok(index));
         assert!(!free(&table, index, identity(1, 0)));
+    });
+}
+
+/// A packet finds the one place in use, by an expired entry, while `other` acts. Returns what each got.
+fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Option<ConnectionIndex>, Option<T>) {
+    let table = table(1, WHOLE_TOP);
+    let index = take(&table, 1).unwrap();
+    let packet = {
+        let table = table.clone();
+        thread::spawn(move || reuse(&table, 2))
+    };
+    let by_other = other(&table, index);
+    let reused = packet.join().unwrap();
+    if reused.is_some() {
+        assert_eq!(table.connection(index).unwrap().identity, identity(2, 1), "the generation grew");
+    }
+    (reused, by_other)
+}
+
+/// The entry of client 1 has expired.
+fn reuse(table: &Table, client: u16) -> Option<ConnectionIndex> {
+    let is_first = |connection: &Connection| connection.client.port() == 1;
+    table.reuse(&packet(client), server(client), Clock(5), is_first).map(|(index, _)| index)
+}
+
+#[test]
+fn expired_entry_is_reused_by_one_of_two_packets() {
+    loom::model(|| {
+        let (first, second) = reuse_beside(|table, _| reuse(table, 3));
+        assert!(first.is_none() || second.is_none(), "{first:?}, {second:?}");
+    });
+}
+
+#[test]
+fn expired_entry_is_either_reused_or_freed() {
+    loom::model(|| {
+        let (reused, freed) = reuse_beside(|table, index| table.release(index, identity(1, 0)).then_some(()));
+        assert!(reused.is_some() != freed.is_some(), "{reused:?}, {freed:?}");
     });
 }

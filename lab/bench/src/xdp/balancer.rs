@@ -93,6 +93,7 @@ impl Balancer {
         let mut lb = LoadBalancer::load(Options {
             flow_table_entries: setup.flow_entries,
             connection_table: setup.entries,
+            packets_read_clock: true,
             ..Options::default()
         })?;
         lb.set_own_mac(OWN_MAC);

@@ -226,6 +226,7 @@ impl Simulation {
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
             harness.change(&Change::Clock(Clock::at(Duration::from_millis(self.now))))?;
+            harness.change(&Change::Sweep)?;
             let open = &self.open;
             let ended = |client: SocketAddrV4| !open.contains(&(*client.ip(), client.port()));
             let ended: Vec<_> =
