@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Which worker: the policies. crates/model/src/dispatch decides the same; of equal workers the first slot is taken, as
- * Turbo's comparator tree does (HPCA'23, Sect. V-A).
+ * Policies of dispatch. crates/model/src/dispatch decides the same; of equal workers the first slot is taken, as in
+ * Turbo's comparator tree (HPCA'23, Sect. V-A).
  *
- * Least of up to 64 numbers: a scan, four at a time in chains of their own and without branches, as a queue's length is
- * just what no branch predictor knows. 16 workers are one cache line. A tree, as Turbo's hardware has it, would need
+ * Least of up to 64 numbers: a scan in four independent chains without branches, because a queue's length is
+ * unpredictable for a branch predictor. 16 workers are one cache line. A tree, as in Turbo's hardware, would need
  * several CPUs to agree on its inner nodes.
  */
 #ifndef COREWARD_DISPATCH_CHOOSE_H
@@ -13,14 +13,14 @@
 #include "state.h"
 #include "least.h"
 
-/* Written before the program is loaded: the verifier drops what other policies need. */
+/* Written before the program is loaded: the verifier removes the other policies. */
 const volatile __u32 policy = DISPATCH_POLICY_RANDOM;
 
-/* Ranks: below the slot's number (6 bits), above it what is compared. All are less than 2^63. */
+/* Ranks: below the slot's number (6 bits), above it the compared value. All are less than 2^63. */
 #define RANK_SHIFT 6
 #define LANES 4
 
-/* jbsrq: every worker that may take the class is preferred to those that may not, and those below their bound to others. */
+/* jbsrq: prefers workers that may take the class, and among them those below their bound. */
 #define RANK_OVER_BOUND (1ull << DISPATCH_FLAGS_SHIFT)
 #define RANK_NOT_OF_CLASS (1ull << (DISPATCH_FLAGS_SHIFT + 1))
 #define RANK_FLAGS_SHIFT (DISPATCH_FLAGS_SHIFT + 2)
@@ -53,20 +53,20 @@ static __always_inline __u64 rank_of(__u32 slot, __u32 class)
 	return rank << RANK_SHIFT | slot;
 }
 
-/* The slot of least rank, with the rank above it. */
+/* Returns the slot of least rank, with the rank above it. */
 static __always_inline __u64 least(__u32 class)
 {
 	__u64 best[LANES] = {~0ull >> 1, ~0ull >> 1, ~0ull >> 1, ~0ull >> 1};
 	__u32 slot, slots = state.slots;
 	__u64 idle;
 
-	/* What is beyond `slots` is empty, and ranks behind all others. */
+	/* Slots beyond `slots` are empty, and rank behind all others. */
 	for (slot = 0; slot < MAX_DISPATCH_WORKERS && slot < slots; slot += LANES) {
 		best[0] = lesser(rank_of(slot, class), best[0]);
 		best[1] = lesser(rank_of(slot + 1, class), best[1]);
 		best[2] = lesser(rank_of(slot + 2, class), best[2]);
 		best[3] = lesser(rank_of(slot + 3, class), best[3]);
-		/* Nobody has less than nothing: the first idle worker ends the search. */
+		/* No worker has less than none: the first idle one ends the search. */
 		idle = is_less(best[0], 1 << RANK_SHIFT) | is_less(best[1], 1 << RANK_SHIFT) |
 		       is_less(best[2], 1 << RANK_SHIFT) | is_less(best[3], 1 << RANK_SHIFT);
 		asm volatile("" : "+r"(idle));
@@ -76,21 +76,21 @@ static __always_inline __u64 least(__u32 class)
 	return lesser(lesser(best[0], best[1]), lesser(best[2], best[3]));
 }
 
-/* The same once more, for the rare case that the first choice is gone: out of the common path's way. */
+/* Repeats the search for the rare case that the first choice is gone: out of the common path's way. */
 static __noinline __u64 next_best(__u32 class)
 {
 	return least(class & (MAX_DISPATCH_CLASSES - 1));
 }
 
-/* The worker that has the turn, of those that take turns. */
+/* Returns the worker in turn. */
 static __always_inline __u32 by_order(__u32 position)
 {
 	return state.order[position & (MAX_DISPATCH_WORKERS - 1)];
 }
 
 /*
- * The slot for a request of that class; `hash`: the kernel's own of the client's address and port. `over_bound` is set
- * when every worker that might take it is at its bound.
+ * Returns the slot for a request of that class; `hash`: the kernel's own of the client's address and port. `over_bound`
+ * is set when every permitted worker is at its bound.
  */
 static __always_inline __u32 choose(__u32 class, __u32 hash, bool *over_bound)
 {

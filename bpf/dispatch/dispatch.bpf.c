@@ -53,10 +53,10 @@
 
 #define ETHERTYPE_IPV4 0x0800
 #define ETHERTYPE_IPV6 0x86dd
-/* A worker that dies between two looks takes one attempt; four die in the same 100 ms when a server crashes. */
+/* A worker that dies between two polls takes one attempt; four die in the same 100 ms when a server crashes. */
 #define ATTEMPTS 4
 
-/* Of the kernel's struct sock, in bytes: the part in which the network namespace is named. */
+/* Leading bytes of the kernel's struct sock, with the network namespace. */
 #define SOCK_BEGINNING 128
 
 /* Written before the program is loaded. */
@@ -72,7 +72,7 @@ struct {
 	__type(value, __u64);
 } workers SEC(".maps");
 
-/* From a worker's socket to its slot. */
+/* Slot of a worker's socket. */
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -80,7 +80,7 @@ struct {
 	__type(value, __u32);
 } sockets SEC(".maps");
 
-/* Keeps clang from proving the bound away, as it knows it where the verifier has lost it (a value that was spilled). */
+/* Keeps clang from removing the bound, which the verifier has lost (a spilled value). */
 static __always_inline __u32 within(__u32 place, __u32 count)
 {
 	place &= count - 1;
@@ -89,13 +89,13 @@ static __always_inline __u32 within(__u32 place, __u32 count)
 }
 
 /*
- * Since Linux 6.3 the kernel's own view of the context may be read. The verifier makes nothing of the call of such a
- * function, and a plain load of each access: 10 ns less than the helper.
+ * Since Linux 6.3 the kernel's own view of the context is readable. The verifier removes the call of such a function,
+ * and makes each access a plain load: 10 ns less than the helper.
  */
 extern void *bpf_cast_to_kern_ctx(void *ctx) __ksym __weak;
 extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
 
-/* The client's IPv4 address: the packet's IP header lies before what the program is shown. */
+/* Reads the client's IPv4 address: the packet's IP header precedes the visible part. */
 static __always_inline bool read_ipv4_client(struct sk_reuseport_md *ctx, __u64 *address)
 {
 	if (bpf_ksym_exists(bpf_cast_to_kern_ctx) && bpf_ksym_exists(bpf_rdonly_cast)) {
@@ -127,7 +127,7 @@ static __always_inline bool read_client(struct sk_reuseport_md *ctx, struct clie
 	return false;
 }
 
-/* Dispatched all the same. */
+/* Counts a dispatched request without an entry. */
 static __always_inline void untracked(__u32 slot)
 {
 	dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)].entry = 0;
@@ -158,7 +158,7 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 	if (policy == DISPATCH_POLICY_JLQ)
 		__sync_fetch_and_add(&state.work[slot], weight_ns(weight));
 	if (learning) {
-		/* A worker that had nothing to do starts now; another one when its response before has left. */
+		/* An idle worker starts now; a busy one when its previous response has left. */
 		if (!(__sync_fetch_and_add(&state.outstanding[slot], 1) & DISPATCH_COUNT_MASK))
 			worker->serving_since_ns = bpf_ktime_get_ns();
 	} else {
@@ -166,14 +166,14 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 	}
 }
 
-/* The worker is not chosen any more while it has this mark. */
+/* Excludes the worker from the choice. */
 static __always_inline void disable(__u32 slot, __u32 flags)
 {
 	__sync_fetch_and_or(&state.outstanding[slot], flags);
 	__sync_fetch_and_or(&state.work[slot], (__u64)(flags >> DISPATCH_FLAGS_SHIFT) << DISPATCH_WORK_FLAGS_SHIFT);
 }
 
-/* The worker that got the request; MAX_DISPATCH_WORKERS: none. */
+/* Returns the worker that got the request; MAX_DISPATCH_WORKERS: none. */
 static __always_inline __u32 select(struct sk_reuseport_md *ctx, __u32 class)
 {
 	bool over_bound = false;
@@ -218,11 +218,11 @@ int dispatch(struct sk_reuseport_md *ctx)
 	return SK_PASS;
 }
 
-/* A datagram from the service's port, as far as it is read. */
+/* A datagram from the service's port: the fields that are read. */
 struct response {
 	struct client client;
 	__u64 source[2];
-	/* Of the payload, from the IP header on. */
+	/* Offset of the payload from the IP header. */
 	__u32 payload;
 };
 
@@ -260,7 +260,7 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 	return true;
 }
 
-/* The socket is not a worker's, but has the service's address, in its network namespace. */
+/* Whether a socket that is not a worker's has the service's address, in its network namespace. */
 static __always_inline bool speaks_for_service(struct bpf_sock *socket, const struct response *response)
 {
 	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;
@@ -290,7 +290,7 @@ static __always_inline void learn(__u32 slot, __u32 type)
 	}
 }
 
-/* What a taken entry had added; the slot that had it. */
+/* Subtracts the contribution of a removed entry; returns its slot. */
 static __always_inline __u32 subtract(__u64 entry)
 {
 	__u32 slot = entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK;
@@ -310,7 +310,7 @@ static __always_inline void complete(__u64 entry)
 		learn(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
 }
 
-/* It answers: whatever was thought of it, it is alive. */
+/* Enables a worker that answers. */
 static __always_inline void sign_of_life(__u32 slot)
 {
 	__u32 flags = state.outstanding[slot] & (DISPATCH_DISABLED | DISPATCH_GONE);
@@ -347,7 +347,7 @@ static __always_inline void answered(struct __sk_buff *skb, const struct respons
 	} else if (!speaks_for_service(socket, response)) {
 		return;
 	}
-	/* One worker may answer what another one read. */
+	/* One worker may answer another one's request. */
 	if (!entry)
 		entry = take(hash, tag_of(hash), mask);
 	if (entry)
@@ -367,8 +367,9 @@ int responses(struct __sk_buff *skb)
 }
 
 /*
- * A UDP socket has not taken a datagram: its receive buffer is full, or the protocol's memory is. Whatever the request had
- * added is taken away again. (The second argument is the socket since the tracepoint exists; a third came in Linux 6.11.)
+ * A UDP socket has rejected a datagram: its receive buffer, or the protocol's memory, is full. The request's
+ * contribution is subtracted again. (The second argument is the socket since the tracepoint exists; a third came in
+ * Linux 6.11.)
  */
 SEC("tp_btf/udp_fail_queue_rcv_skb")
 int drops(__u64 *ctx)
@@ -377,7 +378,7 @@ int drops(__u64 *ctx)
 	__u64 entry = queued->entry;
 	__u32 *slot = bpf_sk_storage_get(&sockets, (struct sock *)ctx[1], NULL, 0);
 
-	/* Another socket's, which nobody dispatches. */
+	/* Another socket's datagram, without dispatch. */
 	if (!slot || !entry || (entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK) != *slot)
 		return 0;
 	queued->entry = 0;
@@ -387,8 +388,8 @@ int drops(__u64 *ctx)
 }
 
 /*
- * One socket of the network namespace in which user space looks. The queue is read before the count: a request is counted
- * before it is queued and until it is answered, so that a count read later is not too low for the queue.
+ * One socket of user space's network namespace. The queue is read before the count: a request is counted before it is
+ * queued and until it is answered, so that a later count is not too low for the queue.
  */
 SEC("iter/udp")
 int queues(struct bpf_iter__udp *ctx)

@@ -73,13 +73,16 @@ struct bpf_iter__udp {
 
 #pragma clang attribute pop
 
-/* Datagrams that wait: udp_recvmsg moves what it finds in the first queue to the second (net/ipv4/udp.c). */
+/* Returns the number of waiting datagrams: udp_recvmsg moves the first queue to the second (net/ipv4/udp.c). */
 static __always_inline __u32 queued_at(struct udp_sock *socket)
 {
 	return socket->inet.sk.sk_receive_queue.qlen + socket->reader_queue.qlen;
 }
 
-/* Datagrams that found the receive buffer full, or were broken. Since Linux 6.18 UDP counts them per NUMA node parity. */
+/*
+ * Returns the number of datagrams that met a full receive buffer, or were broken. Since Linux 6.18 UDP counts them per
+ * NUMA node parity.
+ */
 static __always_inline __u32 dropped_at(struct udp_sock *socket)
 {
 	struct sock *sock = &socket->inet.sk;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * What is read of a request and of its response: the client's address and port, a request id, the type. The same on both
- * ways, so that a response finds its request.
+ * Fields of a request and of its response: the client's address and port, a request id, the type. Equal in both
+ * directions, so that a response finds its request.
  */
 #ifndef COREWARD_DISPATCH_REQUEST_H
 #define COREWARD_DISPATCH_REQUEST_H
@@ -12,24 +12,24 @@
 
 #include "intf.h"
 
-/* Written before the program is loaded: what a service does not need is not compiled in. Offsets are in the payload. */
+/* Written before the program is loaded: unneeded parts are not compiled in. Offsets are in the payload. */
 const volatile __u32 request_id_bytes = 0; /* 0: requests have no id */
 const volatile __u32 request_id_offset = 0;
 const volatile __u32 response_id_offset = 0;
 const volatile __u32 type_count = 0; /* 0: requests are all alike */
 const volatile __u32 type_offset = 0;
-/* Not a constant for the verifier, which would follow every type's path by itself. Never written after loading. */
+/* Not a constant for the verifier, which would follow every type's path. Never written after loading. */
 struct dispatch_match types[MAX_DISPATCH_TYPES] SEC(".data.types") = {};
 
-/* Who asked. IPv4 addresses stand in address[1]. */
+/* The client. IPv4 addresses are in address[1]. */
 struct client {
 	__u64 address[2];
 	__u16 port;
 };
 
 /*
- * The first `bytes` (1 to 8, a constant) from `offset` of the packet on, which is counted from where ctx->data points to;
- * bytes beyond the packet's end are 0. Most packets lie in one piece, and one load does it.
+ * Loads the first `bytes` (1 to 8, a constant) from `offset` of the packet on, relative to ctx->data; bytes beyond the
+ * packet's end are 0. Most packets are linear, and one load does it.
  */
 #define LOAD_BYTES(ctx, length, offset, bytes)                                                                         \
 	({                                                                                                             \
@@ -42,7 +42,7 @@ struct client {
 		(bytes) < 8 ? word & ((1ull << ((bytes) * 8)) - 1) : word;                                             \
 	})
 
-/* A datagram's last bytes, or one whose payload the driver keeps elsewhere. */
+/* Loads a datagram's last bytes, or a payload that the driver keeps elsewhere. */
 static __always_inline void load_slowly(void *ctx, __u32 offset, __u32 available, __u64 *word)
 {
 	__u32 last = (available < sizeof(*word) ? available : sizeof(*word)) - 1;
@@ -53,7 +53,7 @@ static __always_inline void load_slowly(void *ctx, __u32 offset, __u32 available
 	bpf_skb_load_bytes(ctx, offset, word, last + 1);
 }
 
-/* Differs between clients, ports and ids with the seed, which no client knows. */
+/* Hash of client, port and id, with a seed that no client knows. */
 static __always_inline __u64 hash_of(__u64 seed, const struct client *client, __u64 id)
 {
 	/* Odd constants with well mixed bits (the golden ratio; MurmurHash3's finalizer). */
@@ -67,7 +67,7 @@ static __always_inline __u64 hash_of(__u64 seed, const struct client *client, __
 	return hash ^ hash >> 29;
 }
 
-/* The first type that matches; that of all others when none does. */
+/* Returns the first matching type; without one that of all others. */
 static __always_inline const struct dispatch_match *type_of(__u64 word)
 {
 	__u32 i;

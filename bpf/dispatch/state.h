@@ -67,7 +67,7 @@ struct dispatched {
 
 struct dispatched dispatched[DISPATCH_CPUS] SEC(".bss.dispatched") = {};
 
-/* Where it is; DISPATCH_REQUESTS: no room. */
+/* Returns the position of the new entry; DISPATCH_REQUESTS: no room. */
 static __always_inline __u32 put(__u64 hash, __u64 entry)
 {
 	__u32 probe, way;
@@ -83,7 +83,7 @@ static __always_inline __u32 put(__u64 hash, __u64 entry)
 	return DISPATCH_REQUESTS;
 }
 
-/* The oldest entry of a set with these bits, taken; 0: there is none. */
+/* Removes and returns the oldest entry of a set with these bits; 0: there is none. */
 static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u64 epoch)
 {
 	__u64 found = 0, age = 0;
@@ -100,15 +100,15 @@ static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u
 			place = way;
 		}
 	}
-	/* Another CPU may have taken it meanwhile: for a response to a request that somebody else has accounted for. */
+	/* Another CPU may have taken it meanwhile: the response's request is accounted for then. */
 	if (found && __sync_val_compare_and_swap(&set[place & (DISPATCH_WAYS - 1)], found, 0) != found)
 		return 0;
 	return found;
 }
 
 /*
- * Takes the oldest entry with these bits, and returns it; 0: there is none. A server that answers in the order in which
- * it was asked has answered the oldest.
+ * Removes and returns the oldest entry with these bits; 0: there is none. A server that answers in order has answered
+ * the oldest.
  */
 static __always_inline __u64 take(__u64 hash, __u64 wanted, __u64 mask)
 {

@@ -37,7 +37,7 @@ struct {
 	__type(value, __be32);
 } checked_paths SEC(".maps");
 
-/* Options of IP are not in what the kernel sends by itself, nor in answers to that. */
+/* The kernel's own packets have no IP options, and neither have their answers. */
 #define TCP_AT (ETH_HLEN + sizeof(struct iphdr))
 #define HEADERS (TCP_AT + sizeof(struct tcphdr))
 
@@ -47,7 +47,7 @@ static __always_inline bool has_headers(struct __sk_buff *skb)
 	return skb->data_end - skb->data >= HEADERS || !bpf_skb_pull_data(skb, HEADERS);
 }
 
-/* The server's address becomes the VIP, or the other way round. Never keeps a packet from whatever comes next. */
+/* Replaces the server's address by the VIP, or the reverse. Never drops a packet. */
 static __always_inline int redirect(struct __sk_buff *skb, bool from_server)
 {
 	__u32 offset = ETH_HLEN + (from_server ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr));

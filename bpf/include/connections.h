@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
-/* What the load balancer remembers of connections, and user space reads and frees. Included by intf.h. */
+/* Connection state of the load balancer, which user space reads and frees. Included by intf.h. */
 #ifndef COREWARD_INCLUDE_CONNECTIONS_H
 #define COREWARD_INCLUDE_CONNECTIONS_H
 
@@ -31,7 +31,7 @@
 #define FLOW_SERVICE_SHIFT 32
 #define FLOW_UDP_SHIFT 48
 #define FLOW_HINT_SHIFT 49
-/* The bucket finds the flow's server, too, unless it has changed hands since. A hint never evicts anything else. */
+/* The bucket finds the flow's server, too, unless it has moved since. A hint never evicts anything else. */
 #define FLOW_HINT 1u
 
 /* 128 bytes: two cache lines, of which a look-up reads one. */
@@ -40,17 +40,20 @@ struct flow_set {
 	__u64 use[FLOW_SET_ENTRIES];
 };
 
-/* An entry that was not used for so many ticks of lb_state.clock (0.1 s) is free: 5 min (RFC 4787), 2 h 4 min (RFC 5382), REQ-5. */
+/*
+ * Idle time in ticks of lb_state.clock (0.1 s) after which an entry is free: 5 min (RFC 4787), 2 h 4 min (RFC 5382),
+ * REQ-5.
+ */
 #define FLOW_IDLE_UDP 3000
 #define FLOW_IDLE_TCP 74400
 
 struct flow_table_entry {
 	__u16 server_id;
-	/* To whom the server hands what it does not know (placement_table.consistent_before), or NO_SERVER. */
+	/* The server to which its server forwards unknown packets (placement_table.consistent_before), or NO_SERVER. */
 	__u16 before;
 };
 
-/* A datagram's fragments carry the ports only in the first one. */
+/* Only the first fragment of a datagram carries the ports. */
 struct fragment_key {
 	__u32 client_address[4];
 	__u32 vip_address[4];
@@ -58,9 +61,8 @@ struct fragment_key {
 	__u32 protocol;
 };
 
-/* Where the datagram's first fragment went. */
+/* Destination of the datagram's first fragment. */
 struct fragment_entry {
-	/* The service's index. */
 	__u16 service;
 	__u16 server_id;
 };
@@ -68,8 +70,8 @@ struct fragment_entry {
 #define MAX_FRAGMENTED_DATAGRAMS 4096
 
 /*
- * The server before, from load balancer to server: in the IP header's identification, which means nothing in a datagram
- * that is not fragmented (RFC 6864, Sect. 4.1); NO_SERVER: there is none. No fragment ever carries it.
+ * The previous server, from load balancer to server: in the IP identification, which is unused in an unfragmented
+ * datagram (RFC 6864, Sect. 4.1); NO_SERVER: none. No fragment ever carries it.
  */
 
 /* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
@@ -83,7 +85,6 @@ struct fragment_entry {
 #define CONNECTIONS_PER_PARTITION 1024
 #define CONNECTION_PLACE_MASK 0x3ffu
 #define CONNECTION_OWNER_BITS 4
-/* Load balancers with a connection table. */
 #define MAX_OWNERS 16
 #define DEFAULT_CONNECTION_TABLE_ENTRIES 262144
 #define MAX_CONNECTION_TABLE_ENTRIES 4194304
@@ -112,7 +113,7 @@ struct connection {
 	__u64 packets;
 	/* Frame bytes from the client. */
 	__u64 bytes;
-	/* lb_state.clock when the last packet came, and the first. */
+	/* lb_state.clock at the last packet, and at the first. */
 	__u32 last_seen;
 	__u32 opened;
 	__u32 client_address[4];
@@ -120,7 +121,7 @@ struct connection {
 	__u16 flags;
 	/* While free: place of the next free entry of the partition + 1; 0: it is the last. */
 	__u32 next_free;
-	/* Of the entry's next use; low bits go into `identity`. */
+	/* Generation of the entry's next use; low bits go into `identity`. */
 	__u32 generation;
 	__u32 reserved;
 };
@@ -158,30 +159,30 @@ struct connection_timers {
 #define CONNECTION_UNSWEPT 600
 
 /*
- * So that a retransmitted SYN gets the entry of the first one: direct-mapped by the connection's hash, the upper bits of
- * its tag and, in the low CONNECTION_PLACE_BITS, the place. A hint: the entry's own identity decides. The tag is there so
- * that a new connection does not fetch another one's entry, which is most likely in no cache.
+ * Entry of a recent SYN, for its retransmission: direct-mapped by the connection's hash, the upper bits of its tag and,
+ * in the low CONNECTION_PLACE_BITS, the place. A hint: the entry's own identity decides. With the tag, a new connection
+ * does not fetch another one's entry, which is rarely in a cache.
  */
 #define RECENT_CONNECTIONS 16384
 
 /* Source prefixes (/24) share a counter by their hash. */
 #define SOURCE_SHARDS 4096
 
-/* A cache line for each receive queue or CPU, as a row of counters (MAX_LB_COUNTER_ROWS). */
+/* One cache line for each row of counters (MAX_LB_COUNTER_ROWS). */
 struct connection_takes_row {
 	__u64 count;
 	__u64 unused[7];
 };
 
-/* Entries that each prefix holds: packets add, user space subtracts. Entries taken since the map was made, by row. */
+/* Entries of each prefix: packets add, user space subtracts. Entries taken since the map was created, by row. */
 struct connection_takes {
 	__u64 held_by_source[SOURCE_SHARDS];
 	struct connection_takes_row by_row[MAX_LB_COUNTER_ROWS];
 };
 
 /*
- * How the server learns the index: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), which its ingress
- * program takes out again. This bit and the cookie's kind, owner and place.
+ * Index of the connection for the server: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), from which
+ * the server's ingress program removes it. This bit and the cookie's kind, owner and place.
  */
 #define SYN_ECHO_HOLDS_COOKIE 0x10000u
 

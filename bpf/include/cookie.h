@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The cookie's keyed hash: what lb.bpf.c recognises and server.bpf.c stamps. crates/model/src/cookie.rs is the same in
- * Rust; the tests compare the two.
+ * Keyed hash of the cookie, for lb.bpf.c and server.bpf.c. crates/model/src/cookie.rs is the same in Rust; the tests
+ * compare the two.
  */
 #ifndef COREWARD_INCLUDE_COOKIE_H
 #define COREWARD_INCLUDE_COOKIE_H
@@ -33,12 +33,13 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.h is written f
 	} while (0)
 
 /*
- * SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port times the key's
- * vip_factor. One block and so four rounds in all; 12 bytes would take five. Folding by a secret factor is a universal hash, and a
- * PRF of that is a PRF of the whole tuple (Carter and Wegman, 1979): two tuples that fold to the same word exist, but nobody
- * without the key can name them. Nothing here waits for the look-up of the service.
+ * SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port times the
+ * key's vip_factor. One block and so four rounds in all; 12 bytes would take five. Folding by a secret factor is a
+ * universal hash, and a PRF of that is a PRF of the whole tuple (Carter and Wegman, 1979). Two tuples that fold to the
+ * same word exist, but cannot be found without the key. The hash does not wait for the look-up of the service.
  *
- * `ports` is the 32-bit word at the start of the client's TCP header; the server, which sees the answer, swaps its halves.
+ * `ports` is the 32-bit word at the start of the client's TCP header; the server, which sees the answer, swaps its
+ * halves.
  */
 static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 client_address, __u32 vip_address,
 					 __u32 ports)
@@ -60,7 +61,7 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 	return v0 ^ v1 ^ v2 ^ v3;
 }
 
-/* Added to the time part of TSval, modulo 2^16: from a hash with the server's own time key. */
+/* Addend of TSval's time part, modulo 2^16: from a hash with the server's own time key. */
 static __always_inline __u16 cookie_time_mask(__u64 hash)
 {
 	return hash;
@@ -103,7 +104,7 @@ static __always_inline __u64 inverse(__u64 factor)
 	return x * (2 - factor * x);
 }
 
-/* `plain` as it stands in the cookie. */
+/* Returns `plain` in its hidden form. */
 static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 {
 	__u64 mask = (1ull << bits) - 1, x = (plain - (hash >> (64 - bits))) & mask;
@@ -114,7 +115,7 @@ static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 	return unfold(x, bits) ^ (hash & mask);
 }
 
-/* Which of the two keys an echo was made with: its key bit, in clear. */
+/* Index of a TSecr's key: its key bit, in clear. */
 static __always_inline __u32 cookie_key_index(__u32 echo)
 {
 	return (echo & COOKIE_KEY_BIT) / COOKIE_KEY_BIT;

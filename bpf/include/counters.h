@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
-/* What the programs count: metrics and `coreward status` name them by these enums. Included by intf.h. */
+/* Counters of the programs: metrics and `coreward status` name them by these enums. Included by intf.h. */
 #ifndef COREWARD_INCLUDE_COUNTERS_H
 #define COREWARD_INCLUDE_COUNTERS_H
 
 /* ---- counters -------------------------------------------------------------------------------------------------- */
 
-/* What lb.bpf.c did with a packet. Names are shown to users in lower case without the prefix. */
+/* Outcome of a packet in lb.bpf.c. Users see the names in lower case without the prefix. */
 enum lb_counter {
 	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
 	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
@@ -35,7 +35,7 @@ enum lb_counter {
 	LB_COUNTER_COUNT,
 };
 
-/* What else happened to a packet that was counted above. */
+/* Event of a packet in addition to its outcome. */
 enum lb_event {
 	LB_EVENT_CONNECTION_TABLE_FULL, /* a first packet got a cookie of the stateless kind instead */
 	LB_EVENT_CONNECTION_CONTENDED, /* the same: others took free places all the time */
@@ -48,7 +48,6 @@ enum lb_event {
 
 /* 320 bytes: five cache lines of its own. An established packet writes to the first only. */
 struct lb_counters {
-	/* Frame bytes of what was forwarded. */
 	__u64 forwarded_bytes;
 	__u64 packets[LB_COUNTER_COUNT];
 	__u64 events[LB_EVENT_COUNT];
@@ -66,26 +65,26 @@ struct lb_counters {
  * There are as many rows as the machine may have CPUs, a power of two and at most so many; more CPUs share them.
  */
 #define MAX_LB_COUNTER_ROWS 256
-/* In the place of a service's index: packets whose service is not known. */
+/* Index of packets without a known service. */
 #define LB_COUNTERS_NO_SERVICE MAX_SERVICES
-/* What services counted that are removed, and whose place another one has. Only user space writes it. */
+/* Counters of removed services whose index was reused. Only user space writes it. */
 #define LB_COUNTERS_REMOVED (MAX_SERVICES + 1)
 #define LB_COUNTERS_PER_ROW (MAX_SERVICES + 2)
 
-/* What server.bpf.c did. */
+/* Events in server.bpf.c. */
 enum server_counter {
 	SERVER_COUNTER_STAMPED,
 	SERVER_COUNTER_RESTORED,
 	SERVER_COUNTER_TSVAL_CLAMPED,
 	SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED,
 	SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP,
-	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left alone. */
+	/* TSval is not the clock in ms (the connection is older than tcp_timestamps=2): left unchanged. */
 	SERVER_COUNTER_EGRESS_OTHER_CLOCK,
-	/* The same of a SYN-ACK that has no socket here: it comes from another network namespace, as of a container. */
+	/* As before, of a SYN-ACK without a socket here: from another network namespace, such as a container's. */
 	SERVER_COUNTER_EGRESS_FOREIGN_CLOCK,
 	SERVER_COUNTER_EGRESS_FORWARDED, /* a SYN-ACK from another network namespace was stamped */
 	SERVER_COUNTER_INGRESS_WITHOUT_ECHO,
-	/* The echo does not hold this server's id: left alone. */
+	/* TSecr does not hold this server's id: left unchanged. */
 	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
 	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
 	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
@@ -110,7 +109,7 @@ enum server_counter {
 	SERVER_COUNTER_COUNT,
 };
 
-/* What steer.bpf.c did. */
+/* Events in steer.bpf.c. */
 enum steer_counter {
 	STEER_COUNTER_STEERED,
 	STEER_COUNTER_NO_WORKER, /* no socket for that core: the kernel's own choice */

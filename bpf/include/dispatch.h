@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
-/* What dispatch.bpf.c and user space share: which worker of a UDP service gets a request. Included by intf.h. */
+/* Layouts of dispatch.bpf.c and user space: dispatch of a UDP service's requests to workers. Included by intf.h. */
 #ifndef COREWARD_INCLUDE_DISPATCH_H
 #define COREWARD_INCLUDE_DISPATCH_H
 
@@ -7,9 +7,9 @@
 #define MAX_DISPATCH_WORKERS 64
 /* Priority classes of one service; 0 is the highest. */
 #define MAX_DISPATCH_CLASSES 4
-/* Types of requests that are told apart; the last in use is that of all others. */
+/* Distinguished types of requests; the last in use is that of all others. */
 #define MAX_DISPATCH_TYPES 32
-/* Bytes of the payload that tell the type. */
+/* Bytes of the payload that show the type. */
 #define DISPATCH_TYPE_BYTES 8
 
 enum dispatch_policy {
@@ -30,8 +30,8 @@ enum dispatch_counter {
 };
 
 /*
- * outstanding[w]: the count of requests, and above it what bars the worker. The flags are the highest bits, so that one
- * comparison prefers eligible workers, then stalled ones, and takes an empty slot last.
+ * outstanding[w]: the count of requests, and above it the flags that disable the worker. The flags are the highest
+ * bits, so that one comparison prefers eligible workers, then stalled ones, and takes an empty slot last.
  */
 #define DISPATCH_COUNT_MASK 0x3fffffffu
 #define DISPATCH_GONE 0x40000000u /* no socket in the slot */
@@ -68,24 +68,23 @@ enum dispatch_counter {
 #define DISPATCH_WEIGHT_MASK 0xffffu
 #define DISPATCH_MANTISSA_BITS 11
 
-/* CPUs on which the request that is being queued is known; a power of two. Beyond it CPUs share. */
+/* CPUs with a record of the request that is being queued; a power of two. Others share. */
 #define DISPATCH_CPUS 1024
 
-/* How the type is told: the first whose masked bytes are the payload's. Written before the program is loaded. */
+/* Pattern of a type: the first whose masked bytes match the payload counts. Written before the program is loaded. */
 struct dispatch_match {
-	/* As they stand in the payload from `type_offset` on. */
+	/* In the payload's byte order, from `type_offset` on. */
 	__u64 value;
 	__u64 mask;
 	__u32 class;
-	/* Its place. */
 	__u32 number;
 };
 
-/* What a type of requests takes. */
+/* State of a type of requests. */
 struct dispatch_type {
-	/* Of user space: the expected service time as an entry's weight. */
+	/* By user space: the expected service time as an entry's weight. */
 	__u64 weight;
-	/* Of the programs, when service times are learned: the sum of those observed (ns), and how many. */
+	/* By the programs, when service times are learned: sum of the observed ones (ns), and their number. */
 	__u64 observed_ns;
 	__u64 observed;
 };
@@ -94,11 +93,11 @@ struct dispatch_type {
 struct dispatch_worker {
 	/* Dispatched and not counted. (All dispatched: these, completed, repaired, and outstanding without surplus.) */
 	__u64 untracked;
-	/* Requests whose response was seen. */
+	/* Requests with an observed response. */
 	__u64 completed;
 	/* Datagrams that the worker's socket sent from the service's port. */
 	__u64 responses;
-	/* Learning: since when the request that is served is served, at the latest (CLOCK_MONOTONIC). */
+	/* Learning: upper bound of the start of the request in service (CLOCK_MONOTONIC). */
 	__u64 serving_since_ns;
 	__u64 unused[4];
 
@@ -106,12 +105,12 @@ struct dispatch_worker {
 	__u64 repaired;
 	/* SO_COOKIE of the socket in the slot. */
 	__u64 socket;
-	/* Expected work that stands for `surplus` (ns). */
+	/* Expected work of `surplus` (ns). */
 	__u64 surplus_work;
-	/* As the last look found them: datagrams in the receive queue, dropped since the socket was made. */
+	/* At the last poll: datagrams in the receive queue, drops since the socket was created. */
 	__u32 queued;
 	__u32 dropped;
-	/* Queued datagrams that no entry stands for, counted as outstanding. */
+	/* Queued datagrams without an entry, counted as outstanding. */
 	__u32 surplus;
 	/* The process that reads the socket. */
 	__u32 pid;
@@ -121,38 +120,38 @@ struct dispatch_worker {
 /* Grows whenever a pinned layout or its meaning changes. */
 #define DISPATCH_LAYOUT_VERSION 1
 
-/* What of dispatch.bpf.c outlives the process that loaded it; one per service. */
+/* Pinned state of dispatch.bpf.c; one per service. */
 struct dispatch_state {
 	__u32 outstanding[MAX_DISPATCH_WORKERS];
 	__u64 work[MAX_DISPATCH_WORKERS];
 	/*
-	 * jbsrq: how many requests a worker may have outstanding before it takes another one of the class; 0: it takes
-	 * none. jsq: row 0, where equal numbers stand, only says what is counted.
+	 * jbsrq: limit of a worker's outstanding requests for the class; 0: it takes none. jsq: row 0, with equal
+	 * numbers, limits only the counting.
 	 */
 	__u32 bound[MAX_DISPATCH_CLASSES][MAX_DISPATCH_WORKERS];
 	/* rr and random: the slots that take turns. */
 	__u8 order[MAX_DISPATCH_WORKERS];
 	__u32 order_count;
-	/* Slots that are looked at: the highest one in use, and one more. */
+	/* Slots to search: the highest one in use, and one more. */
 	__u32 slots;
-	/* Counts the looks of user space. */
+	/* Number of user space's polls. */
 	__u64 epoch;
-	/* Of the hash of requests: no client can choose requests that fall into one set. */
+	/* Seed of the requests' hash: no client can choose requests of one set. */
 	__u64 seed;
 	__u64 layout_version;
 	__u64 unused[4];
-	/* rr: in a cache line of its own, as every request writes it. */
+	/* rr: in a cache line of its own, because every request writes it. */
 	__u64 turn;
 	__u64 counters[DISPATCH_COUNTER_COUNT];
 	__u64 reserved[3];
 	struct dispatch_type types[MAX_DISPATCH_TYPES];
 	struct dispatch_worker workers[MAX_DISPATCH_WORKERS];
-	/* Names the service to those who find the pins. */
+	/* Service and policy, for readers of the pins. */
 	__u32 policy;
 	__u32 port;
 	/* As in struct service_key; all zero: any address. */
 	__u32 address[4];
-	/* of user space: milliseconds since the epoch when it looked last (CLOCK_REALTIME). */
+	/* By user space: time of the last poll in ms since the epoch (CLOCK_REALTIME). */
 	__u64 looked_ms;
 };
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
-/* Servers as they see themselves: the part of intf.h that only their programs and the agent use. Included by intf.h. */
+/* Layouts of the server's programs and the agent. Included by intf.h. */
 #ifndef COREWARD_INCLUDE_SERVER_H
 #define COREWARD_INCLUDE_SERVER_H
 
-/* The 4-tuple as the client's packets carry it. Addresses as in struct service_key. */
+/* The 4-tuple in the client's direction. Addresses as in struct service_key. */
 struct flow_key {
 	__u32 client_address[4];
 	__u32 vip_address[4];
@@ -12,27 +12,27 @@ struct flow_key {
 };
 
 /*
- * The PAWS clamp (docs/design.md, "Idle connections"): a TSval sent that is not the server's own clock, kept until the
- * client has echoed it and something newer.
+ * PAWS clamp (docs/design.md, "Idle connections"): a sent TSval that is not the server's own clock, kept until the
+ * client has returned it and something newer.
  */
 struct held_timestamp {
-	/* Time part as sent, before the time mask, and that of the client's echo before it. */
+	/* Time part as sent, before the time mask, and that of the client's previous TSecr. */
 	__u16 sent;
 	__u16 sent_before;
-	/* The server's own TSvals that they stand for. */
+	/* The server's own TSvals for these. */
 	__u32 original;
 	__u32 original_before;
-	/* The client has echoed it. */
+	/* The client has returned it. */
 	__u32 confirmed;
 };
-/* Connections that were idle for more than 32 s and have not yet gone on; about 100 bytes each. */
+/* Connections that were idle for more than 32 s and have not continued yet; about 100 bytes each. */
 #define MAX_HELD_TIMESTAMPS 65536
 /* Largest step of the 16-bit time part that a client takes as newer (ms). */
 #define LARGEST_STEP_MS 0x7fffu
-/* How far a server's own TSval may run ahead of the clock that restores it (ms). */
+/* Time by which a server's own TSval may be ahead of the clock that restores it (ms). */
 #define RESTORE_SLACK_MS 16u
 
-/* One SYN as it arrived, for comparing predicted and actual receive queue. */
+/* An arrived SYN, for comparing predicted and actual receive queue. */
 struct rss_sample {
 	__u32 source_address;
 	__u32 destination_address;
@@ -46,10 +46,10 @@ struct rss_sample {
 };
 /* Power of two. */
 #define RSS_SAMPLES 256
-/* Of so many packets of open connections one is sampled; a power of two. */
+/* Packets of open connections per sample; a power of two. */
 #define RSS_ESTABLISHED_SAMPLING 64
 
-/* The server's own RSS as the agent read it; entry_count 0: unknown, nothing is predicted. */
+/* The server's own RSS from the agent; entry_count 0: unknown, nothing is predicted. */
 struct rss_mapping {
 	__u32 entry_count;
 	__u32 generation;
@@ -60,7 +60,7 @@ struct rss_mapping {
 	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
 };
 
-/* Grows whenever a pinned layout or its meaning changes: an agent never takes over what it would misread. */
+/* Grows whenever a pinned layout or its meaning changes: an agent never takes over another layout. */
 #define SERVER_LAYOUT_VERSION 4
 
 /* 256 bytes: cache lines of its own. */
@@ -70,14 +70,14 @@ struct server_counters {
 };
 
 /*
- * Connections whose index is known from the SYN, until their socket keeps it: bounded, so that a SYN flood costs no more.
- * What is lost goes by the server's id.
+ * Connections whose index is known from the SYN, until their socket keeps it: bounded, so that a SYN flood costs no
+ * more. A lost one goes by the server's id.
  */
 #define MAX_HALF_OPEN_INDEXES 65536
 /* No index: the connection goes by the server's id. */
 #define NO_CONNECTION_INDEX 0xffffu
 
-/* The same, kept with the established socket. */
+/* The index kept with the established socket. */
 struct connection_index {
 	/* Owner and place, or NO_CONNECTION_INDEX. */
 	__u16 index;
@@ -88,25 +88,25 @@ struct connection_index {
 };
 
 /*
- * Groups of connections that share when one of them was held last. A server with 10,000 connections of which 1 % are idle for
- * more than LARGEST_STEP_MS holds in 100 groups: 2.4 % of the others look for an entry of their own. 16 KiB.
+ * Groups of connections that share the time of the last clamp. A server with 10,000 connections of which 1 % are idle
+ * for more than LARGEST_STEP_MS clamps in 100 groups: 2.4 % of the others look for an entry of their own. 16 KiB.
  */
 #define HOLD_GROUP_BITS 12
 #define HOLD_GROUPS (1 << HOLD_GROUP_BITS)
 
 /*
- * What of server.bpf.c outlives the agent's process. What packets write stands in other cache lines than what they read.
- * `layout_version`, `keys` and `time_key` stand where they do since version 3: a version with another layout carries them over,
- * and with them all stamped connections. (Version 2 stamped a cookie of another form.)
+ * Pinned state of server.bpf.c. Fields that packets write are in other cache lines than those that they read.
+ * `layout_version`, `keys` and `time_key` have kept their offsets since version 3: a version with another layout copies
+ * them, and with them all stamped connections. (Version 2 stamped a cookie of another form.)
  */
 struct server_state {
 	__u64 layout_version;
 	struct fleet_keys keys;
-	/* Masks the time part; drawn by the agent when the maps are made, never changed while they live. */
+	/* Key that masks the time part; drawn by the agent with the maps, constant while they live. */
 	struct cookie_key time_key;
 	/* `number` of a slot: this server's id in that service, and flags. */
 	struct service_directories directories;
-	/* By group of connections (clamp_group()): the newest TSval (the server's own) for which a held one was sent. */
+	/* By group of connections (clamp_group()): the newest TSval (the server's own) with a clamped one. */
 	__u32 last_hold_ms[HOLD_GROUPS];
 	__u32 sample_sequence;
 	__u32 unused[15];
@@ -115,15 +115,15 @@ struct server_state {
 	struct server_counters counters[MAX_CPUS];
 };
 
-/* Receive queues that steering knows; connections of others go where the kernel sends them. */
+/* Receive queues in steering; connections of others go to the kernel's choice. */
 #define MAX_STEERED_QUEUES 1024
 /* Listening sockets of one service. */
 #define MAX_STEERED_SOCKETS 1024
 #define NO_SOCKET 0xffffffffu
 
-/* What of steer.bpf.c user space writes and reads: one per service. */
+/* State of steer.bpf.c in user space: one per service. */
 struct steer_state {
-	/* For each receive queue the slot in `workers` of the socket that takes its connections, or NO_SOCKET. */
+	/* For each receive queue the slot in `workers` of the socket for its connections, or NO_SOCKET. */
 	__u32 socket_of_queue[MAX_STEERED_QUEUES];
 	__u64 counters[STEER_COUNTER_COUNT];
 };

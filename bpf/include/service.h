@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Which service a packet is for: one multiplication, a load or two, one compare (the perfect hash of intf.h). No map look-up:
- * the directories stand in a global variable.
+ * Look-up of a packet's service: one multiplication, a load or two, one compare (the perfect hash of intf.h). No map
+ * look-up: the directories are in a global variable.
  */
 #ifndef COREWARD_INCLUDE_SERVICE_H
 #define COREWARD_INCLUDE_SERVICE_H
@@ -28,7 +28,7 @@ static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 p
 	return address | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV4 << 56;
 }
 
-/* The number of the service with that tail at the load balancer, or NO_SERVICE. */
+/* Returns the number of the service with that tail at the load balancer, or NO_SERVICE. */
 static __always_inline __u32 find_lb_service(const struct lb_service_directories *directories, __u64 tail)
 {
 	const struct lb_service_directory *directory = &directories->half[directories->active & 1];
@@ -40,7 +40,7 @@ static __always_inline __u32 find_lb_service(const struct lb_service_directories
 	return *(const service_tail *)&slot->key.address[3] == tail ? slot->number : NO_SERVICE;
 }
 
-/* The number of the service with that tail on a server, or NO_SERVICE. */
+/* Returns the number of the service with that tail on a server, or NO_SERVICE. */
 static __always_inline __u32 find_service(const struct service_directories *directories, __u64 tail)
 {
 	const struct service_directory *directory = &directories->half[directories->active & 1];

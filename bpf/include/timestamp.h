@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * Where the timestamp option (RFC 7323, Sect. 3.2) stands among the options of a TCP header.
- */
+/* Parser of the timestamp option (RFC 7323, Sect. 3.2) in a TCP header. */
 #ifndef COREWARD_INCLUDE_TIMESTAMP_H
 #define COREWARD_INCLUDE_TIMESTAMP_H
 
@@ -15,12 +13,12 @@
 #define TCP_TIMESTAMP_LENGTH 10
 /* The longest list of options: doff is 4 bits. */
 #define TCP_OPTIONS_MAX 40
-/* NOP NOP TIMESTAMP 10: how every common stack begins the options of all packets but SYNs (RFC 7323, Appendix A). */
+/* NOP NOP TIMESTAMP 10: the usual start of the options of all packets but SYNs (RFC 7323, Appendix A). */
 #define OPTIONS_USUAL_TIMESTAMP bpf_htonl(0x0101080a)
 #define OPTIONS_USUAL_LENGTH 12
 #define OPTIONS_USUAL_OFFSET 2
 
-/* What follows kind and length of the option; packed, as it may stand at an odd place. */
+/* Words behind kind and length of the option; packed, because the offset may be odd. */
 #define TIMESTAMP_WORDS_OFFSET 2
 struct timestamp_words {
 	__be32 value;
@@ -36,12 +34,12 @@ struct tcp_options {
 };
 
 /*
- * Offset of the timestamp option (its kind) among the first `length` bytes; TIMESTAMP_NONE if there is none;
- * TIMESTAMP_MALFORMED if the list goes wrong before one: an option that covers less than its first two bytes or more
- * than the header (RFC 9293, Sect. 3.1).
+ * Returns the offset of the timestamp option (its kind) among the first `length` bytes; TIMESTAMP_NONE if there is
+ * none; TIMESTAMP_MALFORMED if an earlier option covers less than its first two bytes or more than the header (RFC
+ * 9293, Sect. 3.1).
  *
- * Goes byte by byte, so that every index is the loop's own: an offset that grows by what a packet says makes the
- * verifier follow each of its values. A global function, so that it is verified once, not once per path that leads here.
+ * Goes byte by byte, so that every index is the loop's own: with an offset from the packet the verifier would follow
+ * each of its values. A global function, so that it is verified once, not once per calling path.
  */
 __noinline int find_timestamp(const struct tcp_options *options, __u32 length)
 {

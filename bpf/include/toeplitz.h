@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The hash that a server's NIC will compute for a connection (Toeplitz: Microsoft, "RSS hashing types"), by one table
- * look-up per byte of client address and port; VIP and port are a constant of the service.
+ * RSS hash of a connection at a server's NIC (Toeplitz: Microsoft, "RSS hashing types"), by one table look-up per byte
+ * of client address and port; VIP and port are a constant of the service.
  */
 #ifndef COREWARD_INCLUDE_TOEPLITZ_H
 #define COREWARD_INCLUDE_TOEPLITZ_H

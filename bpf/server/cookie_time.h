@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The time part of the cookie: from the server's own TSval and back, by the clock and by the PAWS clamp (server.bpf.c,
- * "The clock" and "The PAWS clamp").
- * crates/model/src/tsval_clamp.rs is the same for one connection, with what can be
- * proved of it.
+ * Time part of the cookie: conversion from and to the server's own TSval, by the clock and by the PAWS clamp
+ * (server.bpf.c, "The clock" and "The PAWS clamp"). crates/model/src/tsval_clamp.rs is the same for one connection,
+ * with proofs.
  */
 #ifndef COREWARD_SERVER_COOKIE_TIME_H
 #define COREWARD_SERVER_COOKIE_TIME_H
@@ -17,7 +16,7 @@
 #include "state.h"
 
 #define NANOSECONDS_PER_MS 1000000
-/* A packet without a socket is on the plain clock if its TSval lies no further back than this (SYN cookies: 64 ms). */
+/* Limit of the age of a TSval on the plain clock in a packet without a socket (SYN cookies: 64 ms). */
 #define PLAIN_CLOCK_WINDOW_MS 1000
 
 struct {
@@ -27,7 +26,7 @@ struct {
 	__type(value, struct held_timestamp);
 } held_timestamps SEC(".maps");
 
-/* A time part to be sent, and the server's own TSval that it stands for: it says which of the fleet's keys stamps. */
+/* A time part to be sent, and its TSval of the server's own clock, which selects the fleet's key. */
 struct time_part {
 	__u32 sent;
 	__u32 original;
@@ -44,16 +43,16 @@ static __always_inline bool plain_clock(__u32 milliseconds)
 	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
 }
 
-/* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is all that is asked, a collision costs a look-up. */
+/* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is enough, because a collision costs a look-up. */
 static __always_inline __u32 clamp_group(__u32 client_address, __u16 client_port)
 {
 	return ((client_address ^ client_port) * 2654435769u) >> (32 - HOLD_GROUP_BITS);
 }
 
 /*
- * Whether anything of the group was held so lately that an entry may matter though the last echo is of less than a largest
- * step ago (and that one may have been restored to a little after now). As signed numbers: another CPU may have held a packet
- * of a millisecond that is not yet over here.
+ * Whether a packet of the group was clamped so recently that an entry may matter although the last TSecr is less than a
+ * largest step old (and that one may have been restored to a little after now). As signed numbers: another CPU may have
+ * clamped a packet of a millisecond that is not over here.
  */
 static __always_inline bool clamped_lately(__u32 group, __u32 milliseconds)
 {
@@ -74,14 +73,14 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 	if (held && held->confirmed && held->original == last_echo) {
 		recent = held->sent;
 	} else if (held && held->original_before == last_echo) {
-		/* Not echoed so far, or the echo is still on its way from ingress to TCP. */
+		/* Not returned so far, or the TSecr is still on its way from ingress to TCP. */
 		time->sent = held->sent;
 		time->original = held->original;
 		state.last_hold_ms[group] = milliseconds;
 		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
 	}
-	/* From what the client has to now; more than a turn is counted as such. */
+	/* From the client's value to now; more than a turn is counted as such. */
 	if ((__u16)(last_echo - recent) + (milliseconds - last_echo) < LARGEST_STEP_MS)
 		return;
 	next.sent = recent + LARGEST_STEP_MS;
@@ -94,21 +93,24 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 	count(SERVER_COUNTER_TSVAL_CLAMPED);
 }
 
-/* The time part to send for the server's own TSval, when the client's last echo was restored to `last_echo` (0: none). */
+/*
+ * Returns the time part to send for the server's own TSval, when the client's last TSecr was restored to `last_echo`
+ * (0: none).
+ */
 static __always_inline struct time_part time_to_send(const struct segment *segment, __u32 milliseconds, __u32 last_echo)
 {
 	struct time_part time = {.sent = milliseconds, .original = milliseconds};
 	__u32 elapsed = milliseconds - last_echo;
 	__u32 group = clamp_group(segment->destination_address, segment->ports >> 16);
 
-	/* Restored echoes are never further ahead than the slack: what is was forged, and changes nothing. */
+	/* Restored values are never ahead by more than the slack: this one was forged, and changes nothing. */
 	if (last_echo && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
 	    (elapsed >= LARGEST_STEP_MS || clamped_lately(group, milliseconds)))
 		apply_tsval_clamp(segment, last_echo, &time);
 	return time;
 }
 
-/* The latest of the server's own TSvals not after now (and slack) with these 16 bits. */
+/* Returns the latest of the server's own TSvals not after now (and slack) with these 16 bits. */
 static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 {
 	__u32 reference = now + RESTORE_SLACK_MS;
@@ -116,7 +118,7 @@ static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 	return reference - (__u16)(reference - time);
 }
 
-/* The same where a held time part may have been echoed. */
+/* Restores a value that may be a clamped time part. */
 static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
 {
 	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
@@ -133,11 +135,11 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 		return held->original;
 	}
 	if (held->confirmed) {
-		/* The client has gone on: from now on these 16 bits may come from the clock again. */
+		/* The client has advanced: from now on these 16 bits may come from the clock again. */
 		bpf_map_delete_elem(&held_timestamps, &flow);
 		return restored_by_clock(time, now);
 	}
-	/* Sent before the held one, and so less than a largest step after what the client had echoed then. */
+	/* Sent before the clamped one, so less than a largest step after the client's TSecr of that time. */
 	step = time - held->sent_before;
 	behind = held->original_before - held->sent_before;
 	if (step == 0)
@@ -147,11 +149,12 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 	return restored_by_clock(time, now);
 }
 
-/* The server's own TSval that an echo's time part stands for. Never 0, which the kernel reads as "no echo". */
+/* Returns the server's own TSval of a TSecr's time part. Never 0, which the kernel reads as "no TSecr". */
 static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(segment->source_address, segment->ports);
-	__u32 original = clamped_lately(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
+	__u32 original =
+		clamped_lately(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
 
 	return original ? original : -1u;
 }

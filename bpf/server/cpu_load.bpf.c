@@ -21,7 +21,7 @@
 
 #include "intf.h"
 
-/* The part of the kernel's struct that is read here; libbpf relocates it to the running kernel's. */
+/* Fields of the kernel's struct that are read here; libbpf relocates it to the running kernel's. */
 struct task_struct {
 	int pid;
 } __attribute__((preserve_access_index));

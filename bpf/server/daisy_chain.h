@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Packets for connections that are not here, handed to the server that may have them (server.bpf.c, "The server before").
+ * Daisy chaining: packets of unknown connections go to the server that may have them (server.bpf.c, "The server
+ * before").
  */
 #ifndef COREWARD_SERVER_DAISY_CHAIN_H
 #define COREWARD_SERVER_DAISY_CHAIN_H
@@ -18,14 +19,14 @@
 #include "socket.h"
 #include "state.h"
 
-/* Whether the load balancer has written "the server before" into the packet. `number`: the service's. */
+/* Whether the load balancer has written the previous server into the packet. `number`: the service's. */
 static __always_inline bool carries_server_before(__u32 number, const struct segment *segment)
 {
 	return number & SERVER_NUMBER_CHAINED ||
 	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp == NO_TIMESTAMP);
 }
 
-/* TC_ACT_UNSPEC: the packet is for this host after all. */
+/* TC_ACT_UNSPEC: the packet is for this host. */
 static __noinline int forward_to_previous(struct __sk_buff *skb, const struct segment *segment, __u32 own_id)
 {
 	__u32 before = bpf_ntohs(segment->identification), offset = ETH_HLEN + __builtin_offsetof(struct iphdr, check);
@@ -37,14 +38,15 @@ static __noinline int forward_to_previous(struct __sk_buff *skb, const struct se
 		return TC_ACT_UNSPEC;
 	server = &chained_servers[before & (SERVER_ID_COUNT - 1)];
 	/*
-	 * The load balancer may know of the bucket's new server before that one knows the MAC address of the old. To keep the
-	 * packet would end the connection by an RST; lost, it is sent again, and the address is known by then.
+	 * The load balancer may use the bucket's new server before that one knows the MAC address of the old one.
+	 * Keeping the packet would end the connection by an RST; a lost one is retransmitted, and the address is known
+	 * by then.
 	 */
 	if (!(server->flags & SERVER_RESOLVED)) {
 		count(SERVER_COUNTER_DROP_CHAIN_UNRESOLVED);
 		return TC_ACT_SHOT;
 	}
-	/* The frame was sent to us, and goes on from us. */
+	/* The frame was sent to us, and continues from us. */
 	if (bpf_skb_load_bytes(skb, 0, &addresses[ETH_ALEN], ETH_ALEN))
 		return TC_ACT_UNSPEC;
 	__builtin_memcpy(addresses, server->mac_address, ETH_ALEN);

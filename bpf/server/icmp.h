@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * ICMP errors that the load balancer sent to all servers (server.bpf.c, "Sent to all servers").
- */
+/* ICMP errors that the load balancer broadcast (server.bpf.c, "Sent to all servers"). */
 #ifndef COREWARD_SERVER_ICMP_H
 #define COREWARD_SERVER_ICMP_H
 
@@ -43,8 +41,8 @@ static __always_inline bool quoted_socket_is_here(struct __sk_buff *skb, __u8 pr
 }
 
 /*
- * A packet to all that is no TCP: an ICMP error about one of our services is accepted if the socket is here, and dropped
- * if it is elsewhere. Anything else is none of our business.
+ * Accepts a broadcast ICMP error about one of our services if the socket is here, and drops it otherwise. Other packets
+ * that are not TCP pass.
  */
 static __noinline int accept_icmp_error(struct __sk_buff *skb)
 {

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * The index of a connection's entry in a load balancer's connection table (server.bpf.c, "The index").
- */
+/* Index of a connection's entry in a load balancer's connection table (server.bpf.c, "The index"). */
 #ifndef COREWARD_SERVER_INDEX_H
 #define COREWARD_SERVER_INDEX_H
 
@@ -33,7 +31,7 @@ struct {
 /* ---- from the SYN ---------------------------------------------------------------------------------------------- */
 
 /*
- * Takes the index out of a SYN's TSecr, which TCP must see as 0 (RFC 7323, Sect. 3.2). A SYN without one may be a new
+ * Moves the index out of a SYN's TSecr, which TCP must see as 0 (RFC 7323, Sect. 3.2). A SYN without one may be a new
  * connection of a 4-tuple that had one before.
  */
 static __noinline int learn_index(struct __sk_buff *skb, const struct segment *segment)
@@ -53,7 +51,7 @@ static __noinline int learn_index(struct __sk_buff *skb, const struct segment *s
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
-/* The entry kept with the socket, made on first use. */
+/* Returns the entry kept with the socket, created on first use. */
 static __always_inline struct connection_index *index_of_socket(const struct flow_key *flow, struct tcp_sock *socket)
 {
 	struct connection_index first = {.index = NO_CONNECTION_INDEX}, *kept;
@@ -72,8 +70,8 @@ static __always_inline struct connection_index *index_of_socket(const struct flo
 }
 
 /*
- * The index with which to stamp the server's own TSval `milliseconds`, or NO_CONNECTION_INDEX. An index that was given up
- * still stamps the TSvals that it has stamped, so that none steps back.
+ * Returns the index with which to stamp the server's own TSval `milliseconds`, or NO_CONNECTION_INDEX. An index that
+ * was given up still stamps its earlier TSvals, so that none steps back.
  */
 static __always_inline __u32 index_to_send(const struct segment *segment, struct tcp_sock *socket, __u32 milliseconds)
 {
@@ -96,8 +94,8 @@ static __always_inline __u32 index_to_send(const struct segment *segment, struct
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
 /*
- * Whether an echo that says "index" may be taken for one of ours: no number in it tells. A connection older than coreward
- * has a clock of its own, or is not here.
+ * Whether a TSecr of kind "index" may be one of ours: its number does not show it. A connection older than coreward has
+ * a clock of its own, or is not here.
  */
 static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segment *segment)
 {
@@ -107,7 +105,10 @@ static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segmen
 
 	if (!sk)
 		return false;
-	/* A listening one: the handshake is answered with a SYN cookie, or the packet is refused whatever it echoes. */
+	/*
+	 * A listening socket: the handshake is answered with a SYN cookie, or the packet is rejected whatever its
+	 * TSecr.
+	 */
 	plain = sk->state == SOCKET_REQUEST || sk->state == SOCKET_TIME_WAIT || sk->state == SOCKET_LISTEN;
 	if (!plain) {
 		socket = bpf_skc_to_tcp_sock(sk);
@@ -117,7 +118,7 @@ static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segmen
 	return plain;
 }
 
-/* No load balancer knows the connection by its index any more: the next packets carry the server's id. */
+/* Gives up the index that no load balancer knows any more: later packets carry the server's id. */
 static __noinline void give_up_index(struct __sk_buff *skb, const struct segment *segment, __u32 index)
 {
 	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);

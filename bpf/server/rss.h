@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Whether the NIC's indirection table is in force: of SYNs, and of a few packets of open connections, the queue that it
- * predicts is compared with the one they came by. NICs with a flow director (ixgbe, i40e) move open connections by
+ * Check that the NIC's indirection table is in force: the predicted queue of SYNs, and of a few packets of open
+ * connections, is compared with the actual one. NICs with a flow director (ixgbe, i40e) move open connections by
  * themselves (ATR), while their SYNs go by the table.
  */
 #ifndef COREWARD_SERVER_RSS_H
@@ -15,7 +15,7 @@
 #include "segment.h"
 #include "state.h"
 
-/* Compares the queue that a SYN came by with the predicted one (server.bpf.c, section 10). */
+/* Compares the actual queue of a SYN with the predicted one (server.bpf.c, section 10). */
 static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *segment)
 {
 	__u32 hash = 0, sequence, predicted;
@@ -41,7 +41,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	sample->sequence = sequence + 1;
 }
 
-/* A packet of an open connection. Only counted: what it shows is of the NIC, not of a connection. */
+/* Counts a packet of an open connection: it shows the NIC's behaviour, not the connection's. */
 static __noinline void sample_established(struct __sk_buff *skb, const struct segment *segment)
 {
 	__u32 hash = 0, predicted;

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * What a NIC does to addresses and ports before it hashes them.
- */
+/* Transformation of addresses and ports before the NIC hashes them. */
 #ifndef COREWARD_SERVER_RSS_INPUT_H
 #define COREWARD_SERVER_RSS_INPUT_H
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The server's own RSS: which receive queue its NIC chooses for a connection. The agent fills the map; server.bpf.c
- * compares prediction and fact, steer.bpf.c sends the connection after its queue. They share one map.
+ * The server's own RSS: the NIC's receive queue of a connection. The agent fills the map; server.bpf.c compares
+ * prediction and fact, steer.bpf.c sends the connection after its queue. They share one map.
  */
 #ifndef COREWARD_SERVER_RSS_MAPPING_H
 #define COREWARD_SERVER_RSS_MAPPING_H
@@ -24,8 +24,8 @@ struct {
 #define QUEUE_UNKNOWN 0xffffffffu
 
 /*
- * The receive queue of a connection to this server, and its Toeplitz hash; QUEUE_UNKNOWN while the table is not known.
- * `ports` as they stand at the start of the client's TCP header.
+ * Returns the receive queue of a connection to this server, and its Toeplitz hash; QUEUE_UNKNOWN while the table is
+ * unknown. `ports`: the start of the client's TCP header.
  */
 static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destination_address, __u32 ports, __u32 *hash)
 {

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * A TCP packet in a tc program: found, its timestamp option found, one word of it rewritten.
- */
+/* TCP packets in a tc program: parsing, the timestamp option, and rewriting one of its words. */
 #ifndef COREWARD_SERVER_SEGMENT_H
 #define COREWARD_SERVER_SEGMENT_H
 
@@ -23,19 +21,19 @@
 /* The longest Ethernet, IPv4 and TCP headers together. */
 #define HEADERS_MAX (ETH_HLEN + 60 + 60)
 
-/* A TCP packet as far as it is needed, without pointers: helpers that write invalidate those. */
+/* A parsed TCP packet without pointers: helpers that write invalidate those. */
 struct segment {
 	__u32 source_address;
 	__u32 destination_address;
-	/* As they stand in the TCP header: source, then destination. */
+	/* In the order of the TCP header: source, then destination. */
 	__u32 ports;
-	/* Of the TCP header, from the start of the frame. */
+	/* Offset of the TCP header in the frame. */
 	__u32 tcp_offset;
 	/* Offset of TSval in the TCP header, or NO_TIMESTAMP. */
 	__u32 timestamp;
 	__be32 value;
 	__be32 echo;
-	/* Of the IP header, as it stands there. */
+	/* IP identification, in network byte order. */
 	__be16 identification;
 	__u8 syn;
 	__u8 ack;
@@ -61,7 +59,7 @@ static __always_inline __u32 swapped(__u32 ports)
 	return ports << 16 | ports >> 16;
 }
 
-/* The TCP header of a whole IPv4 packet. Options are looked at by locate_timestamp(). */
+/* Finds the TCP header of a whole IPv4 packet. locate_timestamp() parses its options. */
 static __always_inline enum located locate(struct __sk_buff *skb, struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
@@ -90,7 +88,7 @@ static __always_inline enum located locate(struct __sk_buff *skb, struct segment
 	return LOCATED_TCP;
 }
 
-/* The words of a timestamp option that begins at `offset` of the options. */
+/* Reads the words of a timestamp option at `offset` of the options. */
 static __always_inline void take_timestamp(struct segment *segment, __u32 offset, const void *option)
 {
 	segment->timestamp = sizeof(struct tcphdr) + offset + 2;
@@ -98,7 +96,7 @@ static __always_inline void take_timestamp(struct segment *segment, __u32 offset
 	segment->echo = ((const struct timestamp_words *)(option + 2))->echo;
 }
 
-/* The timestamp option of a segment that locate() has found, on a packet that may have been pulled since. */
+/* Finds the timestamp option of a segment of locate(), on a packet that may have been pulled since. */
 static __always_inline enum located locate_timestamp(struct __sk_buff *skb, struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
@@ -133,10 +131,7 @@ static __always_inline enum located locate_timestamp(struct __sk_buff *skb, stru
 	return LOCATED_TCP;
 }
 
-/*
- * Makes all headers linear. (Afterwards the caller reads skb->data anew: clang must not take the old values for the new
- * ones.)
- */
+/* Makes all headers linear. (The caller must read skb->data again: clang must not reuse the old values.) */
 static __always_inline int pull_headers(struct __sk_buff *skb)
 {
 	int failed = bpf_skb_pull_data(skb, skb->len < HEADERS_MAX ? skb->len : HEADERS_MAX);
@@ -145,7 +140,7 @@ static __always_inline int pull_headers(struct __sk_buff *skb)
 	return failed;
 }
 
-/* locate(), with headers that are not linear pulled in. What cannot be pulled is no concern of ours. */
+/* Calls locate(), and pulls headers that are not linear. A packet that cannot be pulled passes. */
 static __always_inline enum located locate_pulled(struct __sk_buff *skb, struct segment *segment)
 {
 	enum located located;
@@ -158,7 +153,7 @@ static __always_inline enum located locate_pulled(struct __sk_buff *skb, struct 
 	return located;
 }
 
-/* The same for locate_timestamp(). */
+/* Calls locate_timestamp() likewise. */
 static __always_inline enum located locate_timestamp_pulled(struct __sk_buff *skb, struct segment *segment)
 {
 	enum located located = locate_timestamp(skb, segment);
@@ -168,7 +163,7 @@ static __always_inline enum located locate_timestamp_pulled(struct __sk_buff *sk
 	return located;
 }
 
-/* Replaces one 32-bit word of the timestamp option and mends the checksum: both, or the packet is dropped. */
+/* Replaces one 32-bit word of the timestamp option and updates the checksum: both, or the packet is dropped. */
 static __always_inline int rewrite(struct __sk_buff *skb, const struct segment *segment, __u32 option_offset,
 				   __be32 old, __be32 new)
 {

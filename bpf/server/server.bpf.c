@@ -96,14 +96,14 @@
 typedef __u64 __attribute__((may_alias)) switch_word;
 _Static_assert(__builtin_offsetof(struct server_state, keys.current) % 8 == 0, "current and switch_ms are one word");
 
-/* True for `coreward agent rss`: every TCP SYN is sampled, whether or not it is for a service. */
+/* For `coreward agent rss`: every TCP SYN is sampled, even without a service. */
 const volatile __u8 sample_every_syn = 0;
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
 /*
- * Which of the fleet's keys stamps the server's own TSval `milliseconds` (essay, 2). `current` and `switch_ms` are
- * read in one piece, as the agent writes them.
+ * Returns the index of the fleet's key that stamps the server's own TSval `milliseconds` (essay, 2). `current` and
+ * `switch_ms` are read in one piece, as the agent writes them.
  */
 static __always_inline __u32 stamping_key(__u32 milliseconds)
 {
@@ -117,7 +117,10 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 	return current & 1;
 }
 
-/* `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no echo" (RFC 7323, Sect. 3.2). */
+/*
+ * Returns `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no TSecr" (RFC
+ * 7323, Sect. 3.2).
+ */
 static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
 {
 	__u32 index = stamping_key(time.original), ports = swapped(segment->ports);
@@ -129,7 +132,10 @@ static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, 
 	return stamped ? stamped : 1u << COOKIE_TIME_SHIFT;
 }
 
-/* What the cookie says for the server's own TSval `milliseconds`: kind, and id or index. `number`: the service's. */
+/*
+ * Returns the cookie's content for the server's own TSval `milliseconds`: kind, and id or index. `number`: the
+ * service's.
+ */
 static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32 number, struct tcp_sock *socket,
 					    __u32 milliseconds)
 {
@@ -151,7 +157,7 @@ int server_egress(struct __sk_buff *skb)
 	struct bpf_sock *sk;
 	__u32 milliseconds, last_echo = 0, number, cookie;
 	struct time_part time;
-	/* A SYN-ACK of a SYN cookie has no socket either, but has come from no device. */
+	/* A SYN-ACK of a SYN cookie has no socket either, but came from no device. */
 	bool forwarded = !skb->sk && skb->ingress_ifindex;
 
 	if (locate_pulled(skb, &segment) != LOCATED_TCP)
@@ -198,7 +204,7 @@ int server_egress(struct __sk_buff *skb)
 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
-/* Whether an echo that says `cookie` (kind, and id or index) is of what this host has stamped. */
+/* Whether a TSecr with `cookie` (kind, and id or index) was stamped by this host. */
 static __always_inline bool stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
 					 __u32 cookie)
 {
@@ -227,7 +233,7 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 		       bpf_htonl(restored(segment, (echo >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
 }
 
-/* TCP for a service. */
+/* Processes TCP for a service. */
 static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u32 number,
 					  bool sent_to_all)
 {

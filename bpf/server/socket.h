@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * The sockets of this host: what is read of them, and which one has a connection.
- */
+/* Sockets of this host: the fields that are read, and look-ups. */
 #ifndef COREWARD_SERVER_SOCKET_H
 #define COREWARD_SERVER_SOCKET_H
 
@@ -23,7 +21,7 @@ enum {
 	SOCKET_REQUEST = 12,
 };
 
-/* The parts of the kernel's structs that are read here; libbpf relocates them to the running kernel's. */
+/* Fields of the kernel's structs that are read here; libbpf relocates them to the running kernel's. */
 struct tcp_options_received {
 	__u32 rcv_tsecr;
 } __attribute__((preserve_access_index));
@@ -58,7 +56,7 @@ static __always_inline bool has_other_clock(struct tcp_sock *socket)
 	       (bpf_core_field_exists(socket->tcp_usec_ts) && BPF_CORE_READ_BITFIELD(socket, tcp_usec_ts));
 }
 
-/* The 4-tuple of what arrives, as look-ups want it. */
+/* Returns the arriving packet's 4-tuple for look-ups. */
 static __always_inline struct bpf_sock_tuple tuple_of(const struct segment *segment)
 {
 	struct bpf_sock_tuple tuple = {
@@ -71,7 +69,7 @@ static __always_inline struct bpf_sock_tuple tuple_of(const struct segment *segm
 	return tuple;
 }
 
-/* The socket that takes what arrives, to be released; a listening one where there is no other. */
+/* Returns the receiving socket, to be released; a listening one if there is no other. */
 static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock_tuple tuple = tuple_of(segment);
@@ -92,7 +90,10 @@ static __noinline bool socket_is_here(struct __sk_buff *skb, const struct segmen
 	return here;
 }
 
-/* Whether the segment ends a handshake that the listening socket answered with a SYN cookie, and so has no other yet. */
+/*
+ * Whether the segment completes a handshake that the listening socket answered with a SYN cookie, so that no other
+ * socket exists yet.
+ */
 static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct bpf_sock *listener,
 						  const struct segment *segment)
 {
@@ -105,7 +106,7 @@ static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct 
 	return !bpf_tcp_check_syncookie(listener, ip, sizeof(*ip), tcp, sizeof(*tcp));
 }
 
-/* socket_is_here(), or the segment makes one. */
+/* socket_is_here(), or the segment creates one. */
 static __noinline bool connection_is_here(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock *sk = find_socket(skb, segment);

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * Connections that do not get on although, or because, they are stamped (server.bpf.c, "Stalls").
- */
+/* Connections that stall although, or because, they are stamped (server.bpf.c, "Stalls"). */
 #ifndef COREWARD_SERVER_STALL_H
 #define COREWARD_SERVER_STALL_H
 
@@ -14,13 +12,13 @@
 #include "state.h"
 
 /*
- * The kernel counts a SYN-ACK that it sends again after it was sent (tcp_rtx_synack()), and a segment before
+ * The kernel counts a retransmitted SYN-ACK after sending it (tcp_rtx_synack()), and a segment before
  * (tcp_retransmit_timer()). Each is counted here once, when the number is exactly this.
  */
 #define FOURTH_SYN_ACK_RETRANSMITS 2
 #define FIFTH_SEGMENT_RETRANSMITS 4
 
-/* A SYN-ACK that is being stamped; `sk`: what the packet belongs to. Cookie SYN-ACKs have none, and are never resent. */
+/* Observes a SYN-ACK that is being stamped; `sk`: its socket. Cookie SYN-ACKs have none, and are never resent. */
 static __always_inline void watch_handshake(struct bpf_sock *sk)
 {
 	struct tcp_request_sock *request = bpf_skc_to_tcp_request_sock(sk);
@@ -35,7 +33,7 @@ static __always_inline void watch_handshake(struct bpf_sock *sk)
 		count(SERVER_COUNTER_HANDSHAKE_STALLED);
 }
 
-/* A segment of an established connection that is being stamped. */
+/* Observes a segment of an established connection that is being stamped. */
 static __always_inline void watch_connection(const struct segment *segment, struct tcp_sock *socket)
 {
 	if (segment->has_payload && socket->inet_conn.icsk_retransmits == FIFTH_SEGMENT_RETRANSMITS)

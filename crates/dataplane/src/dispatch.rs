@@ -66,10 +66,8 @@ impl Dispatch {
     /// Loads the programs and begins to observe responses. `pins`: the service's own directory; the state pinned there
     /// is taken over, with the sockets in their slots and the requests in flight. `cgroup`: a directory of a cgroup2
     /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
-    /// Fails when `pins` is not on a bpffs, the pins are of another version, or the kernel refuses a program.
-    ///
-    /// # Panics
-    /// When `options` has more than [`MAX_TYPES`] types.
+    /// Fails when `pins` is not on a bpffs, the pins are of another version, or the kernel refuses a program. Panics
+    /// when `options` has more than [`MAX_TYPES`] types.
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
         assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
@@ -155,10 +153,8 @@ impl Dispatch {
     }
 
     /// Sets the limit of outstanding requests of each class at a worker. For `jsq` only the first class counts.
-    /// `bounds` returns them for a number of workers in the order of their slots.
-    ///
-    /// # Panics
-    /// When there are more bounds than workers can be.
+    /// `bounds` returns them for a number of workers in the order of their slots. Panics when there are more bounds
+    /// than workers can be.
     pub fn set_bounds(&self, bounds: impl Fn(u16) -> ClassBounds) {
         let slots: Vec<u32> = self.sockets().into_keys().collect();
         let bounds = bounds(slots.len().max(1) as u16);
@@ -169,9 +165,7 @@ impl Dispatch {
     }
 
     /// Sets the expected service time of each type, in the order of [`Options::types`]; the last is for all others.
-    ///
-    /// # Panics
-    /// When there are more times than types can be.
+    /// Panics when there are more times than types can be.
     pub fn set_expected(&self, times: &[Duration]) {
         for (number, time) in times.iter().enumerate() {
             self.ledger.set_weight(number, Weight::new(*time));

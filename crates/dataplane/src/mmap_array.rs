@@ -72,53 +72,40 @@ impl<T: ?Sized> MmapArray<T> {
         &self.words()[offset / WORD..(offset + bytes) / WORD]
     }
 
-    /// Returns the word at `offset`.
-    ///
-    /// # Panics
-    /// When `offset` is no multiple of 8 or outside.
+    /// Returns the word at `offset`. Panics when `offset` is no multiple of 8 or outside.
     pub fn load(&self, offset: usize) -> u64 {
         self.words_at(offset, WORD)[0].load(Ordering::Acquire)
     }
 
-    /// Sets the word at `offset`; programs that see it also see what was written before.
-    ///
-    /// # Panics
-    /// When `offset` is no multiple of 8 or outside.
+    /// Sets the word at `offset`; programs that see it also see what was written before. Panics when `offset` is no
+    /// multiple of 8 or outside.
     pub fn store(&self, offset: usize, word: u64) {
         self.words_at(offset, WORD)[0].store(word, Ordering::Release);
     }
 
-    /// Replaces `old` by `new`, if that is the word at `offset`; atomically, ordered before and after.
-    ///
-    /// # Panics
-    /// When `offset` is no multiple of 8 or outside.
+    /// Replaces `old` by `new`, if that is the word at `offset`; atomically, ordered before and after. Panics when
+    /// `offset` is no multiple of 8 or outside.
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
         let word = &self.words_at(offset, WORD)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Returns the 32-bit word at `offset`, which programs change by atomic operations of that size.
-    ///
-    /// # Panics
-    /// When `offset` is no multiple of 4 or outside.
+    /// Returns the 32-bit word at `offset`, which programs change by atomic operations of that size. Panics when
+    /// `offset` is no multiple of 4 or outside.
     pub fn half(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(HALF) && offset + HALF <= self.bytes.get(), "no 32-bit word at {offset}");
         // SAFETY: inside the mapping, aligned, and of atomic type, as all access to this memory is.
         unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }
     }
 
-    /// Returns the word at `offset`, which programs change by atomic operations.
-    ///
-    /// # Panics
-    /// When `offset` is no multiple of 8 or outside.
+    /// Returns the word at `offset`, which programs change by atomic operations. Panics when `offset` is no multiple of
+    /// 8 or outside.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         &self.words_at(offset, WORD)[0]
     }
 
-    /// Returns a copy of the value at `offset`. Each word is whole; a program may write between two of them.
-    ///
-    /// # Panics
-    /// When offset or size are no multiples of 8, or outside.
+    /// Returns a copy of the value at `offset`. Each word is whole; a program may write between two of them. Panics
+    /// when offset or size are no multiples of 8, or outside.
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
         let words = self.words_at(offset, size_of::<V>());
@@ -128,10 +115,8 @@ impl<T: ?Sized> MmapArray<T> {
         value
     }
 
-    /// Returns a copy of `count` values from `offset` on, word by word as `read` does.
-    ///
-    /// # Panics
-    /// When `offset` is no multiple of 8, or they are outside.
+    /// Returns a copy of `count` values from `offset` on, word by word as `read` does. Panics when `offset` is no
+    /// multiple of 8, or they are outside.
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
         let bytes = values.as_mut_slice().as_mut_bytes();
@@ -142,20 +127,16 @@ impl<T: ?Sized> MmapArray<T> {
         values
     }
 
-    /// Copies all of it to the start of `other`, which is at least as large, word by word.
-    ///
-    /// # Panics
-    /// When `other` is smaller.
+    /// Copies all of it to the start of `other`, which is at least as large, word by word. Panics when `other` is
+    /// smaller.
     pub fn copy_to(&self, other: &Self) {
         for (from, to) in self.words().iter().zip(other.words_at(0, self.bytes.get())) {
             to.store(from.load(Ordering::Acquire), Ordering::Relaxed);
         }
     }
 
-    /// Writes `value` at `offset`, word by word: for memory that no program reads yet.
-    ///
-    /// # Panics
-    /// When offset or size are no multiples of 8, or outside.
+    /// Writes `value` at `offset`, word by word: for memory that no program reads yet. Panics when offset or size are
+    /// no multiples of 8, or outside.
     pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
         let words = self.words_at(offset, size_of_val(value));
         for (bytes, word) in value.as_bytes().chunks_exact(WORD).zip(words) {

@@ -109,10 +109,8 @@ impl Steer {
         Ok(slot)
     }
 
-    /// Sets the slot for the connections of each receive queue; `None`, and queues beyond: the kernel's choice.
-    ///
-    /// # Panics
-    /// With more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
+    /// Sets the slot for the connections of each receive queue; `None`, and queues beyond: the kernel's choice. Panics
+    /// with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
     pub fn set_queues(&self, slots: &[Option<u32>]) {
         let mut queues = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
         for (queue, slot) in queues[..slots.len()].iter_mut().zip(slots) {

@@ -145,9 +145,7 @@ impl Workload {
     /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count. That needs no
     /// logarithm, so the log is the same on every machine. The elephants that a long-running pool would already have
     /// start within the ramp, each with the rest of its life: from the end of the ramp on the load is stationary.
-    ///
-    /// # Panics
-    /// When the log needs more connections than source addresses and ports can name.
+    /// Panics when the log needs more connections than source addresses and ports can name.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
         let mut draw = Draw { rng: seeded_rng(seed, PURPOSE_ARRIVALS), used: HashSet::new(), workload: *self };
         let work_us_per_s = u64::from(self.cores) * u64::from(self.mean_load_permille) * 1_000;

@@ -105,10 +105,7 @@ impl FleetKeys {
 }
 
 /// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's
-/// are folded: `bpf/include/cookie.h` gives the reasons.
-///
-/// # Panics
-/// For IPv6, whose cookies are never stamped.
+/// are folded: `bpf/include/cookie.h` gives the reasons. Panics for IPv6, whose cookies are never stamped.
 pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let word = word(tuple.client()) ^ word(tuple.vip()).wrapping_mul(key.vip_factor()) >> 8;
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);

@@ -158,10 +158,8 @@ impl SimulatedCluster {
     }
 
     /// Makes every agent report, computes a table by `policy`, and installs it. `busy_ns` is the absolute busy time of
-    /// each core, `open_connections` the number of each server.
-    ///
-    /// # Panics
-    /// When `measured_ns` is not after the previous report's.
+    /// each core, `open_connections` the number of each server. Panics when `measured_ns` is not after the previous
+    /// report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
         let table = self.prepare(measured_ns, busy_ns, open_connections, policy);
         self.switch(table);
@@ -180,10 +178,7 @@ impl SimulatedCluster {
     }
 
     /// [`SimulatedCluster::report`] with a time of measurement for each server; `None`: the server has not reported
-    /// yet.
-    ///
-    /// # Panics
-    /// When one of `measured_ns` is not after the server's previous report's.
+    /// yet. Panics when one of `measured_ns` is not after the server's previous report's.
     pub fn report_measured_at(
         &mut self,
         measured_ns: &[Option<u64>],
@@ -241,10 +236,8 @@ impl SimulatedCluster {
         self.table = table;
     }
 
-    /// Returns the core that a new connection reaches: the load balancer picks the server, its RSS the core.
-    ///
-    /// # Panics
-    /// Before the first report: no table is in force.
+    /// Returns the core that a new connection reaches: the load balancer picks the server, its RSS the core. Panics
+    /// before the first report: no table is in force.
     pub fn place(&mut self, connection: &FourTuple) -> usize {
         self.opened_connections += 1;
         let bytes = connection.bytes();

@@ -6,7 +6,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 
 use crate::{WireError, v1};
 
-/// The address as bytes.
+/// Returns the address as bytes.
 pub fn address_bytes(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(v4) => v4.octets().to_vec(),
@@ -25,7 +25,7 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
-/// The address, or none where there are no bytes. Fails when `bytes` are neither none, 4 nor 16.
+/// Returns the address; `None` without bytes. Fails when `bytes` are neither none, 4 nor 16.
 pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
     if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
 }

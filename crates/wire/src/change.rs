@@ -1,5 +1,5 @@
-//! A change of the fleet's configuration: a load balancer of ten thousand servers is told of the one that is another now, not of
-//! all of them.
+//! Changes of the fleet's configuration: a load balancer of ten thousand servers receives the changed one, not all of
+//! them.
 
 use std::collections::HashMap;
 
@@ -9,21 +9,21 @@ use prost::bytes::Bytes;
 use crate::configuration::{FleetConfiguration, Service, ServiceIndex};
 use crate::{Context as _, RefusedService, WireError, v1};
 
-/// What makes the configuration before on a stream the next one.
+/// Difference between two successive configurations of a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetChange {
-    /// Number of the one before.
+    /// Number of the previous configuration.
     pub base: u64,
-    /// Number of the next one.
+    /// Number of the next configuration.
     pub number: u64,
-    /// The next one, but of its services only those that are new or were other ones.
+    /// The next configuration, with only the new and changed services.
     pub configuration: FleetConfiguration,
-    /// Services that are gone.
+    /// Removed services.
     pub gone: Vec<ServiceIndex>,
 }
 
 impl FleetChange {
-    /// From one configuration, with its number, to another.
+    /// Returns the change from one numbered configuration to another.
     pub fn between((base, old): (u64, &FleetConfiguration), (number, new): (u64, &FleetConfiguration)) -> Self {
         let mut before: HashMap<ServiceIndex, &Service> =
             old.services.iter().map(|service| (service.index, service)).collect();
@@ -42,7 +42,7 @@ impl FleetChange {
         Self { base, number, configuration, gone }
     }
 
-    /// In the form that every load balancer's stream shares.
+    /// Returns the message in the form that every load balancer's stream shares.
     pub fn encode(&self) -> Bytes {
         let configuration = v1::FleetConfiguration { number: self.number, ..(&self.configuration).into() };
         let gone_service_index = self.gone.iter().map(|index| index.get().into()).collect();
@@ -50,8 +50,7 @@ impl FleetChange {
         message.encode_to_vec().into()
     }
 
-    /// With the services that cannot be used, which are not in it. Fails when `bytes` are no change, or one that
-    /// contradicts itself.
+    /// Returns the change, and its unusable services apart. Fails when `bytes` are no change, or a contradictory one.
     pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;
@@ -61,7 +60,7 @@ impl FleetChange {
         Ok((Self { base, number, configuration, gone }, refused))
     }
 
-    /// The next configuration, made of the one before.
+    /// Returns the next configuration.
     pub fn applied_to(self, before: FleetConfiguration) -> FleetConfiguration {
         let mut services = before.services;
         services.retain(|service| !self.gone.contains(&service.index));

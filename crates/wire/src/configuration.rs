@@ -1,4 +1,4 @@
-//! What the controller tells load balancers and agents: who is there, under which ids, with which keys.
+//! Configurations of load balancers and agents: members, ids and keys.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -21,15 +21,15 @@ use crate::address::{address_bytes, parse_address, parse_optional_address, parse
 use crate::rejected::{take_refused, take_refused_stamped};
 use crate::{Context as _, RefusedService, WireError, v1};
 
-/// What names a service in tables: 0 to 1,023. (Where in its arrays the data plane puts it is its own affair.)
+/// Index of a service in tables: 0 to 1,023. (The data plane's own arrays may use another one.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
-    /// How many services the data plane holds.
+    /// Number of services that the data plane can hold.
     pub const COUNT: usize = coreward_intf::MAX_SERVICES as usize;
 
-    /// The lowest.
+    /// The lowest index.
     pub const FIRST: Self = Self(0);
 
     /// `None` when `index` is not below [`ServiceIndex::COUNT`].
@@ -42,14 +42,15 @@ impl ServiceIndex {
         self.0
     }
 
-    /// Fails when the data plane does not hold so many.
+    /// Parses an index. Fails when it is out of range.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
         let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
         Self::new(index).ok_or_else(|| WireError::new(field, expected()))
     }
 }
 
-/// What a load balancer must know to recognise established connections; tables for new ones come apart.
+/// Configuration by which a load balancer recognises established connections; tables for new ones are separate
+/// messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
     /// Grows with every change of anything but [`Peer::alive`].
@@ -66,24 +67,24 @@ pub struct FleetConfiguration {
     pub table_lifetime: Duration,
 }
 
-/// A load balancer as the others, and it itself, know it.
+/// A load balancer, as known to the others and itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Its name in its own file.
     pub name: String,
-    /// What cookies call its connection table; `None`: it has none.
+    /// Number of its connection table in cookies; `None`: it has none.
     pub owner: Option<OwnerNumber>,
-    /// Where it is reached in the servers' network; `None`: not known.
+    /// Address in the servers' network; `None`: unknown.
     pub address: Option<IpAddr>,
-    /// False: the controller has not heard of it for [`LOST_AFTER`].
+    /// False: the controller has not received a message from it for [`LOST_AFTER`].
     pub alive: bool,
 }
 
-/// A load balancer that the controller has not heard of for so long counts as lost. A daemon that is started again is back
-/// before. TCP sends again 0.2, 0.6, 1.4 and 3.0 s after what was lost: by then its packets should have another way.
+/// Silence after which a load balancer counts as lost. A restarted daemon is back earlier. TCP retransmits after 0.2,
+/// 0.6, 1.4 and 3.0 s: by then its packets should have another way.
 pub const LOST_AFTER: Duration = Duration::from_secs(2);
 
-/// How often a load balancer says what it sees: four times before it counts as lost.
+/// Interval of a load balancer's state messages: four before it counts as lost.
 pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
@@ -91,23 +92,23 @@ pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 pub struct Service {
     /// Its name in the controller's file.
     pub name: String,
-    /// What clients connect to.
+    /// VIP, port and protocol.
     pub address: ServiceAddress,
-    /// What names it in tables.
+    /// Its index in tables.
     pub index: ServiceIndex,
-    /// How packets find their server.
+    /// Consistency mode.
     pub mode: ServiceMode,
     /// The policy's name.
     pub policy: String,
-    /// What the policy wants to hear of every server.
+    /// Telemetry about every server that the policy needs.
     pub traffic: TelemetryLevel,
-    /// Masks the time part of its cookies; there if, and only if, load balancers stamp.
+    /// Key that masks the time part of its cookies; present only with LB-side stamping.
     pub time_key: Option<CookieKey>,
-    /// What load balancers ask its servers; `None`: nothing.
+    /// Health check; `None`: none.
     pub check: Option<Arc<Check>>,
     /// Its new connections when all servers are down.
     pub when_all_down: WhenAllDown,
-    /// Its pool, each with an id of its own.
+    /// Its servers, with distinct ids.
     pub servers: Vec<Server>,
 }
 
@@ -116,61 +117,61 @@ pub struct Service {
 pub struct Server {
     /// Its name in the controller's file.
     pub name: String,
-    /// What cookies carry.
+    /// Id in cookies.
     pub id: ServerId,
-    /// Where it is reached, in the load balancer's own network.
+    /// Address in the load balancer's own network.
     pub address: IpAddr,
     /// Whether it takes new connections; established ones reach it in any case.
     pub eligible: bool,
-    /// It has left the service: nobody checks it.
+    /// Whether it has left the service: it is not checked.
     pub left: bool,
-    /// Its part of new connections.
+    /// Its weight.
     pub weight: Weight,
     /// Its configured capacity.
     pub capacity: Option<Capacity>,
 }
 
-/// What an agent must know.
+/// Configuration of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentConfiguration {
     /// Grows with every change of anything but [`AgentConfiguration::servers_before`].
     pub generation: u64,
-    /// The services that this server serves.
+    /// The services of this server.
     pub services: Vec<StampedService>,
     /// The cookie keys.
     pub keys: FleetKeys,
     /// Time between two reports.
     pub report_interval: Duration,
-    /// What to set where `manage_rss = true`.
+    /// Key to set with `manage_rss = true`.
     pub fleet_rss_key: RssKey,
-    /// Seeds this server's indirection table.
+    /// Seed of this server's indirection table.
     pub server_id: ServerId,
-    /// To whom this server may have to hand packets of connections that are not its own: servers that had its buckets
-    /// before it. May change without a new generation.
+    /// Previous servers of this server's buckets, to which it may have to forward packets. May change without a new
+    /// generation.
     pub servers_before: Vec<ServerBefore>,
-    /// Somebody waits for the connections that remain: they are to be counted more often.
+    /// Whether an operator waits for the remaining connections: they are counted more often.
     pub draining: bool,
 }
 
-/// A server that packets may be handed to.
+/// A server to which packets may be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerBefore {
-    /// What the packets carry.
+    /// Id in the packets.
     pub id: ServerId,
-    /// Where it is reached, in the servers' network.
+    /// Address in the servers' network.
     pub address: IpAddr,
 }
 
-/// A service as one of its servers knows it.
+/// A service in its server's configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StampedService {
     /// Its name in the controller's file.
     pub name: String,
-    /// What clients connect to.
+    /// VIP, port and protocol.
     pub address: ServiceAddress,
-    /// What this server stamps into cookies.
+    /// This server's id in cookies.
     pub server_id: ServerId,
-    /// How packets find their server.
+    /// Consistency mode.
     pub mode: ServiceMode,
 }
 
@@ -271,7 +272,7 @@ fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> 
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
 }
 
-/// Where load balancers stamp there must be one, or they would not do it alike.
+/// Requires a key with LB-side stamping, so that all load balancers stamp alike.
 fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
     match (mode.timestamps == Timestamps::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
@@ -320,7 +321,7 @@ fn parse_capacity(capacity: f64) -> Result<Option<Capacity>, WireError> {
     configured.map_err(|error| WireError::new("capacity", error))
 }
 
-/// Parses every element and says at which position one is wrong.
+/// Parses every element; an error names the position.
 pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
@@ -343,13 +344,14 @@ fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(
 }
 
 impl FleetConfiguration {
-    /// In the form that every load balancer's stream shares; `number` is what [`crate::FleetChange::base`] calls it.
+    /// Returns the message in the form that every load balancer's stream shares; `number` is its
+    /// [`crate::FleetChange::base`].
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// With its number, and the services that cannot be used, which are not in it. Fails when `bytes` are no
-    /// configuration, or one that contradicts itself.
+    /// Returns number and configuration, and its unusable services apart. Fails when `bytes` are no configuration, or a
+    /// contradictory one.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
@@ -358,7 +360,7 @@ impl FleetConfiguration {
     }
 
     pub(crate) fn read(mut message: v1::FleetConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
-        // The second time only where there is something to take out.
+        // The second pass only if the first one removed something.
         match Self::try_from(&message) {
             Ok(configuration) => Ok((configuration, Vec::new())),
             Err(_) => {
@@ -464,7 +466,7 @@ impl TryFrom<&v1::ServerBefore> for ServerBefore {
 }
 
 impl AgentConfiguration {
-    /// With the services that cannot be used, which are not in it. Fails when something else is wrong.
+    /// Returns the configuration, and its unusable services apart. Fails when another part is invalid.
     pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
         let refused = take_refused_stamped(&mut message);
         Ok(((&message).try_into()?, refused))

@@ -1,24 +1,24 @@
-//! The one error of parsing a message: which field, and what is wrong with its value.
+//! Parse error of a message: the field, and the problem with its value.
 
 use std::fmt;
 
-/// A field of a message that holds no meaning.
+/// An invalid field of a message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct WireError {
-    /// Its path inside the message, as `services[2].address.port`.
+    /// Path in the message, such as `services[2].address.port`.
     pub field: String,
     /// Its value and what was expected.
     pub problem: String,
 }
 
 impl WireError {
-    /// `problem` says the value and what was expected.
+    /// Returns an error; `problem` has the value and the expectation.
     pub fn new(field: impl Into<String>, problem: impl fmt::Display) -> Self {
         Self { field: field.into(), problem: problem.to_string() }
     }
 
-    /// The message lacks a part.
+    /// Returns the error for a missing part.
     pub fn missing(field: impl Into<String>) -> Self {
         Self::new(field, "missing")
     }
@@ -30,12 +30,9 @@ impl From<WireError> for tonic::Status {
     }
 }
 
-/// Says in which field an error happened.
+/// Adds the field to an error.
 pub trait Context<T> {
-    /// Prefixes the field's name.
-    ///
-    /// # Errors
-    /// The same, with the longer path.
+    /// Prefixes the field's name to the path of an error.
     fn within(self, field: impl fmt::Display) -> Result<T, WireError>;
 }
 

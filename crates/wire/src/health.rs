@@ -1,4 +1,4 @@
-//! How load balancers check servers, and what their checks say.
+//! Health checks of load balancers, and their results.
 
 use std::time::Duration;
 
@@ -11,31 +11,31 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{Context as _, WireError, v1};
 
-/// What a load balancer's checks say of all servers that it checks.
+/// Results of a load balancer's checks of all servers.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthMessage {
     /// By service, in any order.
     pub servers: Vec<(ServiceIndex, ServerId, CheckedServer)>,
 }
 
-/// What one load balancer's checks say of one server.
+/// Result of one load balancer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CheckedServer {
     /// `None`: not enough checks so far.
     pub verdict: Option<Verdict>,
-    /// How long it has been so.
+    /// Duration of the verdict.
     pub since: Duration,
-    /// Why the newest check failed, in words; empty: it did not, or none has ended.
+    /// Error of the newest check; empty: it passed, or none has ended.
     pub error: String,
-    /// How long the newest answer took; zero: there was none.
+    /// Duration of the newest answer; zero: there was none.
     pub latency: Duration,
-    /// Checks that have ended.
+    /// Completed checks.
     pub checks: u64,
-    /// Those of them that failed.
+    /// Failed checks.
     pub failures: u64,
 }
 
-/// Longer words are cut.
+/// Limit of an error's length.
 const LONGEST_ERROR: usize = 200;
 
 impl From<&HealthMessage> for v1::LoadBalancerHealth {

@@ -1,20 +1,20 @@
-//! What coreward's processes say to each other: the generated gRPC types ([`v1`]), and their conversion from and to
-//! types that cannot hold nonsense. Whoever receives a message parses it here, once.
+//! Messages between coreward's processes: the generated gRPC types ([`v1`]), and their conversion from and to types
+//! that are always valid. A receiver parses a message here, once.
 //!
 //! * [`address`]: addresses of servers and services
 //! * [`keys`]: the fleet's cookie keys
-//! * [`mode`]: how a service's packets find their server
+//! * [`mode`]: consistency modes
 //! * [`rss`]: a server's RSS key and indirection table
-//! * [`rack`]: what racks pass up, and what they must know for that
-//! * [`report`]: what an agent says of its cores
-//! * [`configuration`]: what the controller tells load balancers and agents to know
-//! * [`change`]: what of that is another than before
-//! * [`rejected`]: what of that cannot be used
+//! * [`rack`]: summaries and configurations of racks
+//! * [`report`]: reports of agents
+//! * [`configuration`]: configurations of load balancers and agents
+//! * [`change`]: changes of configurations
+//! * [`rejected`]: unusable services of configurations
 //! * [`table`]: placement tables
-//! * [`traffic`]: what load balancers count for policies
-//! * [`health`]: how servers are checked, and what the checks say
-//! * [`sockets`]: whether idle connections still have a socket
-//! * [`words`]: what others wrote and people read
+//! * [`traffic`]: counts of load balancers for policies
+//! * [`health`]: health checks and their results
+//! * [`sockets`]: queries for the sockets of idle connections
+//! * [`sanitize`]: foreign text for display
 
 #![deny(missing_docs)]
 
@@ -49,11 +49,11 @@ pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};
 
-/// Metadata of an UNAVAILABLE: address and port of the controller that leads, as it stands in daemons' files.
+/// Metadata of an UNAVAILABLE: address and port of the leading controller, as in daemons' files.
 pub const LEADER: &str = "coreward-leader";
 
-/// Metadata of a stream's beginning: the term of the controller that answers, in decimal. Grows with every leader; there is none
-/// where one controller has a store of its own.
+/// Metadata of a stream's beginning: the term of the answering controller, in decimal. Grows with every leader; absent
+/// for a controller with a store of its own.
 pub const TERM: &str = "coreward-term";
 
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.

@@ -1,4 +1,4 @@
-//! How a service's packets find their server.
+//! Consistency modes of services.
 
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 

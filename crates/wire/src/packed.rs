@@ -1,29 +1,29 @@
-//! Many numbers in `bytes`, written as protobuf writes packed `repeated` fields of them, and read where they came: what racks pass up
-//! is millions of numbers a second, and each list of them that protobuf reads grows in a vector of its own.
+//! Lists of numbers in `bytes`, in the encoding of packed `repeated` fields, and read in place. Racks pass up millions
+//! of numbers a second, and protobuf would copy each list into a growing vector.
 
 use prost::bytes::{Bytes, BytesMut};
 use prost::encoding::{decode_varint, encode_varint};
 
 use crate::WireError;
 
-/// As `repeated uint64` (and `uint32`).
+/// Writes numbers as `repeated uint64` (and `uint32`).
 pub fn write(numbers: impl Iterator<Item = u64>) -> Bytes {
     let mut bytes = BytesMut::with_capacity(numbers.size_hint().0);
     numbers.for_each(|number| encode_varint(number, &mut bytes));
     bytes.freeze()
 }
 
-/// As `repeated double`.
+/// Writes numbers as `repeated double`.
 pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
-/// How many numbers there are: each has one byte without the bit that says that it goes on.
+/// Returns how many numbers there are: each has one byte without the continuation bit.
 pub fn count(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// The numbers; `None` where one is not whole or too large, and then no more.
+/// Returns the numbers; `None` for an incomplete or too large one, which is the last.
 pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut rest = bytes;
     std::iter::from_fn(move || match rest.split_first()? {
@@ -41,18 +41,18 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     })
 }
 
-/// What [`read`] could not read.
+/// Returns the error of a `None` from [`read`].
 pub fn unreadable(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
-/// As [`count`]. Fails when the last one is not whole.
+/// Returns how many numbers there are. Fails when the last one is incomplete.
 pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
     let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
     bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)
 }
 
-/// The numbers.
+/// Returns the numbers.
 pub fn read_doubles(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
     bytes.as_chunks().0.iter().map(|number| f64::from_le_bytes(*number))
 }
@@ -63,7 +63,7 @@ mod tests {
 
     use super::*;
 
-    /// What a version reads whose fields are `repeated`.
+    /// The message of a version with `repeated` fields.
     #[derive(Clone, PartialEq, prost::Message)]
     struct Repeated {
         #[prost(uint64, repeated, tag = "3")]

@@ -1,4 +1,4 @@
-//! What the controller and its racks tell each other.
+//! Messages between the controller and racks.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -17,49 +17,50 @@ use crate::report::MOST_CORES;
 use crate::rss::parse_key;
 use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 
-/// A rack has fewer cores. With it, and no load above 16 (`MOST_LOAD` of the model), what a thousand racks pass up adds up to less
-/// than 2^64, and can be taken out again.
+/// Above the cores of any rack. With it, and no load above 16 (`MOST_LOAD` of the model), the sums of a thousand racks
+/// stay below 2^64, and can be subtracted again.
 const MOST_CORES_OF_A_BIN: u64 = 1 << 18;
-/// In 2^-32 of a core, as sums are.
+/// Largest load in 2^-32 of a core, the unit of sums.
 const LARGEST_LOAD: u64 = (MOST_LOAD as u64) << 32;
 
-/// A controller takes twice as much at once; one summary is less (2,048 buckets, 8 candidates of each, one RSS key: 200 kB).
+/// A controller accepts twice as much at once; one summary is smaller (2,048 buckets, 8 candidates of each, one RSS
+/// key: 200 kB).
 const LARGEST_MESSAGE: usize = 2 << 20;
 
-/// What a rack must know of its servers and their services.
+/// Configuration of a rack: its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackConfiguration {
     /// Time between two summaries.
     pub report_interval: Duration,
-    /// No agent's whole report is to be handed on more often, unless its server drains or something changed.
+    /// Shortest interval of an agent's full reports, unless its server drains or something changed.
     pub detail_interval: Duration,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// Those whose agents speak through the rack.
+    /// Servers whose agents are connected through the rack.
     pub servers: Vec<RackServer>,
-    /// Those that have one of these servers.
+    /// Services with one of these servers.
     pub services: Vec<RackService>,
 }
 
-/// A server whose agent speaks through the rack.
+/// A server whose agent is connected through the rack.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackServer {
     /// The agent's stream.
     pub stream: u64,
     /// Its id.
     pub id: ServerId,
-    /// Its part of new connections.
+    /// Its weight.
     pub weight: Weight,
-    /// How much it can do; `None`: by its cores.
+    /// Its capacity; `None`: by its cores.
     pub capacity: Option<Capacity>,
 }
 
-/// A service, as far as the rack must know it.
+/// A service in a rack's configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackService {
-    /// What names it.
+    /// Its index.
     pub index: ServiceIndex,
-    /// The policy's name; the rack may be too old to know it.
+    /// The policy's name; an older rack may not know it.
     pub policy: String,
     /// Number of buckets.
     pub buckets: BucketCount,
@@ -76,7 +77,7 @@ pub struct RackMember {
     pub id: ServerId,
     /// Whether it takes new connections.
     pub eligible: bool,
-    /// Whether it takes all that are due to it: it is not in its slow start.
+    /// Whether it gets its full share: it is not in slow start.
     pub whole_part: bool,
 }
 
@@ -124,7 +125,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
     }
 }
 
-/// What a rack passes up, in as many messages as it takes; at least one, which shows that the rack is there.
+/// Returns the summaries of a rack, in as many messages as needed; at least one, as a sign of life.
 pub fn rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
     let mut packed = PackedMessages { bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
@@ -187,7 +188,7 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     })
 }
 
-/// A service's summary as a message.
+/// Returns a service's summary as a message.
 pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
     let mut message = v1::RackSummary { service_index: service.get().into(), ..Default::default() };
     let position =
@@ -221,7 +222,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     message
 }
 
-/// Fails when it holds no meaning: the field, and what was expected.
+/// Returns service and summary. Fails with the invalid field, and the expectation.
 pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let mut servers = parse_servers(message)?;
@@ -294,7 +295,7 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireErr
     Ok((class, bins))
 }
 
-/// Thousands of candidates come with each message: what is done for each one counts. `ids`: of the summary's servers.
+/// Parses a list. It is on the hot path: each message has thousands of candidates. `ids`: of the summary's servers.
 fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let count = packed::count(&message.server);
     length_is("core", packed::count(&message.core), count)?;
@@ -328,7 +329,7 @@ fn is_load(field: &str, load: f64) -> Result<(), WireError> {
 
 fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
     let most = MOST_LOAD * f64::from(cores);
-    // What was smoothed may be rounded up.
+    // Smoothing may round up.
     if (0.0..=most * 1.000_001).contains(&load) {
         return Ok(());
     }

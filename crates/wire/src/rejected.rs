@@ -1,31 +1,31 @@
-//! Services of a configuration that whoever receives it cannot use, as of a newer controller with a value that this version does not
-//! know. All else of the configuration is used all the same: keys, other services, and which of these servers take connections.
+//! Unusable services of a configuration, for example with a value of a newer controller. The rest of the configuration
+//! is used all the same: keys, other services, and the eligibility of these services' servers.
 
 use std::collections::BTreeSet;
 
 use crate::configuration::{Server, Service, StampedService, parse_each};
 use crate::{WireError, v1};
 
-/// A service that cannot be used.
+/// An unusable service.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RefusedService {
     /// Its name.
     pub name: String,
-    /// Its index, where it has one, as it came.
+    /// Its index in the message, if it has one.
     pub index: u32,
-    /// What is wrong.
+    /// Reason.
     pub reason: WireError,
-    /// Its pool, as far as that can be used.
+    /// Its usable servers.
     pub servers: Option<Vec<Server>>,
 }
 
 impl RefusedService {
-    /// The service as it was before, with the servers of now: drains go on.
+    /// Returns the previous service with the present servers: drains take effect.
     pub fn kept(&self, before: &Service) -> Service {
         Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
     }
 
-    /// For the controller; `generation`: of the configuration.
+    /// Returns the message for the controller; `generation`: of the configuration.
     pub fn message(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }
@@ -48,7 +48,7 @@ impl v1::LoadBalancerState {
     }
 }
 
-/// Takes out of a configuration the services that cannot be used.
+/// Removes unusable services from a configuration.
 pub fn take_refused(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
     let mut refused = Vec::new();
     message.services.retain(|service| {
@@ -60,7 +60,7 @@ pub fn take_refused(message: &mut v1::FleetConfiguration) -> Vec<RefusedService>
     refused
 }
 
-/// The same of an agent's.
+/// Removes unusable services from an agent's configuration.
 pub fn take_refused_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
     let mut refused = Vec::new();
     message.services.retain(|service| {

@@ -1,4 +1,4 @@
-//! What an agent says of its server, ten times a second.
+//! Report of an agent about its server, ten times a second.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -14,9 +14,9 @@ use crate::{Context as _, ReportedRss, WireError, v1};
 /// A report, all values absolute.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
-    /// When it was sent, by the server's wall clock (since 1970).
+    /// Time of sending by the server's wall clock (since 1970).
     pub sent: Duration,
-    /// After this long without a newer one the server counts as neutral.
+    /// Time without a newer report after which the server counts as neutral.
     pub time_to_live: Duration,
     /// Sequence, time and busy time of the cores.
     pub readings: CoreReadings,
@@ -24,7 +24,7 @@ pub struct Report {
     pub open_connections: u32,
     /// Grows when the RSS changes.
     pub rss_generation: u64,
-    /// `None`: not said in this report.
+    /// `None`: unchanged since an earlier report.
     pub rss: Option<ReportedRss>,
     /// SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
@@ -32,40 +32,40 @@ pub struct Report {
     pub rss_mismatched: u64,
     /// Generation of the newest configuration of this stream that is in force; 0: none yet.
     pub configuration_generation: u64,
-    /// `None`: as in the stream's report before.
+    /// `None`: as in the stream's previous report.
     pub details: Option<ReportDetails>,
 }
 
 const SERVER_COUNTERS: [&[&str]; 2] = [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES];
 
-/// Whether the service has an address: that is a label of metrics.
+/// Whether the service has an address, which is a label of metrics.
 fn listens(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
-/// What tables are not made of: most of a report's cost, and said less often.
+/// Parts of a report that tables do not need: most of its cost, and sent less often.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ReportDetails {
     /// Counters of the server's BPF programs by name.
     pub counters: Vec<(String, u64)>,
-    /// What the agent found wrong, in words.
+    /// Warnings for the operator.
     pub warnings: Vec<String>,
-    /// UDP services whose requests are dispatched at the server; for people.
+    /// UDP services whose requests are dispatched at the server; for display.
     pub dispatch: Vec<v1::DispatchedService>,
-    /// The newest count of connections; `None`: there is none yet, or the agent does not count.
+    /// The newest count of connections; `None`: none yet, or the agent does not count.
     pub connections: Option<CountedConnections>,
-    /// What of the newest configuration the agent cannot use.
+    /// Unusable parts of the newest configuration.
     pub refused: Vec<v1::RefusedUpdate>,
 }
 
 /// TCP connections that have a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
-    /// How long ago the count began, when the report was sent (whole ms, up to 49 days).
+    /// Time since the start of the count, when the report was sent (whole ms, up to 49 days).
     pub age: Duration,
     /// Generation of the agent's configuration that was in force when the count began.
     pub configuration_generation: u64,
-    /// By the name of the service: all of TCP in that configuration, also those without connections.
+    /// By service name: all of TCP in that configuration, also those without connections.
     pub services: BTreeMap<String, u32>,
 }
 
@@ -89,39 +89,39 @@ impl From<CountedConnections> for v1::CountedConnections {
     }
 }
 
-/// A report that cannot be understood.
+/// An unusable report.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReportError {
-    /// The rest may be right, but the generation that it announces is of no use.
+    /// The rest may be right, but the announced generation is unusable.
     #[error("{0}")]
     Rss(WireError),
-    /// After no time at all every report would be too old; and one that lives for long keeps others from the server.
+    /// With 0 every report would be too old; with a long time a dead agent would keep others from the server.
     #[error("time_to_live_ms: {0}: expected 1 to {LONGEST_LIFE_MS}")]
     TimeToLive(u32),
-    /// More than one server has.
+    /// More than one server can have.
     #[error("{what}: {count}: expected at most {most}")]
     TooLarge {
         /// The field.
         what: &'static str,
-        /// How many it has.
+        /// Number in the report.
         count: usize,
-        /// How many it may have.
+        /// Limit.
         most: usize,
     },
 }
 
-/// Reports come every second at least, and live for some of them; behind a rack, for three of the minutes at which it hands them on.
+/// Limit of the time to live. Reports come every second at least; behind a rack, full ones once a minute.
 pub const LONGEST_LIFE_MS: u32 = 180_000;
 /// The largest message that a controller or a rack reads from an agent.
 pub const AGENT_MESSAGE_BYTES: usize = 256 << 10;
-/// Lists of a report: name, and how long each may be.
+/// Limit of a report's cores.
 pub(crate) const MOST_CORES: usize = 4096;
 const MOST_COUNTERS: usize = 256;
 const MOST_WARNINGS: usize = 64;
 const MOST_DISPATCHED: usize = 1024;
-/// As many as there are indexes of services.
+/// Limit of counted services: the number of service indexes.
 const MOST_COUNTED: usize = 1024;
-/// Of all UDP services together: a worker has a core, or shares one.
+/// Limit of workers of all UDP services: a worker has a core, or shares one.
 const MOST_WORKERS: usize = 4096;
 
 impl TryFrom<v1::Report> for Report {
@@ -171,9 +171,10 @@ impl TryFrom<v1::Report> for Report {
     }
 }
 
-/// Drops the lists that are for people from a report that no controller would read. (The tables of 4,096 workers are the largest part.)
+/// Removes display lists from a report that no controller would accept. (The tables of 4,096 workers are the largest
+/// part.)
 pub fn limited_report(mut report: v1::Report) -> v1::Report {
-    // What surrounds it in the message, and the warning.
+    // Room for the rest of the message, and the warning.
     const ENVELOPE_BYTES: usize = 256;
     if report.encoded_len() > AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
         report.dispatch.clear();
@@ -216,7 +217,7 @@ impl From<Report> for v1::Report {
 mod tests {
     use super::*;
 
-    /// They become labels of metrics.
+    /// They are labels of metrics.
     #[test]
     fn names_that_an_agent_invents_are_not_taken() {
         let invented = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);

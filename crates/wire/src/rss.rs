@@ -5,12 +5,12 @@ use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use crate::sanitize::readable;
 use crate::{WireError, v1};
 
-/// What an agent knows of its NIC's RSS.
+/// RSS of an agent's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportedRss {
-    /// Where it was read: "ethtool" or "testbed emulation".
+    /// Source: "ethtool" or "testbed emulation".
     pub source: String,
-    /// `None`: the NIC does not tell.
+    /// `None`: the NIC does not show it.
     pub rss: Option<Rss>,
 }
 
@@ -44,7 +44,8 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// A key with what is done to its input. Fails when the key is too short or too long, or the transform is not known.
+/// Parses a key with the transform of its input. Fails when the key is too short or too long, or the transform is
+/// unknown.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;

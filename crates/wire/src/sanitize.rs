@@ -1,4 +1,5 @@
-//! What others wrote and people read: no control characters (a terminal would obey them), not too long, and not too many.
+//! Sanitizing of foreign text for display: no control characters (a terminal would obey them), and limits of length and
+//! number.
 
 use std::collections::HashMap;
 
@@ -7,17 +8,17 @@ use coreward_intf as intf;
 use crate::v1;
 
 const MAX_CHARACTERS: usize = 512;
-/// Counters of one kind, or services: as many as there are indexes of services.
+/// Limit of counters of one kind, and of services: the number of service indexes.
 const MAX_COUNTS: usize = 1024;
-/// As many as there are ids.
+/// Limit of servers: the number of ids.
 const MAX_SERVERS: usize = 16_384;
 
-/// The text as people may see it.
+/// Returns the text in displayable form.
 pub fn readable(text: &str) -> String {
     text.chars().take(MAX_CHARACTERS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// The same of a text that nobody else needs: as it is where that will do.
+/// Returns the text in displayable form, without a copy if nothing changes.
 pub fn sanitize(text: String) -> String {
     let is_readable = text.len() <= MAX_CHARACTERS && !text.chars().any(char::is_control);
     if is_readable { text } else { readable(&text) }
@@ -27,18 +28,18 @@ fn all_readable(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
-/// Counts by name.
+/// Returns counts with displayable names.
 pub fn readable_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
     counts.into_iter().take(MAX_COUNTS).map(|(name, count)| (sanitize(name), count)).collect()
 }
 
-/// The same, of counters that there are: their names are labels of metrics, and whoever invents names makes series without end.
+/// Returns the known counters: their names are labels of metrics, and invented names would create series without end.
 pub fn known_counts(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
     let is_known = |name: &String| known.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known(name)).collect()
 }
 
-/// What an agent says of a UDP service.
+/// Sanitizes an agent's state of a UDP service.
 pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
     v1::DispatchedService {
         listen: sanitize(service.listen),
@@ -48,7 +49,7 @@ pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
     }
 }
 
-/// What a part cannot use.
+/// Sanitizes rejected updates.
 pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
     let one = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
         service: sanitize(refused.service),
@@ -58,7 +59,7 @@ pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdat
     refused.into_iter().take(MAX_COUNTS).map(one).collect()
 }
 
-/// What a load balancer says of itself.
+/// Sanitizes a load balancer's state.
 pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     let clock = |clock: v1::ServerClock| v1::ServerClock {
         service: sanitize(clock.service),

@@ -1,5 +1,5 @@
-//! Whether idle connections still have a socket: a load balancer asks, the agent of the server answers, the controller
-//! carries both.
+//! Queries for the sockets of idle connections: from a load balancer to the agent of the server, relayed by the
+//! controller.
 
 use std::net::SocketAddr;
 
@@ -8,49 +8,49 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
-/// How many connections one question may be about.
+/// Limit of connections in a query.
 pub const MAX_CLIENTS: usize = 256;
 
-/// Which connections of these clients to a service still have a socket at the server?
+/// Query: connections of these clients to a service that still have a socket at the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketQuery {
-    /// Names the question for who asked.
+    /// Number of the query at its load balancer.
     pub number: u64,
-    /// Names who asked for the controller.
+    /// Session of the load balancer at the controller.
     pub asker: u64,
-    /// Whose sockets.
+    /// Server of the sockets.
     pub server: ServerId,
-    /// To which service.
+    /// Service of the connections.
     pub service: ServiceAddress,
-    /// From where; at most [`MAX_CLIENTS`].
+    /// Clients; at most [`MAX_CLIENTS`].
     pub clients: Vec<SocketAddr>,
 }
 
 /// The answer to a [`SocketQuery`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketAnswer {
-    /// As in the question.
+    /// As in the query.
     pub number: u64,
-    /// As in the question.
+    /// As in the query.
     pub asker: u64,
-    /// For each client of the question whether there is a socket; at most [`MAX_CLIENTS`]. Empty: the agent is away.
+    /// For each client of the query whether there is a socket; at most [`MAX_CLIENTS`]. Empty: the agent is away.
     pub open: Vec<bool>,
 }
 
 impl SocketQuery {
-    /// What is answered for an agent that is away.
+    /// Returns the answer for an absent agent.
     pub fn away(&self) -> SocketAnswer {
         self.answer(Vec::new())
     }
 
-    /// The answer to this question.
+    /// Returns the answer to this query.
     pub fn answer(&self, open: Vec<bool>) -> SocketAnswer {
         SocketAnswer { number: self.number, asker: self.asker, open }
     }
 }
 
 impl SocketAnswer {
-    /// Whether nobody could be asked.
+    /// Whether the agent was absent.
     pub fn is_away(&self) -> bool {
         self.open.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Placement tables, as the controller sends them at every tick.
+//! Placement tables from the controller.
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
@@ -12,7 +12,7 @@ use crate::configuration::ServiceIndex;
 use crate::rss::parse_key;
 use crate::{Context as _, WireError, v1};
 
-/// A service's table in the form that every load balancer's stream shares.
+/// Returns the message in the form that every load balancer's stream shares.
 pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
     message(service, table).encode_to_vec().into()
 }
@@ -161,7 +161,7 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError>
         .collect()
 }
 
-/// The lists fit each other: what the data plane reaches by arithmetic exists.
+/// Checks that the lists fit each other: every position that the data plane computes exists.
 fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let buckets = table.bucket_count.get() as usize;
     let per_bucket = table.candidates_per_bucket as usize;

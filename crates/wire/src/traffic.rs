@@ -1,4 +1,4 @@
-//! What load balancers count for policies.
+//! Counts of load balancers for policies.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ use crate::{Context as _, WireError, v1};
 pub struct TrafficMessage {
     /// First packets by service.
     pub opened: BTreeMap<ServiceIndex, u64>,
-    /// What went to each server, of all services together.
+    /// Traffic to each server, of all services together.
     pub servers: BTreeMap<ServerId, ServerTraffic>,
 }
 
@@ -47,7 +47,7 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
         for (position, service) in message.services.iter().enumerate() {
             let within = format!("services[{position}]");
             let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
-            // One or the other is there.
+            // Either of the two.
             let of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
             parsed.opened.insert(index, service.opened.max(of_servers));
             parsed.add_servers(&service.servers, &within)?;
@@ -62,7 +62,7 @@ impl TrafficMessage {
         for server in servers {
             let id = parse_server_id("server_id", server.server_id).within(within)?;
             let total = self.servers.entry(id).or_default();
-            // Counters that somebody makes up may be as large as they like.
+            // Forged counters may have any value.
             total.opened = total.opened.saturating_add(server.opened);
             total.closed = total.closed.saturating_add(server.closed);
             total.packets = total.packets.saturating_add(server.packets);
@@ -96,7 +96,7 @@ mod tests {
         );
     }
 
-    /// A load balancer that lies ends no part of a controller.
+    /// A load balancer with false counts crashes no controller.
     #[test]
     fn counts_that_somebody_makes_up_add_up_to_the_largest() {
         let most = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!((parsed.servers[&id(7)].opened, parsed.servers[&id(7)].packets), (u64::MAX, u64::MAX));
     }
 
-    /// A load balancer of the version before counts by service and server.
+    /// A load balancer of the previous version counts by service and server.
     #[test]
     fn counts_by_service_and_server_are_added_up() {
         let server =

@@ -70,8 +70,7 @@ impl Table {
         Self { head: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
 
-    /// # Panics
-    /// When the row is not as long as the head.
+    /// Panics when the row is not as long as the head.
     pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         let cells: Vec<Cell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.head.len(), "a row as long as the head {:?}", self.head);

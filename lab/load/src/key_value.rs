@@ -145,10 +145,8 @@ impl<'a> Request<'a> {
         Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
     }
 
-    /// Puts the datagram into `buffer`, in place of what was there.
-    ///
-    /// # Panics
-    /// When the key is longer than [`KEY_MAX`] or the value longer than 65,535 bytes.
+    /// Puts the datagram into `buffer`, in place of what was there. Panics when the key is longer than [`KEY_MAX`] or
+    /// the value longer than 65,535 bytes.
     pub fn write(&self, buffer: &mut Vec<u8>) {
         let header = RequestHeader {
             request_type: self.request_type.byte(),

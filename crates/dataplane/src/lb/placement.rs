@@ -14,10 +14,8 @@ use super::{LoadBalancer, ServiceIndex, state_of, tables};
 impl LoadBalancer {
     /// Installs a service's table by one atomic switch: every first packet is placed by the old table or by this one.
     /// Does not wait for programs that still read the old one. Fails when the table cannot be held ([`TableError`]),
-    /// memory for tables is exhausted, or the kernel refuses the program for its rule: the old table stays then.
-    ///
-    /// # Panics
-    /// When `service` is none of [`services`](Self::services).
+    /// memory for tables is exhausted, or the kernel refuses the program for its rule: the old table stays then. Panics
+    /// when `service` is none of [`services`](Self::services).
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {

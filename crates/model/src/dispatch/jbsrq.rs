@@ -28,10 +28,8 @@ pub struct Submitted<T> {
 }
 
 impl JoinBoundedShortestRankedQueue {
-    /// `services` services in strict priority, each of which runs on all cores.
-    ///
-    /// # Panics
-    /// Without services or with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
+    /// `services` services in strict priority, each of which runs on all cores. Panics without services or with more
+    /// than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
         let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);

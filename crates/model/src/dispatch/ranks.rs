@@ -103,9 +103,7 @@ const FULL: u32 = u32::MAX;
 
 impl RankArrays {
     /// Empty queues of `cores` cores (at least 1), every service enabled on every core. `depth`: the bound of a rank.
-    ///
-    /// # Panics
-    /// Without cores, or with more than [`MAX_SERVICES`] services.
+    /// Panics without cores, or with more than [`MAX_SERVICES`] services.
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
         assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
         let per_core = usize::from(cores);

@@ -232,10 +232,7 @@ impl LoadBalancer {
     }
 
     /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
-    /// the lowest free slot. Only IPv4 services count.
-    ///
-    /// # Panics
-    /// With more services than slots.
+    /// the lowest free slot. Only IPv4 services count. Panics with more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
         let stateful = self.stateful_places();
         for service_slot in &mut self.services {

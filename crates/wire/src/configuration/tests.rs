@@ -97,7 +97,7 @@ fn configurations_come_back() {
     assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
 }
 
-/// A newer controller uses a value that this version does not know, and drains a server of that very service.
+/// A newer controller uses an unknown value, and drains a server of that service.
 #[test]
 fn a_service_that_cannot_be_used_leaves_the_others_and_its_drains() {
     let mut message = v1::FleetConfiguration { number: 9, ..(&fleet()).into() };

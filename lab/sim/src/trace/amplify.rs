@@ -29,8 +29,7 @@ pub struct Cut {
 }
 
 impl Cut {
-    /// # Panics
-    /// When the trace has a history: it would have to be cut too.
+    /// Panics when the trace has a history: it would have to be cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
         Self { trace, from_ns, until_ns, waiting: HashMap::new(), open: HashMap::new(), ended: false }

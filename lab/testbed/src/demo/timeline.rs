@@ -31,8 +31,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// # Panics
-    /// With fewer than [`SECONDS_MIN`] seconds.
+    /// Panics with fewer than [`SECONDS_MIN`] seconds.
     pub fn new(seconds: u64) -> Self {
         assert!(seconds >= SECONDS_MIN, "{seconds} seconds are too short for a run");
         Self { seconds }

@@ -176,8 +176,7 @@ pub fn client() -> UdpSocket {
     socket
 }
 
-/// # Panics
-/// When there is nothing after half a minute.
+/// Panics when there is nothing after half a minute.
 pub fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + Duration::from_secs(30);
     loop {

@@ -13,9 +13,7 @@ const HEADERS_BYTES: usize = 54;
 /// Writes a classic capture (microseconds would blur the order: nanoseconds) of all packets, as TCP over IPv4 over
 /// Ethernet: SYN on a flow's first packet, FIN on its last. Each packet is cut off at `snap_length` bytes (at least
 /// 54). A history has no packets and is left out. Fails when the trace cannot be read or the capture not written.
-///
-/// # Panics
-/// When a flow is IPv6.
+/// Panics when a flow is IPv6.
 pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(HEADERS_BYTES);
     let mut header = Vec::with_capacity(24);
