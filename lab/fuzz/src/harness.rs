@@ -110,7 +110,7 @@ impl Instance {
             broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
             flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
-            // So that the model sees the same time.
+            // So that the reference model sees the same time.
             correction_clock: dataplane::CorrectionClock::Ticks,
             ..Default::default()
         };
@@ -278,9 +278,9 @@ impl Harness {
                     }
                 }
             }
-            Change::Server(place, id, server) => self.model.set_server(*place, *id, *server),
-            Change::Masked(place, id, is_masked) => self.model.set_masked(*place, *id, *is_masked),
-            Change::Table(place, table) => self.model.install_table(*place, table.clone()),
+            Change::Server(service_slot, id, server) => self.model.set_server(*service_slot, *id, *server),
+            Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
+            Change::Table(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
             Change::Tokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
             Change::Number(owner) => self.model.set_owner(*owner),
             Change::LimitEntries(per_source) => self.model.limit_entries(*per_source),
