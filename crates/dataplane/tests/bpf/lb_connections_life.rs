@@ -11,13 +11,16 @@ use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
+use coreward_model::ServerId;
 use coreward_model::connection_table::{Clock, Connection, TableSize};
+use coreward_model::placement::Rule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+use rand::Rng;
 
-use crate::support::balancer::{OWN_MAC, XDP_TX, id, service};
+use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::stateful::{STATEFUL, VIP, balancer, client, number_of, own, syn};
+use crate::support::stateful::{STATEFUL, VIP, balancer, client, established, number_of, own, owner, syn};
 use crate::support::{self, SYN, Tcp, may_load_bpf, timestamp};
 
 const ENTRIES: u64 = 4096;
@@ -150,7 +153,7 @@ fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an
     for server in servers {
         lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), eligible: true });
     }
-    let table = support::balancer::random_table(coreward_model::placement::Rule::Table, 1, 1, &servers, &mut rng);
+    let table = support::balancer::random_table(Rule::Table, 1, 1, &servers, &mut rng);
     lb.install_table(index, &table).unwrap();
     lb.set_owner(Some(own()));
     lb.tick(Duration::from_secs(60));
@@ -200,4 +203,65 @@ fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an
         assert_eq!(lb.free_connections(&all).unwrap() as u64, entries);
     }
     start(1024).unwrap().detach().unwrap();
+}
+
+/// A balancer with the servers, cookie keys and MAC addresses of `before`, and nothing of its table.
+fn rebooted(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
+    let mut after = Balancer::with(
+        &[(service(VIP), STATEFUL)],
+        Options { connection_table: before.lb.connection_table_size(), ..Options::default() },
+        rng,
+    );
+    after.lb.set_keys(&before.keys);
+    after.keys = before.keys;
+    for server in ids {
+        let mac = before.macs[&(0, *server)];
+        after.lb.set_server(after.services[0], *server, Server { mac: Some(mac), eligible: true });
+        after.macs.insert((0, *server), mac);
+    }
+    let table = support::balancer::random_table(Rule::RoundRobin, 2, 1, ids, rng);
+    after.install(0, &table);
+    after
+}
+
+#[test]
+fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
+    if !may_load_bpf("connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server") {
+        return;
+    }
+    let mut rng = seeded_rng(122, 0);
+    let (before, ids) = balancer(ENTRIES, &mut rng);
+    let old: Vec<_> = (0..3000).map(|_| before.opened(client(&mut rng))).collect();
+    let expect_broadcast = |after: &Balancer, came_from: Option<MacAddress>| {
+        for opened in &old {
+            let mut frame = established(after, opened.client, opened.number);
+            if let Some(MacAddress(source)) = came_from {
+                frame[6..12].copy_from_slice(&source);
+            }
+            after.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+        }
+    };
+    let mut after = rebooted(&before, &ids, &mut rng);
+    let has_another_key = after.lb.connection_key() != before.lb.connection_key();
+    assert!(has_another_key, "or entries of new connections could be taken for old ones");
+    // The controller has not yet sent its number.
+    expect_broadcast(&after, None);
+    assert_eq!(after.events(0, "connection_unknown"), 0);
+    // It has its old number, and every place is another connection's: every old index names an entry in use.
+    after.lb.set_owner(Some(own()));
+    while after.lb.connections_in_use() < ENTRIES as usize {
+        after.open(client(&mut rng));
+    }
+    expect_broadcast(&after, None);
+    assert_eq!(after.events(0, "connection_unknown"), old.len() as u64);
+
+    // Another load balancer sends such packets to the owner, which broadcasts them and does not send them on.
+    let (mut peer, owner_mac, peer_mac) = (rebooted(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
+    peer.lb.set_owner(Some(owner(9)));
+    peer.lb.set_owner_mac(own(), Some(owner_mac));
+    for opened in &old {
+        peer.expect_to(&established(&peer, opened.client, opened.number), owner_mac, "to_owner");
+    }
+    after.lb.set_owner_mac(owner(9), Some(peer_mac));
+    expect_broadcast(&after, Some(peer_mac));
 }
