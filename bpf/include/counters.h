@@ -29,6 +29,8 @@ enum lb_counter {
 	LB_COUNTER_DROP_FRAGMENT,
 	LB_COUNTER_DROP_UNKNOWN_COOKIE,
 	LB_COUNTER_DROP_SERVER_UNRESOLVED,
+	LB_COUNTER_DROP_EXCEEDS_MTU, /* with its outer header it is longer than the device's MTU */
+	LB_COUNTER_DROP_NOT_BROADCAST, /* no server is known for it, and a broadcast ends at the first router */
 	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
 	LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 	LB_COUNTER_DROP_INTERNAL,

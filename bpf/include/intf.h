@@ -118,6 +118,14 @@ enum consistency {
 #define SERVICE_ADOPTED 0x40000000u
 #define SERVICE_HANDED_OVER 0x80000000u
 
+/* How a packet reaches a service's servers. */
+enum forwarding {
+	FORWARDING_L2, /* with the server's MAC address: it is on the load balancer's segment */
+	FORWARDING_IPIP, /* IPv4 in IPv4 (RFC 2003) */
+	FORWARDING_GUE, /* IPv4 in UDP: GUE variant 1 (draft-ietf-intarea-gue), the same bytes as FOU with protocol 4 */
+	FORWARDING_COUNT,
+};
+
 /* service_slot.number on a server: its id in the service, and how it takes part. */
 #define SERVER_NUMBER_ID_MASK 0x3fffu
 /* Cookies may hold an index: bpf/server/server.bpf.c, "The index". */
@@ -302,7 +310,9 @@ struct service_state {
 	struct cookie_key time_key;
 	/* 1: a SYN has entered a flow into the flow table. Until then a service of CONSISTENCY_BEAMER looks up none there. */
 	__u64 has_flows;
-	__u64 unused[2];
+	/* enum forwarding. */
+	__u64 forwarding;
+	__u64 unused;
 };
 
 /* ---- the broadcast fallback ------------------------------------------------------------------------------------ */
@@ -352,6 +362,18 @@ struct broadcast_buckets {
 struct server_entry {
 	__u8 mac_address[6];
 	__u16 flags;
+};
+
+/* Port of GUE (IANA: gue). */
+#define GUE_PORT 6080
+
+/* By server id, for services that encapsulate. */
+struct server_tunnel {
+	/* Destination of the outer header; 0: not known. */
+	__u32 address;
+	/* Source port of GUE, in network byte order; 0: by the flow's hash. */
+	__u16 source_port;
+	__u16 reserved;
 };
 
 /* ---- timestamps = "lb": the load balancer stamps and restores --------------------------------------------------- */
@@ -436,6 +458,10 @@ struct lb_state {
 	__u64 own_mac_shifted;
 	/* 1: the program was loaded for generic XDP. */
 	__u64 counters_by_cpu;
+	/* Source of outer headers: the device's first IPv4 address. */
+	__u32 own_address;
+	/* Longest packet that leaves by the device, its outer header included. */
+	__u32 mtu;
 	struct fleet_keys keys;
 	/* Places connections in the connection table; this load balancer's own, never changed while the table lives. */
 	struct cookie_key connection_key;

@@ -15,6 +15,7 @@
 #include "flow_table.h"
 #include "parse.h"
 #include "placement.h"
+#include "forwarding.h"
 #include "service.h"
 #include "state.h"
 
@@ -97,6 +98,11 @@ static __always_inline bool server_is_known(__u32 service, __u32 id)
 static __always_inline void decide_to_all(enum broadcast_reason reason, __u32 source, enum lb_counter over_rate,
 					  struct decision *decision)
 {
+	/* A broadcast ends at the first router. */
+	if (forwarding_of(decision->service) != FORWARDING_L2) {
+		decision->outcome = LB_COUNTER_DROP_NOT_BROADCAST;
+		return;
+	}
 	if (!may_broadcast(decision->service, source, reason)) {
 		decision->outcome = over_rate;
 		return;

@@ -87,6 +87,7 @@
 #include "intf.h"
 #include "capture.h"
 #include "decide.h"
+#include "emit.h"
 #include "fragment.h"
 #include "icmp.h"
 #include "parse.h"
@@ -97,16 +98,16 @@
 #include "service_mode.h"
 #include "stats.h"
 
-/* Counts by server what a decision about a packet of a service did. */
-static __always_inline void count_by_server(struct xdp_md *ctx, const struct decision *decision, __u64 bytes)
+/* To a server. */
+static __always_inline int act_by_server(struct xdp_md *ctx, const struct packet *packet,
+					 const struct decision *decision)
 {
-	if (decision->server_id == NO_SERVER)
-		return;
-	count_traffic(ctx, decision->server_id, bytes);
 	if (decision->opens)
 		count_opened(decision->service, decision->server_id);
 	if (decision->closes)
 		count_closed(decision->server_id);
+	return emit(ctx, decision->destination, decision->service, decision->server_id, decision->outcome,
+		    packet->client_address, packet->ports);
 }
 
 /* Does what was decided. */
@@ -127,12 +128,13 @@ static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, 
 		count_packet(ctx, decision->service, LB_COUNTER_DROP_INTERNAL, 0);
 		return XDP_DROP;
 	}
-	rewrite_mac(data, decision->destination);
 	if (decision->before != KEEP_IDENTIFICATION)
 		rewrite_identification(data, decision->before);
 	if (decision->echo != KEEP_ECHO)
 		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
-	count_by_server(ctx, decision, data_end - data);
+	if (decision->server_id != NO_SERVER)
+		return act_by_server(ctx, packet, decision);
+	rewrite_mac(data, decision->destination);
 	count_packet(ctx, decision->service, decision->outcome, data_end - data);
 	return XDP_TX;
 }
@@ -202,7 +204,7 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 	server_entry_t server;
 	__u32 id;
 
-	if (cookie_owner(cookie) != lb_state.owner || data + ETH_HLEN > data_end)
+	if (cookie_owner(cookie) != lb_state.owner || data + USUAL_LENGTH > data_end)
 		return -1;
 	connection = find_connection(hash, cookie, service, &id);
 	if (!connection)
@@ -211,10 +213,8 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
-	rewrite_mac(data, server);
-	count_traffic(ctx, id, data_end - data);
-	count_packet(ctx, service, LB_COUNTER_CONNECTION_TABLE, data_end - data);
-	return XDP_TX;
+	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, IP_AT(saddr)),
+		    PACKET_U32(data, USUAL_TCP));
 }
 
 /* Returns an XDP action, or -1: not for the hot path. */
@@ -256,10 +256,7 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED) ||
 	    data + ETH_HLEN > data_end)
 		return -1;
-	rewrite_mac(data, server);
-	count_traffic(ctx, cookie, data_end - data);
-	count_packet(ctx, service.index, LB_COUNTER_ESTABLISHED, data_end - data);
-	return XDP_TX;
+	return emit(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, client_address, ports);
 }
 
 /* ---- everything else ------------------------------------------------------------------------------------------- */

@@ -3,6 +3,7 @@
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::health::{Jitter, ProbeAddress, StatusRange, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
@@ -75,6 +76,7 @@ impl FromToml for StatusRange {
 
 string_enum!(Protocol, "protocol", Protocol::ALL.map(|protocol| (protocol.name().to_owned(), protocol)));
 string_enum!(Consistency, "consistency", Consistency::ALL.map(|consistency| (consistency.name(), consistency)));
+string_enum!(Forwarding, "forwarding", Forwarding::ALL.map(|forwarding| (forwarding.name().to_owned(), forwarding)));
 string_enum!(
     Timestamps,
     "who stamps,",

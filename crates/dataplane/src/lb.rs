@@ -5,6 +5,7 @@
 //! ```text
 //! lb/state                 struct lb_state: keys, services, offsets of their tables
 //! lb/servers               address of every server
+//! lb/tunnels               outer headers of servers that packets are encapsulated for
 //! lb/membership            servers of each service, and the eligible ones
 //! lb/placement_memory      the tables of all services
 //! lb/recent_first_packets  servers of recent SYNs, for their retransmissions
@@ -32,6 +33,7 @@ mod program;
 mod servers;
 mod services;
 mod tables;
+mod tunnels;
 mod variant;
 
 use std::collections::BTreeMap;
@@ -52,6 +54,7 @@ pub use counters::{COUNTERS, Counters, EVENTS};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;
+pub use tunnels::Tunnel;
 
 use crate::mac::MacAddress;
 use crate::rcu::{GracePeriods, GraceTicket};

@@ -19,6 +19,7 @@ pub mod neighbour;
 pub mod pins;
 mod rcu;
 pub mod reuseport;
+pub mod routes;
 pub mod server;
 pub mod service_slots;
 pub mod sockets;

@@ -73,7 +73,7 @@ fn open() -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-fn attribute(mut attributes: &[u8], wanted: u16) -> Option<&[u8]> {
+pub(crate) fn attribute(mut attributes: &[u8], wanted: u16) -> Option<&[u8]> {
     // NLA_F_NESTED and NLA_F_NET_BYTEORDER.
     const TYPE_MASK: u16 = 0x3fff;
     loop {

@@ -11,6 +11,7 @@ use coreward_daemon::Connection;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_dataplane::pins::{self, PinLock};
+use coreward_dataplane::routes::Routes;
 use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::Role;
@@ -64,8 +65,9 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let (resolver, changes) = Resolver::start(&config.interface)?;
     let timers = config.connection_timers;
     let health = Health::start(config.interface.clone())?;
+    let ways = (resolver, Routes::open().context("no netlink socket for routes")?);
     let forwarder =
-        Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, resolver, timers, health);
+        Forwarder::new(config.name.clone(), config.interface.clone(), balancer, attachment, ways, timers, health);
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 

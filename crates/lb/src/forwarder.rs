@@ -2,6 +2,7 @@
 
 mod configuration;
 mod metrics;
+mod next_hops;
 mod refusals;
 mod symptoms;
 mod table_ages;
@@ -15,6 +16,7 @@ use coreward_dataplane::device;
 use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBalancer};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
+use coreward_dataplane::routes::Routes;
 use coreward_metrics::latency::LatencyHistogram;
 use coreward_model::connection_table::{Connection, Timers};
 use coreward_model::consistency::{Consistency, Timestamps};
@@ -49,7 +51,13 @@ pub struct Forwarder {
     attachment: lb::Attachment,
     resolver: Resolver,
     macs: HashMap<Ipv4Addr, MacAddress>,
-    /// Services' servers by address.
+    /// The kernel's routing table.
+    routes: Routes,
+    /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
+    next_hops: HashMap<Ipv4Addr, Ipv4Addr>,
+    /// Servers without a route, in words.
+    unrouted: BTreeSet<String>,
+    /// Services' servers by the address of their neighbour: the server, or a router.
     at_address: HashMap<Ipv4Addr, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     name: String,
@@ -101,7 +109,7 @@ impl Forwarder {
         interface: String,
         balancer: LoadBalancer,
         attachment: lb::Attachment,
-        resolver: Resolver,
+        (resolver, routes): (Resolver, Routes),
         timers: Timers,
         health: Health,
     ) -> Self {
@@ -110,6 +118,9 @@ impl Forwarder {
             attachment,
             resolver,
             macs: HashMap::new(),
+            routes,
+            next_hops: HashMap::new(),
+            unrouted: BTreeSet::new(),
             at_address: HashMap::new(),
             services: BTreeMap::new(),
             name,
@@ -194,6 +205,9 @@ impl Forwarder {
     pub fn tick(&mut self) {
         self.balancer.tick(monotonic());
         self.balancer.guard_connection_table();
+        if self.routes.changed() {
+            self.follow_routes();
+        }
         if let Some(down) = self.health.newly_down() {
             let before = std::mem::replace(&mut self.down, down);
             let changed: BTreeSet<ServiceIndex> =
@@ -307,8 +321,8 @@ impl Forwarder {
                 None => tracing::warn!(
                     event = "server-unresolved",
                     server = server.name,
-                    address = %server.address,
-                    "server does not answer ARP"
+                    address = %change.address,
+                    "server, or the router to it, does not answer ARP"
                 ),
             }
             let server_now = lb::Server { mac: change.mac, eligible: self.is_eligible(*service_index, server) };
@@ -375,6 +389,7 @@ impl Forwarder {
         problems.extend(self.blocked.iter().cloned());
         problems.extend(self.health.problem().map(str::to_owned));
         problems.extend(self.symptoms.list().cloned());
+        problems.extend(self.outer_problems());
         problems.extend(self.expired_tables());
         problems
     }

@@ -3,6 +3,7 @@
 use coreward_intf as intf;
 
 use crate::ServerId;
+use crate::forwarding::Forwarding;
 use crate::tuple::Protocol;
 
 /// `enum consistency` of `bpf/include/intf.h`.
@@ -116,6 +117,8 @@ pub struct ServiceMode {
     pub timestamps: Timestamps,
     /// Migration in progress.
     pub transfer: Option<Transfer>,
+    /// How packets reach servers.
+    pub forwarding: Forwarding,
 }
 
 impl ServiceMode {
@@ -142,6 +145,10 @@ impl ServiceMode {
     /// Whether the service can be migrated: packets that begin a connection must be recognisable, and a packet at the
     /// wrong server must be forwarded from there.
     pub fn can_transfer(self) -> bool {
+        // The other load balancer is reached by its MAC address, by servers too.
+        if self.forwarding.encapsulates() {
+            return false;
+        }
         match self.consistency {
             Consistency::Stateless | Consistency::Stateful => self.timestamps != Timestamps::LoadBalancer,
             Consistency::HashTable => true,

@@ -37,6 +37,7 @@ pub mod cookie;
 pub mod correction;
 pub mod dispatch;
 pub mod fleet;
+pub mod forwarding;
 pub mod health;
 pub mod key_activation;
 pub mod lb;

@@ -1,6 +1,7 @@
 //! Consistency modes of services.
 
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
+use coreward_model::forwarding::Forwarding;
 
 use crate::address::parse_server_id;
 use crate::{Context as _, WireError, v1};
@@ -14,6 +15,7 @@ impl From<ServiceMode> for v1::ServiceMode {
             consistency: mode.consistency.name(),
             timestamps: mode.timestamps.name().to_owned(),
             transfer: mode.transfer.map(Into::into),
+            forwarding: mode.forwarding.name().to_owned(),
         }
     }
 }
@@ -26,8 +28,17 @@ impl TryFrom<&v1::ServiceMode> for ServiceMode {
             message.consistency.parse().map_err(|error| WireError::new("consistency", error))?;
         let timestamps: Timestamps = message.timestamps.parse().map_err(|error| WireError::new("timestamps", error))?;
         let transfer = message.transfer.as_ref().map(Transfer::try_from).transpose().within("transfer")?;
-        Ok(Self { consistency, timestamps, transfer })
+        let forwarding = parse_forwarding(&message.forwarding)?;
+        Ok(Self { consistency, timestamps, transfer, forwarding })
     }
+}
+
+/// Controllers of versions without this field send nothing.
+fn parse_forwarding(name: &str) -> Result<Forwarding, WireError> {
+    if name.is_empty() {
+        return Ok(Forwarding::default());
+    }
+    name.parse().map_err(|error| WireError::new("forwarding", error))
 }
 
 impl From<Transfer> for v1::Transfer {
@@ -63,8 +74,10 @@ mod tests {
             for timestamps in [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off] {
                 let other = 7.try_into().unwrap();
                 for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
-                    let mode = ServiceMode { consistency, timestamps, transfer };
-                    assert_eq!(ServiceMode::try_from(&v1::ServiceMode::from(mode)), Ok(mode));
+                    for forwarding in Forwarding::ALL {
+                        let mode = ServiceMode { consistency, timestamps, transfer, forwarding };
+                        assert_eq!(ServiceMode::try_from(&v1::ServiceMode::from(mode)), Ok(mode));
+                    }
                 }
             }
         }
@@ -79,6 +92,12 @@ mod tests {
             error(v1::ServiceMode { timestamps: "client".into(), ..good.clone() }),
             "timestamps: timestamps by \"client\": expected \"server\", \"lb\" or \"off\""
         );
+        assert_eq!(
+            error(v1::ServiceMode { forwarding: "vxlan".into(), ..good.clone() }),
+            "forwarding: forwarding \"vxlan\" is not known: expected \"l2\", \"ipip\" or \"gue\""
+        );
+        let unnamed = v1::ServiceMode { forwarding: String::new(), ..good.clone() };
+        assert_eq!(ServiceMode::try_from(&unnamed), Ok(ServiceMode::default()));
         let away = v1::Transfer { direction: "away".into(), other_balancer_id: 7 };
         assert_eq!(
             error(v1::ServiceMode { transfer: Some(away), ..good }),

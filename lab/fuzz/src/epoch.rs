@@ -111,7 +111,7 @@ impl Epoch {
         generate::packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;
         let (outcome, difference) = self.harness.packet(&self.packet)?;
-        self.state.observe(&outcome, self.harness.frame_after());
+        self.state.observe(&outcome, &self.packet);
         Ok((outcome, difference))
     }
 

@@ -7,7 +7,8 @@ use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::correction;
-use coreward_model::lb::{Buckets, Mac, Outcome, Owner, REASONS, Reason, Server};
+use coreward_model::forwarding::Forwarding;
+use coreward_model::lb::{Buckets, Mac, Outcome, Outer, Owner, REASONS, Reason, Server};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -100,6 +101,7 @@ pub struct GenState {
     rules: Vec<Rule>,
     modes: Vec<Consistency>,
     protocols: Vec<Protocol>,
+    forwardings: Vec<Forwarding>,
     generation: u64,
 }
 
@@ -108,12 +110,15 @@ impl GenState {
     pub fn new(rng: &mut FuzzRng) -> Self {
         let clients = (0..512).map(|_| (Ipv4Addr::from(rng.u32()), rng.u16())).collect();
         let size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
+        let outer = Setup::new(OWN_MAC, keys(rng)).outer;
         let setup = Setup {
             count_traffic: rng.chance(1, 2),
             connection_table: size,
             connection_key: CookieKey::random(&mut rng.0),
             // So small that sets are full, and so large that most are not.
             flow_sets: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
+            // With the smaller one some frames are too long.
+            outer: Outer { mtu: rng.pick(&[1500, 90]), ..outer },
             ..Setup::new(OWN_MAC, keys(rng))
         };
         let (rules, modes) = (some(&Rule::ALL, rng), some(&MODES, rng));
@@ -129,6 +134,7 @@ impl GenState {
             rules,
             modes,
             protocols,
+            forwardings: some(&Forwarding::ALL, rng),
             generation: 0,
         }
     }
@@ -157,7 +163,8 @@ impl GenState {
     fn mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
-            return ServiceMode { consistency, timestamps: Timestamps::Off, transfer: None };
+            let default = ServiceMode::default_for(Protocol::Udp);
+            return ServiceMode { consistency, forwarding: rng.pick(&self.forwardings), ..default };
         }
         let consistency = rng.pick(&self.modes);
         let timestamps = match rng.below(15) {
@@ -165,7 +172,11 @@ impl GenState {
             3..7 if consistency == Consistency::Stateless => Timestamps::LoadBalancer,
             _ => Timestamps::Server,
         };
-        let mode = ServiceMode { consistency, timestamps, transfer: None };
+        let forwarding = match timestamps {
+            Timestamps::LoadBalancer => Forwarding::L2,
+            _ => rng.pick(&self.forwardings),
+        };
+        let mode = ServiceMode { consistency, timestamps, transfer: None, forwarding };
         let transfer = mode.can_transfer() && rng.chance(1, 3);
         ServiceMode { transfer: transfer.then(|| self.transfer(rng)), ..mode }
     }
@@ -261,7 +272,7 @@ impl GenState {
         Some(Change::Table(planned.service_slot, table))
     }
 
-    /// Takes note of an entry that a first packet was given. `frame`: as it left.
+    /// Takes note of an entry that a first packet was given. `frame`: as it came.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
         let (Some(told), Some(service_slot)) = (outcome.told, outcome.service) else { return };
         let transport = ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::mem::offset_of;
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -14,7 +15,8 @@ use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, Owner
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
-    BroadcastRates, Buckets, Constants, LoadBalancer, Mac, Outcome, Owner, REASONS, Rate, Server, Verdict,
+    BroadcastRates, Buckets, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Server, Tunnel,
+    Verdict,
 };
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
@@ -53,6 +55,18 @@ pub struct Setup {
     pub connection_key: CookieKey,
     /// Sets of the flow table.
     pub flow_sets: u32,
+    /// Parts that all outer headers share.
+    pub outer: Outer,
+}
+
+/// Address of the load balancer in outer headers.
+const OWN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
+const ETHERNET_MTU: usize = 1500;
+
+/// The outer header of a server's packets, from its id.
+fn tunnel_of(id: ServerId) -> Tunnel {
+    let [high, low] = id.get().to_be_bytes();
+    Tunnel { address: Ipv4Addr::new(10, 9, high, low), source_port: id.get().is_multiple_of(3).then_some(40_000) }
 }
 
 impl Setup {
@@ -60,7 +74,8 @@ impl Setup {
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
         let (connection_table, flow_sets) = (TableSize::default(), 1 << 15);
-        Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets }
+        let outer = Outer { address: OWN_ADDRESS, mtu: ETHERNET_MTU };
+        Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets, outer }
     }
 }
 
@@ -117,6 +132,7 @@ impl Instance {
         let mut lb = dataplane::LoadBalancer::load(options)?;
         lb.set_own_mac(MacAddress(setup.own_mac));
         lb.set_keys(&setup.keys);
+        lb.set_outer(setup.outer.address, setup.outer.mtu as u32);
         lb.count_traffic(setup.count_traffic)?;
         let memory = Memory::of(lb.program())?;
         memory.set_connection_key(&setup.connection_key);
@@ -149,6 +165,8 @@ impl Instance {
             Change::Server(service_slot, id, Some(server)) => {
                 let server = dataplane::Server { mac: server.mac.map(MacAddress), eligible: server.eligible };
                 self.lb.set_server(self.service(*service_slot), *id, server);
+                let Tunnel { address, source_port } = tunnel_of(*id);
+                self.lb.set_tunnel(*id, dataplane::Tunnel { address, source_port });
             }
             Change::Server(service_slot, id, None) => self.lb.remove_server(self.service(*service_slot), *id),
             Change::Masked(service_slot, id, is_masked) => {
@@ -238,6 +256,7 @@ impl Harness {
             flow_sets: setup.flow_sets,
             connection_table: setup.connection_table,
             count_traffic: setup.count_traffic,
+            outer: setup.outer,
         };
         let mut model = LoadBalancer::new(constants, setup.own_mac, setup.keys);
         model.set_connection_key(setup.connection_key);
@@ -278,7 +297,10 @@ impl Harness {
                     }
                 }
             }
-            Change::Server(service_slot, id, server) => self.model.set_server(*service_slot, *id, *server),
+            Change::Server(service_slot, id, server) => {
+                self.model.set_tunnel(*id, tunnel_of(*id));
+                self.model.set_server(*service_slot, *id, *server);
+            }
             Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
             Change::Table(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
             Change::Tokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
@@ -317,6 +339,9 @@ impl Harness {
         let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
         let (verdict, length) = instance.run(frame)?;
         let broken = if verdict == XDP_TX { self.promises.broken(frame, &instance.out[..length]) } else { None };
+        if outcome.counter == intf::LB_COUNTER_DROP_EXCEEDS_MTU {
+            self.promises.placed(frame);
+        }
         let expected_verdict = match outcome.verdict() {
             Verdict::Drop => 1,
             Verdict::Pass => 2,

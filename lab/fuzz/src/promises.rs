@@ -161,18 +161,29 @@ impl Promises {
         } else {
             None
         };
-        if seen.protocol == UDP
-            && let Some((port, _)) = seen.ports
-            && let Some(service) =
-                self.services.values_mut().filter(|service| of_vip(&&**service)).find(|service| exactly(&&**service))
-        {
-            service.seen.insert((seen.source, port));
-        }
+        self.remember_flow(&seen);
         promise.map(|promise| Difference {
             what: format!("a promise of docs/design.md: {promise}"),
             expected: hex(frame),
             found: hex(after),
         })
+    }
+
+    /// A datagram that was placed and then dropped, as it is too long with its outer header: its flow has begun.
+    pub fn placed(&mut self, frame: &[u8]) {
+        if let Some(seen) = read(frame) {
+            self.remember_flow(&seen);
+        }
+    }
+
+    fn remember_flow(&mut self, seen: &FrameHeader) {
+        let Some((source, port)) = seen.ports.filter(|_| seen.protocol == UDP) else { return };
+        let of_flow = |service: &&mut Service| {
+            service.vip() == (seen.destination, port) && service.address.protocol.number() == seen.protocol
+        };
+        if let Some(service) = self.services.values_mut().find(of_flow) {
+            service.seen.insert((seen.source, source));
+        }
     }
 
     /// Of a datagram that goes to a server of its service.

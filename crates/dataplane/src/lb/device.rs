@@ -1,6 +1,7 @@
 //! Attaching the program to a device: replacement of an earlier one, and the device's own MAC address.
 
 use std::mem::offset_of;
+use std::net::Ipv4Addr;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
@@ -12,6 +13,7 @@ use super::variant::Variant;
 use super::{Attachment, LoadBalancer, XdpMode, pinned_program};
 use crate::device;
 use crate::mac::MacAddress;
+use crate::neighbour;
 use crate::pins;
 use crate::veth;
 
@@ -125,15 +127,18 @@ impl LoadBalancer {
         }
     }
 
-    /// Reads the device's MAC address again: frames to another one are not ours. To be called now and then, because the
-    /// operator may change it. Fails when the device is gone.
+    /// Reads the device's addresses and MTU again: frames to another MAC address are not ours. To be called often,
+    /// because the operator may change them. Fails when the device is gone.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
         let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
             Ok(_) => format!("interface {interface:?} has no MAC address"),
             Err(_) => no_such_interface(interface),
         })?;
+        let mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
+        let own_address = neighbour::own_address(interface).unwrap_or(Ipv4Addr::UNSPECIFIED);
         self.set_own_mac(mac);
+        self.set_outer(own_address, mtu);
         Ok(())
     }
 

@@ -30,6 +30,7 @@ use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 /// Without any table this rule is compiled in, and without a service this mode: most likely the first one's.
 const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
+const DEFAULT_FORWARDING: u32 = 1 << intf::FORWARDING_L2;
 
 /// Sizes of the maps that are configured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +70,8 @@ impl Sizes {
 }
 
 pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
+/// Outer headers of encapsulated packets, by server id.
+pub(super) type Tunnels = [intf::server_tunnel; intf::SERVER_ID_COUNT as usize];
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
 /// The maps of the program, in the order of [`MAP_NAMES`], and the memory of the mapped ones.
@@ -87,9 +90,11 @@ pub(super) struct Maps {
     pub flows: MmapArray<[intf::flow_set]>,
     /// Entries of the connection table that packets took.
     pub takes: MmapArray<intf::connection_takes>,
+    /// By server id.
+    pub tunnels: MmapArray<Tunnels>,
 }
 
-const MAP_NAMES: [&str; 15] = [
+const MAP_NAMES: [&str; 16] = [
     "state",
     "servers",
     COUNTERS,
@@ -104,6 +109,7 @@ const MAP_NAMES: [&str; 15] = [
     CORRECTED_SERVERS,
     BROADCAST,
     TAKES,
+    TUNNELS,
     "membership",
 ];
 const COUNTERS: &str = "counters";
@@ -113,6 +119,7 @@ const FLOW_TABLE: &str = "flow_table";
 const FRAGMENTS: &str = "fragments";
 const BROADCAST: &str = "broadcast";
 const TAKES: &str = "connection_takes";
+const TUNNELS: &str = "tunnels";
 const CONNECTIONS: &str = "connections";
 const CONNECTION_STACKS: &str = "connection_stacks";
 
@@ -132,6 +139,7 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
         &mut maps.corrected_servers,
         &mut maps.bss_broadcast,
         &mut maps.bss_takes,
+        &mut maps.bss_tunnels,
         &mut maps.bss_members,
     ]
 }
@@ -153,6 +161,7 @@ impl Maps {
             flows: MmapArray::new_slice(&handles[position(FLOW_TABLE)], sizes.flow_sets as usize)
                 .context("mapping the flow table")?,
             takes: MmapArray::new(&handles[position(TAKES)]).context("mapping the connection table's takes")?,
+            tunnels: MmapArray::new(&handles[position(TUNNELS)]).context("mapping the servers' outer addresses")?,
             sizes,
             handles,
         })
@@ -180,6 +189,7 @@ impl Maps {
             MapHandle::try_from(&maps.corrected_servers)?,
             MapHandle::try_from(&maps.bss_broadcast)?,
             MapHandle::try_from(&maps.bss_takes)?,
+            MapHandle::try_from(&maps.bss_tunnels)?,
             MapHandle::try_from(&maps.bss_members)?,
         ];
         let maps = Self::new(handles, sizes)?;
@@ -509,6 +519,7 @@ fn open<'obj>(
     constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
     constants.packets_read_clock = variant.packets_read_clock;
     constants.udp_in_use = variant.in_use.udp;
+    constants.forwarding_in_use = or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);
     constants.traffic_in_use = variant.traffic;
     constants.counters_by_cpu = variant.counters_by_cpu;
     constants.connection_partition_mask = sizes.connection_table.partitions() - 1;

@@ -7,6 +7,7 @@ use std::net::Ipv4Addr;
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapFlags};
@@ -51,6 +52,9 @@ pub enum ModeError {
              the load balancer can be adopted or handed over"
     )]
     CannotTransfer(ServiceAddress),
+    /// Answers of servers behind routers do not pass here.
+    #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
+    NeedsL2(ServiceAddress),
 }
 
 fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
@@ -61,6 +65,9 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     let stateless = mode.consistency == Consistency::Stateless && address.protocol == Protocol::Tcp;
     if mode.timestamps == Timestamps::LoadBalancer && !stateless {
         return Err(ModeError::NeedsStateless(*address));
+    }
+    if mode.timestamps == Timestamps::LoadBalancer && mode.forwarding.encapsulates() {
+        return Err(ModeError::NeedsL2(*address));
     }
     if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
         return Err(ModeError::CannotTransfer(*address));
@@ -85,7 +92,7 @@ fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     u32::from(index.0) | mode.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
 }
 
-/// Returns the parts of [`number`]; `None` for anything but a service.
+/// Returns the parts of [`number`], with the default forwarding; `None` for anything but a service.
 fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let consistency = number >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
@@ -104,7 +111,7 @@ fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
         intf::SERVICE_ADOPTED => Some(Transfer::AdoptedFrom(other)),
         _ => Some(Transfer::HandedOverTo(other)),
     };
-    let mode = ServiceMode { consistency, timestamps, transfer };
+    let mode = ServiceMode { consistency, timestamps, transfer, forwarding: Forwarding::default() };
     (u32::from(index.0) < intf::MAX_SERVICES && self::number(index, mode) == number).then_some((index, mode))
 }
 
@@ -117,6 +124,7 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFea
         timestamps_lb: service.mode.timestamps == Timestamps::LoadBalancer,
         other_balancer: service.mode.transfer.is_some(),
         udp: address.protocol == Protocol::Udp,
+        forwarding: 1 << service.mode.forwarding.number(),
     };
     services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::and)
 }
@@ -150,6 +158,7 @@ impl LoadBalancer {
         for (address, service) in &mut self.services {
             service.mode = modes[address];
         }
+        self.services.values().for_each(|service| set_forwarding(&self.maps, service));
         if self.numbered() != before {
             self.switch_directory()?;
         }
@@ -173,6 +182,8 @@ impl LoadBalancer {
                 indexes.insert(index);
             }
             self.clear(&indexes)?;
+            let new = self.services.values().filter(|service| indexes.contains(&service.index));
+            new.for_each(|service| set_forwarding(&self.maps, service));
             self.switch_directory()?;
         }
         self.change_variant(Variant { in_use: in_use(&self.services), ..self.variant })?;
@@ -276,6 +287,19 @@ impl LoadBalancer {
     }
 }
 
+fn forwarding_at(service: ServiceIndex) -> usize {
+    state_of(service) + offset_of!(intf::service_state, forwarding)
+}
+
+fn set_forwarding(maps: &Maps, service: &Service) {
+    maps.state.store(forwarding_at(service.index), service.mode.forwarding.number().into());
+}
+
+fn forwarding_of(maps: &Maps, service: ServiceIndex) -> Forwarding {
+    let number = maps.state.load(forwarding_at(service));
+    Forwarding::ALL.get(number as usize).copied().unwrap_or_default()
+}
+
 type ServiceName = [u8; intf::SERVICE_NAME_BYTES as usize];
 
 fn name_of(service: ServiceIndex) -> usize {
@@ -299,6 +323,7 @@ pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
     let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
         let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
         let (index, mode) = parse_number(slot.number)?;
+        let mode = ServiceMode { forwarding: forwarding_of(maps, index), ..mode };
         let vip = Ipv4Addr::from(slot.key.address[3].to_ne_bytes());
         let address = ServiceAddress { socket: (vip, u16::from_be(slot.key.port)).into(), protocol };
         Some((address, index, mode))
@@ -316,7 +341,10 @@ mod tests {
             for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
                 let other = ServerId::try_from(16383).unwrap();
                 for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
-                    let (index, mode) = (ServiceIndex(1023), ServiceMode { consistency, timestamps, transfer });
+                    let (index, mode) = (
+                        ServiceIndex(1023),
+                        ServiceMode { consistency, timestamps, transfer, ..ServiceMode::default() },
+                    );
                     assert_eq!(parse_number(number(index, mode)), Some((index, mode)));
                 }
             }

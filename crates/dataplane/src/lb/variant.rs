@@ -17,6 +17,8 @@ pub(super) struct EnabledFeatures {
     pub other_balancer: bool,
     /// A service of UDP.
     pub udp: bool,
+    /// Bits 1 << `enum forwarding`.
+    pub forwarding: u32,
 }
 
 impl EnabledFeatures {
@@ -29,6 +31,7 @@ impl EnabledFeatures {
             timestamps_lb: self.timestamps_lb || other.timestamps_lb,
             other_balancer: self.other_balancer || other.other_balancer,
             udp: self.udp || other.udp,
+            forwarding: self.forwarding | other.forwarding,
         }
     }
 }

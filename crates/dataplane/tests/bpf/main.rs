@@ -13,6 +13,7 @@ mod lb_correction;
 mod lb_counters;
 mod lb_decisions;
 mod lb_flows;
+mod lb_forwarding;
 mod lb_icmp;
 mod lb_life;
 mod lb_malformed;

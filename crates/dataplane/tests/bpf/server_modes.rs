@@ -12,6 +12,7 @@ use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::{FourTuple, ServerId};
 
 use crate::support::hand_client::{HandClient, send_to_all, set_identification, syn_echo};
@@ -26,7 +27,7 @@ const STATEFUL: ServiceMode = mode(Consistency::Stateful, Timestamps::Server);
 const BEAMER: ServiceMode = mode(Consistency::Beamer, Timestamps::Server);
 
 const fn mode(consistency: Consistency, timestamps: Timestamps) -> ServiceMode {
-    ServiceMode { consistency, timestamps, transfer: None }
+    ServiceMode { consistency, timestamps, transfer: None, forwarding: Forwarding::L2 }
 }
 
 fn cookies_of(client: &HandClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {

@@ -9,6 +9,7 @@ use coreward_config::{
 };
 use coreward_model::ServerId;
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::health::WhenAllDown;
 use coreward_model::load::Alpha;
 use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
@@ -62,7 +63,7 @@ config_struct! {
     pub struct Server {
         /// Used once; what the agent's file says too.
         pub name: Field<Name>,
-        /// IPv4 address in the load balancers' own network; used once.
+        /// IPv4 address that load balancers reach: in their own network, or behind routers; used once.
         pub address: Field<ServerAddress>,
         /// What cookies carry; drawn at random where nothing is said.
         pub id: Option<Spanned<ServerId>>,
@@ -90,6 +91,8 @@ config_struct! {
         pub consistency: Option<Spanned<Consistency>>,
         /// Who puts the cookie into TCP timestamps.
         pub timestamps: Option<Spanned<Timestamps>>,
+        /// How packets reach its servers: by MAC address, or with an outer header across routers.
+        pub forwarding: Option<Spanned<Forwarding>>,
         /// UDP: what one decision is for.
         pub udp: Option<Spanned<UdpMode>>,
         /// Address of the load balancer that had the service before: what is not known here is sent on to it.

@@ -165,6 +165,15 @@ pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, rea
              connections: expected \"server\"",
         );
     }
+    let routed = mode.forwarding.encapsulates();
+    if let Some(at) = health.at.as_ref().filter(|at| routed && *at.get_ref() == ProbeAddress::Vip) {
+        let message = format!(
+            "checks at the VIP of a service with forwarding {:?}, where routers would send them to a load balancer: \
+             expected \"server\"",
+            mode.forwarding.name()
+        );
+        reader.mistake(at.span(), message);
+    }
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
@@ -190,7 +199,7 @@ pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, rea
         probe_address: health
             .at
             .as_ref()
-            .map_or(if stamped_here { ProbeAddress::Server } else { ProbeAddress::Vip }, |at| *at.get_ref()),
+            .map_or(if stamped_here || routed { ProbeAddress::Server } else { ProbeAddress::Vip }, |at| *at.get_ref()),
         port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,

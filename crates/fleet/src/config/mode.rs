@@ -9,10 +9,21 @@ use super::file::{PolicyName, Service, UdpMode};
 
 /// Returns the service's mode; mistakes are on the reader's list.
 pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
-    match protocol {
+    let mode = match protocol {
         Protocol::Tcp => of_tcp(service, reader),
         Protocol::Udp => of_udp(service, reader),
+    };
+    let Some(written) = &service.forwarding else { return mode };
+    let forwarding = *written.get_ref();
+    if forwarding.encapsulates() && mode.timestamps == Timestamps::LoadBalancer {
+        let message = format!(
+            "forwarding {:?} with timestamps by \"lb\", whose servers' answers must pass the load balancer: expected \
+             \"l2\", or timestamps by \"server\" or \"off\"",
+            forwarding.name()
+        );
+        reader.mistake(written.span(), message);
     }
+    ServiceMode { forwarding, ..mode }
 }
 
 fn of_udp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {

@@ -306,6 +306,24 @@ fn several_values() {
         ),
         (
             "policy = \"pow2\"",
+            "forwarding = \"gue\"\ntimestamps = \"lb\"",
+            "fleet.toml:24:14: key `service.forwarding`: forwarding \"gue\" with timestamps by \"lb\", whose servers' \
+             answers must pass the load balancer: expected \"l2\", or timestamps by \"server\" or \"off\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "forwarding = \"vxlan\"",
+            "fleet.toml:24:14: key `service.forwarding`: forwarding \"vxlan\" is not known: expected \"l2\", \
+             \"ipip\" or \"gue\"",
+        ),
+        (
+            "policy = \"pow2\"",
+            "forwarding = \"ipip\"\nhealth = { at = \"vip\" }",
+            "fleet.toml:25:17: key `service.health.at`: checks at the VIP of a service with forwarding \"ipip\", where \
+             routers would send them to a load balancer: expected \"server\"",
+        ),
+        (
+            "policy = \"pow2\"",
             "consistency = \"stateful\"\ntimestamps = \"lb\"",
             "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"stateful\": expected \
              \"server\", who stamps the index",
@@ -478,6 +496,11 @@ fn a_service_is_adopted_or_handed_over() {
             "migrate_from = \"10.200.0.1\"",
             "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load balancer's own \
              address",
+        ),
+        (
+            "forwarding = \"gue\"\nmigrate_from = \"10.2.0.5\"",
+            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with forwarding \"gue\": expected \"l2\", \
+             as the other load balancer is reached by its MAC address",
         ),
         (
             "protocol = \"udp\"\nmigrate_from = \"10.2.0.5\"",

@@ -28,6 +28,12 @@ pub fn of(
     if address.protocol == Protocol::Udp {
         let message = format!("`{key}` of a UDP service, whose datagrams do not show what begins a flow: expected TCP");
         reader.mistake(written.span(), message);
+    } else if mode.forwarding.encapsulates() {
+        let message = format!(
+            "`{key}` with forwarding {:?}: expected \"l2\", as the other load balancer is reached by its MAC address",
+            mode.forwarding.name()
+        );
+        reader.mistake(written.span(), message);
     } else if !mode.can_transfer() {
         let message = format!(
             "`{key}` with consistency {:?} and timestamps by {:?}: expected consistency \"stateless\", \"stateful\" or \

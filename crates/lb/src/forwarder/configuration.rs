@@ -13,6 +13,7 @@ use coreward_model::policy::TelemetryLevel;
 use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
+use super::next_hops::neighbour_of;
 use super::refusals::Subject;
 use super::{Forwarder, ipv4};
 
@@ -219,19 +220,23 @@ impl Forwarder {
     }
 
     /// Sets the addresses to resolve.
-    fn follow_addresses(&mut self) {
-        let servers = self.services.values().flat_map(|(service, _)| &service.servers).map(|server| server.address);
+    pub(super) fn follow_addresses(&mut self) {
+        self.find_next_hops();
+        let of_service = |(service, _): &(Service, _)| {
+            service.servers.iter().filter_map(|server| self.neighbour_of(service, server)).collect::<Vec<_>>()
+        };
+        let servers = self.services.values().flat_map(of_service);
         let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
-        let followed: BTreeSet<Ipv4Addr> = servers.chain(peers).filter_map(ipv4).collect();
+        let followed: BTreeSet<Ipv4Addr> = servers.chain(peers.filter_map(ipv4)).collect();
         self.macs.retain(|address, _| followed.contains(address));
         self.resolver.set_addresses(followed.into_iter().collect());
     }
 
-    fn index_servers(&mut self) {
+    pub(super) fn index_servers(&mut self) {
         self.at_address.clear();
         for (index, (service, _)) in &self.services {
             for (position, server) in service.servers.iter().enumerate() {
-                if let Some(address) = ipv4(server.address) {
+                if let Some(address) = neighbour_of(&self.next_hops, service, server) {
                     self.at_address.entry(address).or_default().push((*index, position));
                 }
             }
@@ -247,8 +252,12 @@ impl Forwarder {
         for server in &service.servers {
             gone.remove(&server.id);
             let before = self.balancer.server(*index, server.id);
-            let mac = ipv4(server.address).and_then(|address| self.macs.get(&address).copied());
-            let mac = mac.or_else(|| before.and_then(|before| before.mac));
+            let neighbour = self.neighbour_of(service, server);
+            let mac = neighbour.and_then(|address| self.macs.get(&address).copied());
+            let mac = mac.or_else(|| before.and_then(|before| before.mac)).filter(|_| neighbour.is_some());
+            if let Some(address) = ipv4(server.address) {
+                self.balancer.set_tunnel(server.id, lb::Tunnel { address, source_port: None });
+            }
             let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
             // With LB-side stamping, the address may be new to an old server.
             if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {

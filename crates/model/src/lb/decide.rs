@@ -4,6 +4,7 @@ use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
 
+use super::encapsulation::set_macs;
 use super::flow::{Datagram, Kind};
 use super::packet::{self, Echo, Ended, Ipv4, Packet, Part, RST, SYN};
 use super::stateful::Indexed;
@@ -115,7 +116,7 @@ struct Sender {
 
 impl LoadBalancer {
     /// Processes `frame` and rewrites it as it leaves. `now_ns` is a monotonic clock.
-    pub fn receive(&mut self, frame: &mut [u8], now_ns: u64) -> Outcome {
+    pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if let Some(answered) = self.answer(frame) {
             return answered;
         }
@@ -123,19 +124,42 @@ impl LoadBalancer {
         let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::end);
         let outcome = decision.outcome(read);
         if decision.forwards() {
-            frame[..6].copy_from_slice(&decision.destination);
-            frame[6..12].copy_from_slice(&self.own_mac);
+            let (bytes, flow) = (frame.len() as u64, packet::flow(frame));
             if let Identification::Before(before) = decision.identification {
                 packet::set_identification(frame, before);
             }
             if let Some((echo, value)) = &decision.echo {
                 packet::set_echo(frame, echo, *value);
             }
-            if let (Some(service), Some(server)) = (outcome.service, outcome.server) {
-                self.count_traffic(&decision, (service, server), frame.len() as u64);
+            let to_server = outcome.service.zip(outcome.server);
+            if let Err(dropped) = self.emit(frame, &decision, to_server, flow) {
+                self.count_connections(&decision, to_server);
+                return Decision { counter: dropped, ..decision }.outcome(read);
+            }
+            self.count_connections(&decision, to_server);
+            if let Some((_, server)) = to_server {
+                self.count_traffic(server, bytes);
             }
         }
         outcome
+    }
+
+    /// Writes the frame by the service's kind of forwarding. Fails with the counter of a dropped packet.
+    fn emit(
+        &self,
+        frame: &mut Vec<u8>,
+        decision: &Decision,
+        to_server: Option<(usize, ServerId)>,
+        flow: (Ipv4Addr, [u8; 4]),
+    ) -> Result<(), Ended> {
+        if let Some((place, server)) = to_server {
+            let forwarding = self.service(place).mode.forwarding;
+            if forwarding.encapsulates() {
+                self.encapsulate(frame, forwarding, server, flow)?;
+            }
+        }
+        set_macs(frame, decision.destination, self.own_mac);
+        Ok(())
     }
 
     /// Parses and decides. `read`: the service, as soon as it is known.
@@ -247,13 +271,17 @@ impl LoadBalancer {
         }
     }
 
-    fn count_traffic(&mut self, decision: &Decision, (service, server): (usize, ServerId), bytes: u64) {
-        let counted = self.constants.count_traffic;
+    fn count_connections(&mut self, decision: &Decision, to_server: Option<(usize, ServerId)>) {
+        let Some((service, server)) = to_server else { return };
         *self.opened.entry(service).or_default() += u64::from(decision.opens);
         let traffic: &mut ServerTraffic = self.traffic.entry(server).or_default();
         traffic.opened += u64::from(decision.opens);
         traffic.closed += u64::from(decision.closes);
-        if counted {
+    }
+
+    fn count_traffic(&mut self, server: ServerId, bytes: u64) {
+        if self.constants.count_traffic {
+            let traffic = self.traffic.entry(server).or_default();
             traffic.packets += 1;
             traffic.bytes += bytes;
         }
@@ -480,6 +508,9 @@ impl LoadBalancer {
         over_rate: intf::lb_counter,
         now_ns: u64,
     ) -> Decision {
+        if self.service(of.0).mode.forwarding.encapsulates() {
+            return Decision::end(intf::LB_COUNTER_DROP_NOT_BROADCAST);
+        }
         if !self.broadcast.take(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {
             return Decision::end(over_rate);
         }

@@ -11,10 +11,12 @@
 //! * [`mod@stateful`]: connections with an entry in the connection table
 //! * [`mod@corrected`]: LB-side stamping
 //! * [`mod@decide`]: decisions on packets
+//! * [`mod@encapsulation`]: outer headers
 //! * [`mod@rate`]: rate limits of broadcasts
 
 mod corrected;
 mod decide;
+mod encapsulation;
 mod flow;
 mod packet;
 mod place;
@@ -33,6 +35,7 @@ use crate::placement::PlacementTable;
 use crate::{ServerId, ServiceAddress};
 pub use corrected::Corrected;
 use corrected::Correction;
+pub use encapsulation::{Outer, Tunnel};
 pub use flow::FlowEntry;
 use flow::{Datagram, FlowTable};
 use place::{Placement, RecentFirstPackets};
@@ -178,6 +181,8 @@ pub struct Constants {
     pub connection_table: TableSize,
     /// Whether packets and bytes are counted by server.
     pub count_traffic: bool,
+    /// Parts that all outer headers share.
+    pub outer: Outer,
 }
 
 /// A load balancer.
@@ -193,6 +198,7 @@ pub struct LoadBalancer {
     flows: FlowTable,
     broadcast: Broadcast,
     fragments: HashMap<Datagram, (usize, ServerId)>,
+    tunnels: HashMap<ServerId, Tunnel>,
     stateful: Stateful,
     correction: Correction,
     traffic: HashMap<ServerId, ServerTraffic>,
@@ -217,6 +223,7 @@ impl LoadBalancer {
             flows: FlowTable::new(constants.flow_sets),
             broadcast: Broadcast::default(),
             fragments: HashMap::new(),
+            tunnels: HashMap::new(),
             stateful: Stateful::new(constants.connection_table),
             correction,
             traffic: HashMap::new(),

@@ -7,8 +7,8 @@ use coreward_intf as intf;
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
-const ETHERNET_HEADER: usize = 14;
-const IPV4_HEADER: usize = 20;
+pub(super) const ETHERNET_HEADER: usize = 14;
+pub(super) const IPV4_HEADER: usize = 20;
 const TCP_HEADER: usize = 20;
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
@@ -35,7 +35,7 @@ const TIMESTAMP_LENGTH: usize = 10;
 /// The counter of a packet that is not parsed further.
 pub(super) type Ended = intf::lb_counter;
 
-fn u16_at(frame: &[u8], offset: usize) -> u16 {
+pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes([frame[offset], frame[offset + 1]])
 }
 
@@ -317,6 +317,16 @@ pub(super) fn set_echo(frame: &mut [u8], echo: &Echo, value: u32) {
 
 pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
     frame[6..12].try_into().expect("six bytes")
+}
+
+/// Client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0 where a
+/// decision reads none.
+pub(super) fn flow(frame: &[u8]) -> (Ipv4Addr, [u8; 4]) {
+    let packet = &frame[ETHERNET_HEADER..];
+    let has_ports = packet[9] != PROTOCOL_ICMP && part(packet) != Part::Later;
+    let header = header_length(packet).unwrap_or(IPV4_HEADER);
+    let ports = packet.get(header..header + 4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
+    (address_at(packet, 12), ports.unwrap_or_default())
 }
 
 pub(super) fn set_identification(frame: &mut [u8], identification: u16) {

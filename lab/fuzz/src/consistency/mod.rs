@@ -22,7 +22,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashSet};
 
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::lb::Mac;
 
 use crate::fuzz_rng::FuzzRng;
@@ -134,7 +134,7 @@ fn load_balancer_mac(number: usize) -> Mac {
 }
 
 fn mode(consistency: Consistency) -> ServiceMode {
-    ServiceMode { consistency, timestamps: Timestamps::Server, transfer: None }
+    ServiceMode { consistency, ..ServiceMode::default() }
 }
 
 /// Simulates. Fails when a BPF program and its reference model differ, or the kernel refuses something.

@@ -8,6 +8,7 @@ use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_place, syn_echo};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::Rule;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
@@ -16,8 +17,12 @@ use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service};
 use super::{ACK, SYN, Tcp, timestamp, timestamp_offset, usual_timestamp, word};
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-pub const STATEFUL: ServiceMode =
-    ServiceMode { consistency: Consistency::Stateful, timestamps: Timestamps::Server, transfer: None };
+pub const STATEFUL: ServiceMode = ServiceMode {
+    consistency: Consistency::Stateful,
+    timestamps: Timestamps::Server,
+    transfer: None,
+    forwarding: Forwarding::L2,
+};
 
 pub type Client = (Ipv4Addr, u16);
 

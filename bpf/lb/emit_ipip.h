@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * FORWARDING_IPIP: the packet in another IPv4 packet (RFC 2003). NICs choose the receive queue by the outer addresses
+ * alone, which are the same for all packets from here to one server.
+ */
+#ifndef COREWARD_LB_EMIT_IPIP_H
+#define COREWARD_LB_EMIT_IPIP_H
+
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+
+#include "outer_header.h"
+
+#define IPIP_OVERHEAD sizeof(struct iphdr)
+
+/* `data`: where the new frame begins; ETH_HLEN + IPIP_OVERHEAD bytes are there. */
+static __always_inline void write_ipip(void *data, server_entry_t next_hop, struct outer *outer)
+{
+	outer->protocol = IPPROTO_IPIP;
+	write_outer_header(data, next_hop, outer);
+}
+
+#endif

@@ -1,0 +1,157 @@
+//! Next hops of servers behind routers, from the kernel's routing table by rtnetlink(7).
+//!
+//! XDP could ask for every packet (`bpf_fib_lookup`), for the price of a helper call and a walk through rules, tables
+//! and neighbours. Routes change seldom, so the kernel is asked when it has reported a change.
+
+use std::io;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, bind, recv, send, setsockopt, socket,
+    sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike as _};
+
+use crate::veth::attribute;
+
+const RTA_DST: u16 = 1;
+const RTA_OIF: u16 = 4;
+const RTA_GATEWAY: u16 = 5;
+/// struct nlmsghdr and struct rtmsg.
+const HEADER: usize = 16 + 12;
+/// `rtm_type` in struct rtmsg.
+const TYPE_AT: usize = 16 + 7;
+/// Links, IPv4 addresses, routes and rules: RTMGRP_* of include/uapi/linux/rtnetlink.h.
+const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80;
+
+/// Why a server is not reached by the device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RouteError {
+    /// The kernel has no route.
+    #[error("no route ({0}): expected one by the load balancer's interface")]
+    None(Errno),
+    /// Only unicast routes lead to a server.
+    #[error("a route of type {0}: expected a unicast route by the load balancer's interface")]
+    NotUnicast(u8),
+    /// Packets leave by the device that they came on.
+    #[error("a route by the interface of index {found}: expected index {expected}, the load balancer's interface")]
+    OtherInterface {
+        /// Index in the route.
+        found: u32,
+        /// Index of the load balancer's.
+        expected: u32,
+    },
+}
+
+/// The kernel's routes, and notices of their changes, in the network namespace of the thread that opened it.
+#[derive(Debug)]
+pub struct Routes {
+    notices: OwnedFd,
+    questions: OwnedFd,
+}
+
+impl Routes {
+    /// # Errors
+    /// When the kernel offers no netlink.
+    pub fn open() -> io::Result<Self> {
+        let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
+        let (notices, questions) = (open()?, open()?);
+        bind(notices.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
+        setsockopt(&questions, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
+        Ok(Self { notices, questions })
+    }
+
+    /// Whether anything has changed since the last call that may change a next hop.
+    pub fn changed(&self) -> bool {
+        let mut changed = false;
+        let mut notice = [0; 4096];
+        loop {
+            match recv(self.notices.as_raw_fd(), &mut notice, MsgFlags::MSG_DONTWAIT) {
+                // ENOBUFS: notices were lost.
+                Ok(_) | Err(Errno::ENOBUFS) => changed = true,
+                Err(Errno::EINTR) => {}
+                Err(_) => return changed,
+            }
+        }
+    }
+
+    /// The neighbour at the device of index `interface` that packets to `server` go to: a gateway, or the server.
+    ///
+    /// # Errors
+    /// When packets to it do not leave by that device.
+    pub fn next_hop(&self, interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
+        let mut request = Vec::new();
+        request.extend(((HEADER + 8) as u32).to_ne_bytes());
+        request.extend(libc::RTM_GETROUTE.to_ne_bytes());
+        request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
+        // Sequence and port.
+        request.extend([0; 8]);
+        // Family, length of the destination; the rest of struct rtmsg.
+        request.extend([libc::AF_INET as u8, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        request.extend(8u16.to_ne_bytes());
+        request.extend(RTA_DST.to_ne_bytes());
+        request.extend(server.octets());
+        send(self.questions.as_raw_fd(), &request, MsgFlags::empty()).map_err(RouteError::None)?;
+        let mut answer = [0; 4096];
+        let length = recv(self.questions.as_raw_fd(), &mut answer, MsgFlags::empty()).map_err(RouteError::None)?;
+        read_route(&answer[..length], interface, server)
+    }
+}
+
+fn read_route(answer: &[u8], interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
+    let number = |bytes: &[u8]| bytes.try_into().map(u32::from_ne_bytes).unwrap_or_default();
+    let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
+    if kind != Some(libc::RTM_NEWROUTE) {
+        let code = answer.get(16..20).map_or(0, |code| number(code) as i32);
+        return Err(RouteError::None(Errno::from_raw(-code)));
+    }
+    let attributes = answer.get(HEADER..).unwrap_or_default();
+    match answer[TYPE_AT] {
+        libc::RTN_UNICAST => {}
+        other => return Err(RouteError::NotUnicast(other)),
+    }
+    let found = attribute(attributes, RTA_OIF).map_or(0, number);
+    if found != interface {
+        return Err(RouteError::OtherInterface { found, expected: interface });
+    }
+    let gateway = attribute(attributes, RTA_GATEWAY).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
+    Ok(gateway.map_or(server, Ipv4Addr::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_is_no_way_to_a_server() {
+        let routes = Routes::open().unwrap();
+        let index = nix::net::if_::if_nametoindex("lo").unwrap();
+        assert_eq!(routes.next_hop(index, Ipv4Addr::LOCALHOST), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+        assert!(!routes.changed(), "a question changes nothing");
+    }
+
+    #[test]
+    fn gateway_interface_and_missing_route_are_read() {
+        let server = Ipv4Addr::new(10, 9, 0, 1);
+        let attribute = |kind: u16, value: [u8; 4]| [&8u16.to_ne_bytes()[..], &kind.to_ne_bytes(), &value].concat();
+        let answer = |kind: u16, attributes: &[Vec<u8>]| {
+            let mut answer = vec![0; HEADER];
+            answer[4..6].copy_from_slice(&kind.to_ne_bytes());
+            answer[TYPE_AT] = libc::RTN_UNICAST;
+            answer.extend(attributes.concat());
+            answer
+        };
+        let by = attribute(RTA_OIF, 3u32.to_ne_bytes());
+        let gateway = attribute(RTA_GATEWAY, [10, 2, 0, 1]);
+        let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), gateway]);
+        assert_eq!(read_route(&routed, 3, server), Ok(Ipv4Addr::new(10, 2, 0, 1)));
+        assert_eq!(read_route(&routed, 4, server), Err(RouteError::OtherInterface { found: 3, expected: 4 }));
+        assert_eq!(read_route(&answer(libc::RTM_NEWROUTE, &[by]), 3, server), Ok(server));
+        let mut error = vec![0; 16];
+        error[4..6].copy_from_slice(&(libc::NLMSG_ERROR as u16).to_ne_bytes());
+        error.extend((-libc::ENETUNREACH).to_ne_bytes());
+        assert_eq!(read_route(&error, 3, server), Err(RouteError::None(Errno::ENETUNREACH)));
+    }
+}
