@@ -18,8 +18,7 @@ use prost::Message as _;
 use prost::bytes::Bytes;
 
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
-use crate::rejected::{take_refused, take_refused_stamped};
-use crate::{Context as _, RefusedService, WireError, v1};
+use crate::{Context as _, WireError, v1};
 
 /// Index of a service in tables: 0 to 1,023. (The data plane's own arrays may use another one.)
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -489,6 +488,54 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
             draining: message.draining,
         })
     }
+}
+
+/// An unusable service.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RefusedService {
+    /// Its name.
+    pub name: String,
+    /// Its index in the message, if it has one.
+    pub index: u32,
+    /// Reason.
+    pub reason: WireError,
+    /// Its usable servers.
+    pub servers: Option<Vec<Server>>,
+}
+
+impl RefusedService {
+    /// Returns the previous service with the present servers: drains take effect.
+    pub fn kept(&self, before: &Service) -> Service {
+        Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
+    }
+
+    /// Returns the message for the controller; `generation`: of the configuration.
+    pub fn message(&self, generation: u64) -> v1::RefusedUpdate {
+        v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
+    }
+}
+
+/// Removes unusable services from a configuration.
+fn take_refused(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
+    let mut refused = Vec::new();
+    message.services.retain(|service| {
+        let Err(reason) = Service::try_from(service) else { return true };
+        let servers = parse_each("servers", &service.servers).ok();
+        refused.push(RefusedService { name: service.name.clone(), index: service.index, reason, servers });
+        false
+    });
+    refused
+}
+
+/// Removes unusable services from an agent's configuration.
+fn take_refused_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
+    let mut refused = Vec::new();
+    message.services.retain(|service| {
+        let Err(reason) = StampedService::try_from(service) else { return true };
+        refused.push(RefusedService { name: service.name.clone(), index: 0, reason, servers: None });
+        false
+    });
+    refused
 }
 
 #[cfg(test)]

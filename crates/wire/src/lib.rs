@@ -9,7 +9,7 @@
 //! * [`report`]: reports of agents
 //! * [`configuration`]: configurations of load balancers and agents
 //! * [`change`]: changes of configurations
-//! * [`rejected`]: unusable services of configurations
+//! * [`rejected`]: rejected updates, as they are counted
 //! * [`table`]: placement tables
 //! * [`traffic`]: counts of load balancers for policies
 //! * [`health`]: health checks and their results
@@ -37,13 +37,12 @@ pub mod traffic;
 
 pub use change::FleetChange;
 pub use configuration::{
-    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, STATE_INTERVAL, Server, ServerBefore, Service,
-    ServiceIndex, StampedService,
+    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, RefusedService, STATE_INTERVAL, Server, ServerBefore,
+    Service, ServiceIndex, StampedService,
 };
 pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
-pub use rejected::RefusedService;
 pub use report::{AGENT_MESSAGE_BYTES, CountedConnections, Report, ReportDetails, ReportError, limited_report};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};

@@ -25,7 +25,7 @@ use tonic::Streaming;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates::Certificates;
-use crate::fake_agent::fake_agent;
+use crate::fake_agent::{fake_agent, name};
 use crate::report::{Report, Table};
 
 /// Options of `coreward-lab bench controller`.
@@ -242,10 +242,6 @@ pub(crate) fn fleet(args: &Args) -> String {
 pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
     let octets = service.to_be_bytes();
     std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
-}
-
-pub(crate) fn name(agent: u32) -> String {
-    format!("s{agent}")
 }
 
 /// What one window showed.

@@ -16,7 +16,9 @@ use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
-use crate::controller::name;
+pub(crate) fn name(agent: u32) -> String {
+    format!("s{agent}")
+}
 
 /// One agent, until the controller ends. `sent`: reports of all agents.
 pub(crate) async fn fake_agent(

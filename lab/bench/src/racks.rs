@@ -18,8 +18,9 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::controller::{self, Controller, name};
+use crate::controller::{self, Controller};
 use crate::fake_agent::FakeAgent;
+use crate::fake_agent::name;
 use crate::report::{Report, Table};
 use crate::scale::{Window, rows, window};
 use crate::test_env;

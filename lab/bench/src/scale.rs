@@ -12,8 +12,9 @@ use anyhow::Context as _;
 use coreward_tls::Role;
 use tokio::time::{Instant, sleep};
 
-use crate::controller::{self, Controller, name};
+use crate::controller::{self, Controller};
 use crate::fake_agent::fake_agent;
+use crate::fake_agent::name;
 use crate::report::{Report, Table};
 use crate::test_env;
 

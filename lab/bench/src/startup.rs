@@ -17,6 +17,7 @@ use nix::sys::socket::{MsgFlags, recv};
 
 use crate::agent::Pins;
 use crate::controller::{self, Controller, Scratch, fleet, vip};
+use crate::fake_agent;
 use crate::report::{Report, Table};
 use crate::test_env::{Balancer, make_network};
 
@@ -194,7 +195,7 @@ async fn change_server(
 ) -> anyhow::Result<Change> {
     let client = controller.asking().await?;
     let status = client.status(false).await?;
-    let name = controller::name(server);
+    let name = fake_agent::name(server);
     let known = status.servers.iter().find(|known| known.name == name).context("the server is not known")?;
     let id = ServerId::try_from(u64::from(known.id))?;
     let service = ServiceAddress { socket: vip(server % args.services).into(), protocol: Protocol::Tcp };

@@ -2,7 +2,7 @@
 
 use coreward_bench::figure;
 use coreward_dataplane::capabilities;
-use coreward_sim::figure::library::Embedded;
+use coreward_sim::figure::embedded::Embedded;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 

@@ -8,8 +8,8 @@ use coreward_intf as intf;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
+use crate::change::Difference;
 use crate::epoch::{self, Epoch};
-use crate::harness::Difference;
 
 /// How long to go on.
 #[derive(Debug, Clone, Copy)]

@@ -22,9 +22,10 @@ use coreward_model::lb::{Buckets, Server};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
+use crate::change::Change;
 use crate::frame::{self, Ip, Tcp, timestamp};
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Change, Harness, OWN_MAC, Setup, TIME_KEY};
+use crate::harness::{Harness, OWN_MAC, Setup, TIME_KEY};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const ACK: u8 = 0x10;

@@ -3,10 +3,11 @@
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::lb::Outcome;
 
+use crate::change::{Change, Difference};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::GenState;
 use crate::generate;
-use crate::harness::{Change, Difference, Harness, Setup};
+use crate::harness::{Harness, Setup};
 
 /// Packets of a whole epoch.
 pub const PACKETS: u64 = 200_000;

@@ -13,9 +13,10 @@ use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
+use crate::change::Change;
 use crate::frame::ETHERNET;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Change, OWN_MAC, Setup};
+use crate::harness::{OWN_MAC, Setup};
 
 /// Addresses that may be VIPs.
 const VIPS: [Ipv4Addr; 3] = [Ipv4Addr::new(10, 200, 0, 1), Ipv4Addr::new(10, 200, 0, 2), Ipv4Addr::new(192, 0, 2, 255)];

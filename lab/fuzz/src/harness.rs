@@ -1,7 +1,6 @@
 //! A load balancer twice, as BPF program and as its reference model, and what may happen to both.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::mem::offset_of;
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -11,16 +10,15 @@ use coreward_dataplane::lb::{self as dataplane, PacketRate, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize, Timers};
-use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::ServerId;
+use coreward_model::connection_table::{Connection, TableSize, Timers};
+use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
-    BroadcastRates, Buckets, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Server, Tunnel,
-    Verdict,
+    BroadcastRates, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Tunnel, Verdict,
 };
-use coreward_model::placement::PlacementTable;
-use coreward_model::{ServerId, ServiceAddress};
 
+use crate::change::{Change, Difference};
 use crate::frame::{ETHERNET, hex, ones_complement_sum};
 use crate::memory::{COUNTER_WORDS, Memory};
 use crate::promises::Promises;
@@ -77,35 +75,6 @@ impl Setup {
         let outer = Outer { address: OWN_ADDRESS, mtu: ETHERNET_MTU };
         Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets, outer }
     }
-}
-
-/// A change of the state, other than by a packet.
-#[derive(Debug, Clone)]
-pub enum Change {
-    /// Other keys.
-    Keys(FleetKeys),
-    /// Other services; all must be IPv4, no two the same.
-    Services(Vec<(ServiceAddress, ServiceMode)>),
-    /// A server is made known, changed, or forgotten.
-    Server(usize, ServerId, Option<Server>),
-    /// The load balancer's own checks find a server down, or up again.
-    Masked(usize, ServerId, bool),
-    /// Another table.
-    Table(usize, PlacementTable),
-    /// Whether there are tokens for deliveries to all servers.
-    Tokens(Buckets, bool),
-    /// This load balancer's number among those with a connection table.
-    Number(Option<OwnerNumber>),
-    /// Who has a number.
-    Owner(OwnerNumber, Owner),
-    /// What one source prefix may take of the connection table.
-    LimitEntries(Option<u32>),
-    /// The time as packets see it.
-    Clock(Clock),
-    /// User space looks for expired entries of the connection table.
-    Sweep,
-    /// Entries of the connection table are freed.
-    Free(Vec<ConnectionIndex>),
 }
 
 /// The BPF program in the kernel.
@@ -197,23 +166,6 @@ impl Instance {
 
 fn paid_until(tokens: bool) -> u64 {
     if tokens { 0 } else { u64::MAX }
-}
-
-/// What one packet or the state is in the two.
-#[derive(Debug, Clone)]
-pub struct Difference {
-    /// What differs.
-    pub what: String,
-    /// By the reference model.
-    pub expected: String,
-    /// By the BPF program.
-    pub found: String,
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n  reference model:\n    {}\n  BPF program:\n    {}", self.what, self.expected, self.found)
-    }
 }
 
 fn differ<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> String) -> Option<Difference> {

@@ -5,6 +5,7 @@
 //! * [`gen_state`]: the state as the generator knows it, and changes of it
 //! * [`generate`], [`mutate`], [`frame`]: packets
 //! * [`harness`]: both load balancers side by side
+//! * [`change`]: changes of the state, and differences
 //! * [`consistency`]: whether connections stay with their server while everything changes
 //! * [`cookies`]: what a client gains by other echoes than it was sent
 //! * [`memory`]: the BPF program's maps
@@ -12,6 +13,7 @@
 //! * [`shrink`]: the least that shows a difference
 
 pub mod campaign;
+pub mod change;
 pub mod cli;
 pub mod consistency;
 pub mod cookies;

@@ -11,8 +11,8 @@ use std::net::{Ipv4Addr, SocketAddr};
 use coreward_model::lb::{Mac, Owner};
 use coreward_model::{ServerId, ServiceAddress};
 
+use crate::change::{Change, Difference};
 use crate::frame::{ETHERNET, TCP, UDP, hex};
-use crate::harness::{Change, Difference};
 
 /// A service as the changes made it.
 #[derive(Debug)]

@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use crate::change::Difference;
 use crate::epoch::{Epoch, Step};
-use crate::harness::{Difference, Harness, Setup};
+use crate::harness::{Harness, Setup};
 use crate::mutate::SHORTEST;
 
 /// Shrinking ends after that, however far it is.

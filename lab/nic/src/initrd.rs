@@ -7,7 +7,8 @@ use std::path::Path;
 use anyhow::{Context as _, Result};
 
 use crate::kernel;
-use crate::packages::{Packages, run, tied};
+use crate::packages::Packages;
+use crate::process::{run, tied};
 
 const DIRECTORY: u32 = 0o040_755;
 const EXECUTABLE: u32 = 0o100_755;

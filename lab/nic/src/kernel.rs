@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result};
 
-use crate::packages::{run, tied};
+use crate::process::{run, tied};
 
 /// What the guests load besides what these depend on; Debian's kernels have some of them built in.
 pub const MODULES: [&str; 7] = ["virtio_pci", "virtio_net", "igb", "vmxnet3", "sch_ingress", "cls_bpf", "veth"];

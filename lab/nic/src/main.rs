@@ -17,6 +17,7 @@ mod guest;
 mod initrd;
 mod kernel;
 mod packages;
+mod process;
 mod rss;
 mod segment;
 mod tally;

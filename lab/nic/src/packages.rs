@@ -8,11 +8,12 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 
 use crate::kernel;
+use crate::process::{run, tied};
 
 /// The kernels: the name of ours, and the package that depends on today's point release.
 const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
@@ -110,25 +111,6 @@ impl Packages {
         let root = self.folder.join("root").display().to_string();
         format!("{root}/lib/{ARCHITECTURE}:{root}/usr/lib/{ARCHITECTURE}")
     }
-}
-
-/// A command that the kernel kills when this process dies, in whatever way: nothing outlives a run.
-pub fn tied(program: impl AsRef<std::ffi::OsStr>) -> Command {
-    let mut command = Command::new("setpriv");
-    command.args(["--pdeathsig", "KILL", "--"]).arg(program).stdin(Stdio::null());
-    command
-}
-
-/// Runs a command to its end; what it printed, or an error with what it complained about.
-pub fn run(command: &mut Command) -> Result<String> {
-    let output = command.output().with_context(|| format!("{command:?} does not start"))?;
-    if !output.status.success() {
-        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
-        let words = words.split(|word| word == "--").next_back().unwrap_or_default().join(" ");
-        let complaint = String::from_utf8_lossy(&output.stderr).trim().lines().last().unwrap_or_default().to_string();
-        bail!("`{words}`: {}: {complaint}", output.status);
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// The machine's apt, made to work in our folder.

@@ -9,7 +9,8 @@ use coreward_model::FourTuple;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::guest::{MAC_ADDRESS, TAP};
-use crate::packages::{Packages, run, tied};
+use crate::packages::Packages;
+use crate::process::{run, tied};
 
 /// Where the SYNs go; the guest has the address on its loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);

@@ -176,7 +176,7 @@ impl Server {
 
     async fn run(self) -> anyhow::Result<()> {
         let asked = self.election.clone();
-        // Reports and tables do not wait for a page where all share one CPU.
+        // A page does not delay reports and tables on a shared CPU.
         endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
         // Before the first request: the starter of the only controller may query it at once.
         let work = match self.store {

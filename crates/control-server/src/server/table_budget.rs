@@ -5,14 +5,14 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Tables that are due are made as long as this; then reports have their turn.
+/// Time in which due tables are made before reports have their turn.
 const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
-/// After tables were made, none are for so many times as long: they take at most half of a CPU.
+/// Pause after tables, as a multiple of their time: they take at most half of a CPU.
 const TABLES_REST: u32 = 1;
-/// But at least so long: what comes meanwhile is in the next ones.
+/// Shortest pause: changes in it are in the next tables.
 const TABLES_GAP: Duration = Duration::from_millis(1);
 
-/// Time from which on tables may be made again; `None`: at once.
+/// Time from which tables may be made again; `None`: at once.
 #[derive(Debug, Default)]
 pub struct TableBudget(Mutex<Option<Instant>>);
 

@@ -15,8 +15,9 @@ use super::client::VIP;
 use super::report::Report;
 use super::server::{self, Life, Server};
 use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac, mode};
+use crate::change::Change;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Change, Harness, Setup};
+use crate::harness::{Harness, Setup};
 
 /// Servers at the start, and about as many later on.
 const SERVERS: usize = 48;

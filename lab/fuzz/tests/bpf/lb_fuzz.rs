@@ -4,9 +4,10 @@ use std::net::Ipv4Addr;
 
 use coreward_dataplane::test_run::may_load_bpf;
 use coreward_fuzz::campaign::{Campaign, Until};
+use coreward_fuzz::change::Change;
 use coreward_fuzz::epoch::Epoch;
 use coreward_fuzz::frame::{self, Ip, Tcp, timestamp};
-use coreward_fuzz::harness::{Change, Harness, OWN_MAC, Setup};
+use coreward_fuzz::harness::{Harness, OWN_MAC, Setup};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};

@@ -5,6 +5,7 @@
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
 
+use super::point::same_point;
 use super::table::{Cell, Curve, PanelTable, Table};
 
 /// One statement and how it is judged: by a value, by a ratio of two, or by an order.
@@ -299,11 +300,6 @@ impl Quantity {
         at && self.from.is_none_or(|from| x >= from || same_point(x, from))
             && self.to.is_none_or(|to| x <= to || same_point(x, to))
     }
-}
-
-/// Whether two numbers name the same point of a horizontal axis: scaling may change the last digits.
-pub fn same_point(a: f64, b: f64) -> bool {
-    (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
 }
 
 fn taken(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {

@@ -2,9 +2,10 @@
 
 use std::collections::HashMap;
 
+use super::axes::SweepAxis;
 use super::job::{Job, Wanted};
 use super::parameters::Unfit;
-use super::scenario::{Panel, Scenario, Series, SweepAxis};
+use super::scenario::{Panel, Scenario, Series};
 
 /// What is to be run, and where each value goes.
 #[derive(Debug)]

@@ -1,7 +1,7 @@
 //! One independent run of a simulation, and what of its outcome a figure wants.
 
+use super::axes::Metric;
 use super::parameters::throughput;
-use super::scenario::Metric;
 use crate::{lb, path, pcc, rpc};
 
 /// A run; the same job gives the same outcome.

@@ -1,34 +1,10 @@
 //! The scenarios that coreward carries with it: every file of the project's `lab/scenarios/`, by its name.
 
-use coreward_config::Diagnostic;
-
+use super::embedded::Embedded;
 use super::live::LiveFigure;
-use super::result::Provenance;
-use super::scenario::Scenario;
 use crate::names::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
-
-/// A scenario that coreward carries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Embedded {
-    /// The file's name without `.toml`.
-    pub name: &'static str,
-    /// The file's text.
-    pub text: &'static str,
-}
-
-impl Embedded {
-    /// The error names the mistake and its place.
-    pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
-        Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
-    }
-
-    /// What makes it.
-    pub fn provenance(&self) -> Provenance {
-        Provenance::new(format!("coreward-lab figure {}", self.name), self.text)
-    }
-}
 
 /// Every scenario, paper by paper, in the order of the papers' figures.
 pub fn all() -> Vec<Embedded> {

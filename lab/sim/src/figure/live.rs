@@ -18,7 +18,7 @@ use std::collections::HashMap;
 
 use anyhow::Context as _;
 
-use super::library::Embedded;
+use super::embedded::Embedded;
 use super::run::{self, Value, table_of};
 use super::scenario::{Panel, Scenario};
 use super::table::Table;

@@ -5,15 +5,18 @@
 //! ([`claim`]); and the table becomes CSV, JSON, a picture ([`draw`]) and a page ([`page`]). Nothing of a result depends on
 //! the number of threads or on the time of day.
 
+pub mod axes;
 pub mod claim;
 pub mod cli;
 pub mod draw;
+pub mod embedded;
 pub mod expand;
 pub mod job;
 pub mod library;
 pub mod live;
 pub mod page;
 pub mod parameters;
+mod point;
 pub mod result;
 pub mod run;
 pub mod scenario;

@@ -62,7 +62,7 @@ pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Val
         let curves = scenario.series_of(panel).map(|series| {
             let series_index = scenario.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
             let label = series.label.get_ref().clone();
-            let published = PanelTable::published(scenario, panel.title.get_ref(), &label);
+            let published = scenario.published_points(panel.title.get_ref(), &label);
             let values = values.remove(&(panel_index, series_index)).unwrap_or_default();
             Curve { cells: cells(values, seeds, panel.y.scale), label, published }
         });

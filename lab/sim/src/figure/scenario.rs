@@ -4,14 +4,17 @@
 //! at right after reading, so that a scenario that was read can be run, drawn and judged.
 
 mod check;
+mod read;
 
 use std::fmt;
 
-use coreward_config::{Diagnostic, Source, Spanned};
+use coreward_config::Spanned;
 use serde::Deserialize;
 
+use super::axes::{Metric, SweepAxis};
 use super::claim::Assertion;
 use super::parameters::{Lb, Path, Pcc, Rpc};
+use super::table::PublishedCell;
 
 /// One experiment: what is simulated, what is drawn, what was published and what the paper states about it.
 #[derive(Debug, Clone, Deserialize)]
@@ -240,91 +243,7 @@ fn one() -> f64 {
     1.0
 }
 
-/// What is swept along the horizontal axis.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum SweepAxis {
-    /// Offered load as a part of what the cores can serve.
-    Load,
-    /// The bound on p99, in multiples of the short service time.
-    Slo,
-    /// Cores of the server.
-    Cores,
-    /// One-way latency, in units of the short service time.
-    Latency,
-    /// How many times longer a long request is (bimodal).
-    LongFactor,
-    /// JBSRQ's weight of what stands behind.
-    Lambda,
-    /// Requests a second and server.
-    RequestsPerServer,
-    /// Servers behind the load balancer.
-    Servers,
-    /// Connections open at the same time.
-    Connections,
-    /// Changes of the pool a minute.
-    UpdatesPerMinute,
-    /// Imbalance above which a server is taken out of the table, percent.
-    ThresholdPct,
-    /// Bits of a history tag.
-    TagBits,
-    /// Bits of a hash index.
-    IndexBits,
-    /// Replay speed or offered load of the trace, percent of its own.
-    SpeedPct,
-    /// Candidates that a rack passes up for each bucket.
-    RackCandidates,
-    /// From reports to the table in force (ms).
-    TableDelayMs,
-    /// Time within the run: every run gives all points.
-    Time,
-}
-
-/// What a run gives, as a panel names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Metric {
-    /// 99th percentile of the latency of all requests, in short service times.
-    P99,
-    /// The same of the shortest class of requests.
-    ShortP99,
-    /// The same of the longest class.
-    LongP99,
-    /// Mean latency of all requests.
-    Mean,
-    /// The highest load whose p99 of short requests is within `slo`.
-    PeakLoad,
-    /// The same as requests in a short service time, of all cores together.
-    PeakThroughput,
-    /// Population variance of the servers' packets over their mean, 1 s windows, percent.
-    ServerVariancePct,
-    /// The same of the cores.
-    CoreVariancePct,
-    /// Packets that were not lost in full queues, percent.
-    ServedPct,
-    /// Connections that reached two servers, percent of all.
-    BrokenPct,
-    /// Most loaded server over the mean, averaged over time, minus one, percent.
-    ImbalancePct,
-    /// Servers in the pool.
-    PoolServers,
-    /// Connections that ended unbroken, in a second.
-    CompletedPerSecond,
-    /// CPU time of the load balancer per packet above an XDP program that does nothing, ns (live only).
-    PacketNs,
-    /// Responses to requests of the longest class that came in the measured time, percent of the requests due in it.
-    LongAnsweredPct,
-}
-
 impl Scenario {
-    /// Reads the scenario `text`; `name` is what errors show. The error names the mistake and its place.
-    pub fn parse(name: &str, text: &str) -> Result<Self, Diagnostic> {
-        let source = Source::from_text(name, text);
-        let scenario: Self = source.parse()?;
-        check::check(&scenario, &source)?;
-        Ok(scenario)
-    }
-
     /// The series that `panel` shows, in the order of the file.
     pub fn series_of(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
         let only: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
@@ -350,6 +269,19 @@ impl Scenario {
         let open = self.series[index].simulated;
         let like = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| open);
         (like.unwrap_or(index), open)
+    }
+
+    /// The published points of this series in this panel.
+    pub fn published_points(&self, panel: &str, label: &str) -> Vec<PublishedCell> {
+        let of_curve = self.published.iter().filter(|published| {
+            let in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
+            in_panel && published.series.get_ref() == label
+        });
+        let points = of_curve.flat_map(|published| &published.points);
+        let mut cells: Vec<PublishedCell> =
+            points.map(|point| PublishedCell { x: point.x, y: point.y, spread: point.spread }).collect();
+        cells.sort_by(|a, b| a.x.total_cmp(&b.x));
+        cells
     }
 
     /// The panel of that title, or the only one.

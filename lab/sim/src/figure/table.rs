@@ -2,8 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::claim::same_point;
-use super::scenario::Scenario;
+use super::point::same_point;
 use crate::output::csv;
 use crate::seed_summary::SeedSummary;
 
@@ -61,21 +60,6 @@ pub struct PublishedCell {
 impl Curve {
     fn published_at(&self, x: f64) -> Option<&PublishedCell> {
         self.published.iter().find(|published| same_point(published.x, x))
-    }
-}
-
-impl PanelTable {
-    /// The published points of the series that `scenario` has for this panel.
-    pub fn published(scenario: &Scenario, panel: &str, label: &str) -> Vec<PublishedCell> {
-        let of_curve = scenario.published.iter().filter(|published| {
-            let in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
-            in_panel && published.series.get_ref() == label
-        });
-        let points = of_curve.flat_map(|published| &published.points);
-        let mut cells: Vec<PublishedCell> =
-            points.map(|point| PublishedCell { x: point.x, y: point.y, spread: point.spread }).collect();
-        cells.sort_by(|a, b| a.x.total_cmp(&b.x));
-        cells
     }
 }
 

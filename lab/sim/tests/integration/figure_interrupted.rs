@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser as _;
-use coreward_sim::figure::library::Embedded;
+use coreward_sim::figure::embedded::Embedded;
 use coreward_sim::figure::live::LiveFigure;
 
 /// Tells the child below what to do.

@@ -3,7 +3,8 @@
 use clap::Parser as _;
 use coreward_sim::figure::cli::{self, FigureArgs};
 use coreward_sim::figure::draw;
-use coreward_sim::figure::library::{self, Embedded};
+use coreward_sim::figure::embedded::Embedded;
+use coreward_sim::figure::library;
 use coreward_sim::figure::live::{LiveFigure, Sample};
 use coreward_sim::figure::result::FigureResult;
 use coreward_sim::figure::scenario::Scenario;

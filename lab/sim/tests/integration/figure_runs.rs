@@ -1,6 +1,7 @@
 //! Every scenario that coreward carries, from its text to the page, at a fraction of its sample size.
 
-use coreward_sim::figure::library::{self, Embedded};
+use coreward_sim::figure::embedded::Embedded;
+use coreward_sim::figure::library;
 use coreward_sim::figure::result::{FigureResult, Provenance};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::figure::{draw, page, run};

@@ -18,6 +18,7 @@ pub mod picture;
 pub mod policy_run;
 pub mod results;
 pub mod samples;
+pub mod seed_summary;
 pub mod simulated;
 pub mod timeline;
 

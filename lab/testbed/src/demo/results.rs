@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use comfy_table::{CellAlignment, Table, presets};
-use coreward_model::statistics::median;
 use serde::Serialize;
 
 use super::samples::SeedMeasures;
+use super::seed_summary::SeedSummary;
 use super::simulated::{DRAWS, Simulated};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
@@ -78,37 +78,6 @@ impl PolicyRuns {
         let named: Vec<String> =
             all.iter().filter(|(count, _)| *count > 0).map(|(count, kind)| format!("{count} {kind}")).collect();
         named.join(", ")
-    }
-}
-
-/// A value over the seeds, or over the draws of a simulation.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct SeedSummary {
-    /// The median.
-    pub median: f64,
-    /// The lowest.
-    pub lowest: f64,
-    /// The highest.
-    pub highest: f64,
-}
-
-impl SeedSummary {
-    /// Of these values.
-    pub fn of(values: &[f64]) -> Self {
-        Self {
-            median: median(values).unwrap_or(f64::NAN),
-            lowest: values.iter().copied().fold(f64::INFINITY, f64::min),
-            highest: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
-        }
-    }
-
-    /// Whether a value lies among these.
-    pub fn holds(&self, value: f64) -> bool {
-        (self.lowest..=self.highest).contains(&value)
-    }
-
-    fn cell(&self, digits: usize) -> String {
-        format!("{:.digits$} ({:.digits$}-{:.digits$})", self.median, self.lowest, self.highest)
     }
 }
 

@@ -13,8 +13,8 @@ use coreward_model::replay::{PoolChange, Pools, ReportPhase, replay_by_second};
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
-use super::results::SeedSummary;
 use super::samples::{Sample, Variances, windows};
+use super::seed_summary::SeedSummary;
 use super::timeline::{Event, Timeline};
 
 /// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is as

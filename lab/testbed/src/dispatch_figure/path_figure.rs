@@ -116,7 +116,7 @@ impl TestEnv {
         let name = format!("{} and {policy}", config.policies.concat());
         ensure!(dispatched >= sent, "{name}: {dispatched} of {sent} requests were dispatched by coreward dispatch");
         ensure!(lost == 0, "{name}: {lost} of {sent} requests were lost");
-        let p99 = seen.value(coreward_sim::figure::scenario::Metric::P99)?;
+        let p99 = seen.value(coreward_sim::figure::axes::Metric::P99)?;
         eprintln!("run {seed}, {name}: p99 {p99:.2} ({sent}; by server {by_server:?})");
         Ok(seen)
     }

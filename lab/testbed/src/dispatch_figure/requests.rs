@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_load::event_loop::now_ns;
-use coreward_sim::figure::scenario::Metric;
+use coreward_sim::figure::axes::Metric;
 use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;

@@ -5,9 +5,10 @@ use std::collections::HashMap;
 use std::process::Command;
 
 use anyhow::{Context as _, ensure};
+use coreward_sim::figure::axes::Metric;
 use coreward_sim::figure::job::Job;
 use coreward_sim::figure::live::{Progress, Sample};
-use coreward_sim::figure::scenario::{Metric, Scenario};
+use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
 use super::dispatcher::{Dispatcher, key_value_service};

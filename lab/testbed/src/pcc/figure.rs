@@ -1,8 +1,9 @@
 //! `coreward-lab figure cheetah-9-live`: every method's runs, as the figure's panels want them.
 
 use anyhow::{Context as _, anyhow};
+use coreward_sim::figure::axes::Metric;
 use coreward_sim::figure::live::{Progress, Sample};
-use coreward_sim::figure::scenario::{Metric, Panel, Scenario};
+use coreward_sim::figure::scenario::{Panel, Scenario};
 
 use super::method::Method;
 use super::run::Run;

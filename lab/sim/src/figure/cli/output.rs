@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use crate::figure::library::Embedded;
+use crate::figure::embedded::Embedded;
 use crate::figure::result::{FigureResult, Provenance};
 use crate::figure::scenario::Scenario;
 use crate::figure::write::write_whole;

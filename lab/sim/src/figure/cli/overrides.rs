@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use coreward_config::Spanned;
 
-use crate::figure::claim::same_point;
+use crate::figure::point::same_point;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 

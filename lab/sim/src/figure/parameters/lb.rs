@@ -4,8 +4,8 @@ use coreward_model::fleet::TableDraw;
 use serde::Deserialize;
 
 use super::{Text, Unfit, parameters, whole};
+use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Metric, SweepAxis};
 use crate::lb::Config;
 use crate::trace::Source;
 

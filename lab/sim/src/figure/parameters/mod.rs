@@ -15,7 +15,7 @@ pub use path::Path;
 pub use pcc::Pcc;
 pub use rpc::{Rpc, throughput};
 
-use super::scenario::{Metric, SweepAxis};
+use super::axes::{Metric, SweepAxis};
 use crate::names::UnknownName;
 
 /// Why parameters make no simulation.

@@ -1,8 +1,8 @@
 //! Connections placed by a load balancer, their requests queued at cores.
 
 use super::{Text, Unfit, parameters, whole};
+use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Metric, SweepAxis};
 use crate::path::{Config, Readings};
 use crate::rpc::{Policy, Service};
 

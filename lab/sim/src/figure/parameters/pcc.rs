@@ -3,8 +3,8 @@
 use serde::Deserialize;
 
 use super::{Choice, Text, Unfit, parameters, whole};
+use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Metric, SweepAxis};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
 /// The name of this kind in scenario files.

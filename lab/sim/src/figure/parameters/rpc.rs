@@ -3,8 +3,8 @@
 use std::num::NonZeroU32;
 
 use super::{Choice, Text, Unfit, parameters, whole};
+use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
-use crate::figure::scenario::{Metric, SweepAxis};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
 use coreward_model::dispatch::Lambda;
 

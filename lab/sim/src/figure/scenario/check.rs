@@ -5,7 +5,8 @@ use std::ops::Range;
 use coreward_config::{Diagnostic, Source, Spanned};
 
 use super::{Draw, Panel, Scenario, SweepAxis};
-use crate::figure::claim::{Assertion, Quantity, Ratio, same_point};
+use crate::figure::claim::{Assertion, Quantity, Ratio};
+use crate::figure::point::same_point;
 use crate::names::UnknownName;
 
 const MOST_SEEDS: u64 = 1_000;

@@ -11,7 +11,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use coreward_model::FourTuple;
 use foldhash::fast::FixedState;
 
-use super::records::{FLAG_ENDS, FLAG_IPV6, FLAG_OPENS, Record, Records};
+use super::headers::{FLAG_ENDS, FLAG_IPV6, FLAG_OPENS};
+use super::records::{Record, Records};
 use crate::trace::{Batch, Event, Opening, Packet};
 
 /// How long a TCP flow may still send after its FIN or RST (ns).

@@ -1,6 +1,13 @@
 //! From a link-layer frame to addresses and ports.
 
-use super::records::{CaptureError, FLAG_ENDS, FLAG_OPENS};
+use super::error::CaptureError;
+
+/// The addresses are IPv6.
+pub const FLAG_IPV6: u8 = 1;
+/// A TCP segment that opens a connection: SYN without ACK.
+pub const FLAG_OPENS: u8 = 2;
+/// A TCP segment with FIN or RST.
+pub const FLAG_ENDS: u8 = 4;
 
 /// A link layer: the values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html) that carry IP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use lzma_rust2::XzReader;
 use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
 use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
-use super::records::CaptureError;
+use super::error::CaptureError;
 use crate::trace::TraceError;
 
 /// What a file's first bytes say.

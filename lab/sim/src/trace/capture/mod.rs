@@ -9,6 +9,7 @@
 //!
 //! A thread reads and parses; whoever asks for the trace's packets looks up flows meanwhile.
 
+mod error;
 mod flows;
 mod headers;
 pub mod input;
@@ -27,8 +28,8 @@ use super::{Batch, Skipped, Trace, TraceError};
 
 use self::input::Input;
 
+pub use error::CaptureError;
 pub use input::FileFormat;
-pub use records::CaptureError;
 
 /// Batches that are under way between the two threads.
 const BATCHES: usize = 4;

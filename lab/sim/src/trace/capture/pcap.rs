@@ -5,9 +5,10 @@
 
 use std::io::{ErrorKind, Read};
 
+use super::error::CaptureError;
 use super::headers::LinkType;
 use super::input::Reader;
-use super::records::{CaptureError, Frame, Recorder, Stop};
+use super::records::{Frame, Recorder, Stop};
 
 /// Bytes that are read at once: with what is parsed from them they stay in a core's second-level cache.
 const CHUNK_BYTES: usize = 512 * 1024;

@@ -5,9 +5,10 @@ use std::io::{self, ErrorKind, Read};
 use pcap_parser::traits::PcapReaderIterator as _;
 use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 
+use super::error::CaptureError;
 use super::headers::{LeftOut, LinkType};
 use super::input::Reader;
-use super::records::{CaptureError, Frame, Recorder, Stop};
+use super::records::{Frame, Recorder, Stop};
 
 /// What the library buffers at first, and the most that a block may have.
 const BUFFER_BYTES: usize = 1 << 20;

@@ -2,101 +2,14 @@
 
 use std::sync::mpsc::{Receiver, SyncSender};
 
-use super::headers::{self, Addresses, LeftOut, LinkType, Parsed};
+use super::error::{CaptureError, TOLERATED_NS};
+use super::headers::{self, Addresses, FLAG_IPV6, LeftOut, LinkType, Parsed};
 
 /// Packets of a batch of records.
 const BATCH: usize = 32_768;
 
-/// Time stamps may go back by this much (ns): several queues of a NIC are read in turn, so a capture shows packets a little
-/// out of order. They count as if they had come with their predecessor.
-pub const TOLERATED_NS: u64 = 10_000_000;
-
 /// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were taken.
 const CUT_OFF_BORNE: u64 = 100;
-
-/// What is wrong with a capture.
-#[derive(Debug, thiserror::Error)]
-pub enum CaptureError {
-    /// It begins as nothing that is known.
-    #[error(
-        "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an arrival \
-         log of the demo"
-    )]
-    Foreign {
-        /// Its first bytes.
-        mark: Vec<u8>,
-    },
-    /// It ends within a record.
-    #[error("cut off in packet {number}: {read} packets were read before, up to {last_s:.6} s after the first")]
-    Truncated {
-        /// Counted from 1.
-        number: u64,
-        /// Packets before it.
-        read: u64,
-        /// The time of the last of them.
-        last_s: f64,
-    },
-    /// A record that cannot be one.
-    #[error("packet {number} claims to have {bytes} bytes: expected at most {most}; the file is damaged there")]
-    Damaged {
-        /// Counted from 1.
-        number: u64,
-        /// What it claims.
-        bytes: u64,
-        /// The most that a record may have.
-        most: u32,
-    },
-    /// A block of a pcapng file that cannot be read.
-    #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]
-    Block {
-        /// Packets before it.
-        number: u64,
-        /// What the library says.
-        reason: String,
-    },
-    /// The medium failed, or the compressed data is damaged.
-    #[error("after packet {number}: {error}")]
-    Read {
-        /// Packets before it.
-        number: u64,
-        /// What the system says.
-        error: std::io::Error,
-    },
-    /// Frames of a link layer that is not known.
-    #[error(
-        "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback (0)"
-    )]
-    LinkType(u32),
-    /// Ports are not in the capture.
-    #[error(
-        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length of at \
-         least {expected} bytes (64 is enough for most, 96 for nearly all)"
-    )]
-    SnapLength {
-        /// Counted from 1.
-        number: u64,
-        /// Bytes that were captured.
-        captured: u32,
-        /// Bytes that it had.
-        length: u32,
-        /// Where the ports of a packet without options end.
-        expected: u32,
-    },
-    /// Packets are not in the order of their times.
-    #[error(
-        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps in order, \
-         or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
-        before = number - 1, tolerated = TOLERATED_NS / 1_000_000
-    )]
-    Unsorted {
-        /// Counted from 1.
-        number: u64,
-        /// Its time (s since 1970).
-        time_s: f64,
-        /// The latest time before it (s since 1970).
-        before_s: f64,
-    },
-}
 
 /// Why reading ends early.
 #[derive(Debug)]
@@ -129,13 +42,6 @@ pub struct Record {
     /// Of [`FLAG_IPV6`] and the like.
     pub flags: u8,
 }
-
-/// The addresses are IPv6.
-pub const FLAG_IPV6: u8 = 1;
-/// A TCP segment that opens a connection: SYN without ACK.
-pub const FLAG_OPENS: u8 = 2;
-/// A TCP segment with FIN or RST.
-pub const FLAG_ENDS: u8 = 4;
 
 /// Some packets, and what was left out among them.
 #[derive(Debug, Default)]

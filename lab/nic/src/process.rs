@@ -1,0 +1,24 @@
+//! Commands of the host.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context as _, Result, bail};
+
+/// A command that the kernel kills when this process dies, in whatever way: nothing outlives a run.
+pub fn tied(program: impl AsRef<std::ffi::OsStr>) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "--"]).arg(program).stdin(Stdio::null());
+    command
+}
+
+/// Runs a command to its end; what it printed, or an error with what it complained about.
+pub fn run(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("{command:?} does not start"))?;
+    if !output.status.success() {
+        let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+        let words = words.split(|word| word == "--").next_back().unwrap_or_default().join(" ");
+        let complaint = String::from_utf8_lossy(&output.stderr).trim().lines().last().unwrap_or_default().to_string();
+        bail!("`{words}`: {}: {complaint}", output.status);
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}

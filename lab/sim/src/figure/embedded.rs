@@ -1,0 +1,27 @@
+//! Scenarios of the executable.
+
+use coreward_config::Diagnostic;
+
+use super::result::Provenance;
+use super::scenario::Scenario;
+
+/// A scenario that coreward carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Embedded {
+    /// The file's name without `.toml`.
+    pub name: &'static str,
+    /// The file's text.
+    pub text: &'static str,
+}
+
+impl Embedded {
+    /// The error names the mistake and its place.
+    pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
+        Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
+    }
+
+    /// What makes it.
+    pub fn provenance(&self) -> Provenance {
+        Provenance::new(format!("coreward-lab figure {}", self.name), self.text)
+    }
+}

@@ -1,0 +1,35 @@
+//! Spread of a value.
+
+use coreward_model::statistics::median;
+use serde::Serialize;
+
+/// A value over the seeds, or over the draws of a simulation.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct SeedSummary {
+    /// The median.
+    pub median: f64,
+    /// The lowest.
+    pub lowest: f64,
+    /// The highest.
+    pub highest: f64,
+}
+
+impl SeedSummary {
+    /// Of these values.
+    pub fn of(values: &[f64]) -> Self {
+        Self {
+            median: median(values).unwrap_or(f64::NAN),
+            lowest: values.iter().copied().fold(f64::INFINITY, f64::min),
+            highest: values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        }
+    }
+
+    /// Whether a value lies among these.
+    pub fn holds(&self, value: f64) -> bool {
+        (self.lowest..=self.highest).contains(&value)
+    }
+
+    pub fn cell(&self, digits: usize) -> String {
+        format!("{:.digits$} ({:.digits$}-{:.digits$})", self.median, self.lowest, self.highest)
+    }
+}
