@@ -63,7 +63,7 @@ pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String
     let shown = path.display();
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");
     let file = std::fs::File::open(path).map_err(unreadable)?;
-    // Of the open file, so a rename meanwhile has no effect.
+    // By the open file, so a rename meanwhile has no effect.
     let metadata = file.metadata().map_err(unreadable)?;
     if metadata.is_dir() {
         return Err(format!("{shown} is a directory: expected a readable file with the secret"));

@@ -232,7 +232,7 @@ fn devices_and_paths_from_the_root_on() {
     }
 }
 
-/// Whoever owns a secret file knows it: a daemon takes its own and root's. (Only root can give one away.)
+/// Only the owner of a secret file can read it: a daemon accepts its own and root's. (Only root can give one away.)
 #[test]
 fn a_daemon_refuses_another_users_secret() {
     let directory = tempfile::tempdir().unwrap();

@@ -33,7 +33,7 @@ pub struct ApplyArgs {
     timeout: humantime::Duration,
 }
 
-/// How often it is looked who has it in force.
+/// Interval of checks for acknowledgements.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Fails when the document is wrong, the controller refuses it, or the answer is no.
@@ -54,7 +54,7 @@ fn put_in_force(wanted: Wanted, format: Format, (dry_run, yes): (bool, bool)) ->
     if only_looked {
         return Ok(!dry_run);
     }
-    // Who reads JSON has seen nothing yet.
+    // JSON has shown nothing yet.
     let may_ask = format == Format::Text;
     anyhow::ensure!(yes || may_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(yes || asked()?, "nothing was changed");
@@ -87,7 +87,7 @@ fn is_final(seen: &Acknowledgements) -> bool {
     seen.waiting_count == 0 || seen.refused.iter().any(refuses_it)
 }
 
-/// Which parts do not have the newest configuration, or not all of it, in force.
+/// Returns the peers without the newest configuration, or without all of it.
 fn not_in_force(seen: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",

@@ -1,4 +1,4 @@
-//! Which controllers a command asks, and what proves to them who asks.
+//! Controllers of a command, and its proof.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use coreward_control_server::config::DEFAULT_API;
 use coreward_tls::Files;
 use coreward_tls::verify::Host;
 
-/// Where a controller keeps the operator's token in packages.
+/// File of the operator's token in packages.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
@@ -28,8 +28,8 @@ pub struct ContactArgs {
     /// For https://: the authorities' certificates
     #[arg(long, value_name = "FILE", env = "COREWARD_CA")]
     ca: Option<PathBuf>,
-    /// For https://: whom the controller's certificate must name, as a host or as its own name; of several any, with commas
-    /// between. Without it the host of --controller, where the certificate names hosts
+    /// For https://: whom the controller's certificate must name, as a host or as its own name; of several any, with
+    /// commas between. Without it the host of --controller, where the certificate names hosts
     #[arg(long, value_name = "NAME", value_delimiter = ',', requires = "ca")]
     controller_name: Vec<String>,
     /// In place of a token: the certificate of an operator or a viewer (`coreward certs issue --role viewer`)
@@ -41,7 +41,7 @@ pub struct ContactArgs {
 }
 
 impl ContactArgs {
-    /// What asks them. Fails when a file cannot be read, or does not do.
+    /// Returns the client. Fails when a file cannot be read, or is unsuitable.
     pub fn client(&self) -> anyhow::Result<Client> {
         let files = |((ca, certificate), key)| Files { ca, certificate, key };
         let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{AskArgs, Format, print};
 
-/// How often the controller is asked while somebody waits. Agents count each second.
+/// Poll interval of `--wait`. Agents count each second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Nobody waits longer.
@@ -86,13 +86,14 @@ pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.ask.format)?)
 }
 
-/// What is left when the waiting is over.
+/// Result of the wait.
 enum Left {
     None,
     Some(String),
 }
 
-/// Until no connection is left, or the time is over. A controller that is away may come back, and what it was told is on record.
+/// Until no connection is left, or the time is over. A controller that is away may come back, and what it was told is
+/// on record.
 async fn wait(
     client: &Client,
     mut status: DrainStatus,

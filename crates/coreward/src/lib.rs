@@ -53,7 +53,7 @@ enum Command {
     Orchestrate(OrchestrateArgs),
     /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
     Status(StatusArgs),
-    /// Where a new connection would go, and why
+    /// Explain the server of a new connection, and the reason
     Explain(ExplainArgs),
     /// The cookie keys: which one stamps, and their rotation
     Keys(KeysArgs),
@@ -63,7 +63,7 @@ enum Command {
     Apply(apply::ApplyArgs),
     /// The fleet's document that is in force
     Fleet(FleetArgs),
-    /// Who changed what, from where, and how it was before
+    /// Changes of the fleet, with author, origin and previous state
     Audit(audit::AuditArgs),
     /// Let a server take no new connections, whatever the fleet's document says, and see how many remain
     Drain(drain::DrainArgs),
@@ -71,12 +71,11 @@ enum Command {
     Undrain(drain::UndrainArgs),
     /// Services, servers, cores and load balancers on a page that follows them, in the terminal
     Top(top::TopArgs),
-    /// Where the controller keeps what must survive
+    /// The controller's store
     Store(StoreArgs),
     /// The fleet's own certificate authority, and certificates that say what each part is
     Certs(CertsArgs),
-    /// What came to this load balancer and what it decided, packet by packet: XDP takes packets before tcpdump sees
-    /// them
+    /// Packets at this load balancer with their decisions: XDP takes packets before tcpdump sees them
     Capture(CaptureArgs),
     /// The heaviest connections of a stateful service, live, from the load balancer's connection table
     Connections(ConnectionsArgs),
@@ -135,7 +134,7 @@ struct AgentArgs {
 
 #[derive(clap::Subcommand)]
 enum AgentCommand {
-    /// What the NIC shows of its RSS, where each SYN really arrives, and whether that fits
+    /// RSS of a NIC, and the queues at which SYNs actually arrive
     Rss(RssArgs),
 }
 
@@ -199,7 +198,7 @@ struct KeysArgs {
 
 #[derive(clap::Subcommand)]
 enum KeysCommand {
-    /// Which key stamps, since when, and how far a rotation is
+    /// The key that stamps, its age, and the state of a rotation
     Show(AskArgs),
     /// Begin a rotation: the next key goes to everybody, and stamps when all have confirmed it
     Rotate {

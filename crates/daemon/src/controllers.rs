@@ -90,7 +90,6 @@ mod tests {
 
     config_struct! {
         struct File {
-            /// Where they listen.
             controller: Controllers,
         }
     }

@@ -1,16 +1,18 @@
-//! A service manager as sd_notify(3) describes it. A process of its own: what a daemon is to tell is in its environment.
+//! A service manager as sd_notify(3) describes it. A process of its own: what a daemon is to tell is in its
+//! environment.
 
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
-/// How often it is heard before the work ends.
+/// Signs of life before the work ends.
 const HEARD_ALIVE: usize = 5;
 
 fn is_alive(heard: &[String]) -> usize {
     heard.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
-/// Readiness comes first, the watchdog is told as long as the work goes on and not any longer, and the end is announced.
+/// Readiness comes first, the watchdog is told as long as the work goes on and not any longer, and the end is
+/// announced.
 #[test]
 fn the_service_manager_hears_of_readiness_life_and_end() {
     let directory = tempfile::tempdir().unwrap();

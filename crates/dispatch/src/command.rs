@@ -8,7 +8,6 @@ use coreward_dataplane::dispatch::Policy;
 use crate::config::{Config, PIN_DIRECTORY, Service};
 use crate::{daemon, service, status};
 
-/// `coreward dispatch`.
 #[derive(Debug, Clone, clap::Args)]
 #[group(id = "which", required = true, multiple = true, args = ["config", "listen", "detach", "status"])]
 pub struct DispatchArgs {
@@ -35,7 +34,6 @@ pub struct DispatchArgs {
     format: Format,
 }
 
-/// How status is printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
     /// For people
@@ -44,8 +42,7 @@ enum Format {
     Json,
 }
 
-/// Does what is asked; gives what is to be printed, if anything. Fails when the file is wrong or the kernel refuses
-/// something.
+/// Runs the command; returns the text to print, if any. Fails when the file is invalid or the kernel refuses something.
 pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {
@@ -73,7 +70,7 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
 }
 
 impl DispatchArgs {
-    /// What the file says, or one service; `None`: nothing is said.
+    /// Returns the file's configuration, or one service; `None`: neither is given.
     fn config(&self) -> anyhow::Result<Option<Config>> {
         if let Some(path) = &self.config {
             return Ok(Some(Config::load(path)?));

@@ -13,23 +13,21 @@ use coreward_dataplane::dispatch::{
 };
 use coreward_model::dispatch::{ClassBounds, Weight};
 
-/// Where pins are when nothing is said.
+/// Default pin directory.
 pub const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
 
-/// Everything.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// A directory in a BPF file system: what packets need lives there and outlives the daemon.
+    /// Directory of the data plane, in a BPF file system.
     pub pin_directory: PathBuf,
     /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
     pub cgroup: Option<PathBuf>,
-    /// Where `coreward dispatch` serves metrics for Prometheus; `None`: nowhere.
+    /// Address of the metrics of `coreward dispatch`; `None`: none are served.
     pub metrics: Option<SocketAddr>,
     /// At least one.
     pub services: Vec<Service>,
 }
 
-/// One service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
     /// For the program.
@@ -46,7 +44,6 @@ pub struct Service {
 }
 
 impl Service {
-    /// With nothing but an address and a policy.
     pub fn new(listen: SocketAddr, policy: Policy) -> Self {
         Self {
             options: Options {
@@ -67,19 +64,19 @@ impl Service {
         }
     }
 
-    /// How many requests of each class a worker may have outstanding, with so many workers.
+    /// Returns the bounds of each class, for so many workers.
     pub fn bounds(&self, workers: u16) -> ClassBounds {
         ClassBounds::reserving(workers, self.classes, self.reserved, self.bound, self.reserved_bound)
     }
 }
 
-/// As RingLeader's queues are (NSDI'23, Sect. 7.1).
+/// As RingLeader's queues (NSDI'23, Sect. 7.1).
 const DEFAULT_BOUND: u32 = 4;
-/// Where there is more than one class.
+/// With more than one class.
 const DEFAULT_RESERVED: u16 = 1;
 
 config_struct! {
-    /// As it stands in a file, before it is checked: all of `coreward dispatch`'s own, or one table of another daemon's.
+    /// The unchecked file: all of `coreward dispatch`'s own, or one table of another daemon's.
     pub struct Table {
         /// A directory in a BPF file system: what packets need lives there.
         pin_directory: Option<AbsolutePath>,
@@ -92,7 +89,7 @@ config_struct! {
     }
 }
 
-/// Shorter than the interval at which user space looks makes no difference.
+/// Shorter times than the poll interval have no effect.
 const SHORTEST_WAIT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
@@ -122,7 +119,7 @@ config_struct! {
     }
 }
 
-/// No UDP payload is longer.
+/// Limit of an offset: no UDP payload is longer.
 const LARGEST_OFFSET: u64 = 65_500;
 
 config_struct! {
@@ -181,7 +178,7 @@ impl Config {
 }
 
 impl Table {
-    /// [`Table::check`] where it is a table of another daemon's file, which serves metrics itself.
+    /// [`Table::check`] for a table of another daemon's file, which serves metrics itself.
     pub fn check_within(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let address = metrics.get_ref();
@@ -193,7 +190,7 @@ impl Table {
         self.check(reader)
     }
 
-    /// What it says; what makes no sense is on the reader's list.
+    /// Returns the configuration; mistakes are on the reader's list.
     pub fn check(self, reader: &mut Reader<'_>) -> Config {
         let mut services: Vec<Service> = Vec::new();
         let span = self.services.span();
@@ -222,7 +219,7 @@ impl ServiceTable {
             let message = format!("{}: expected a port from 1 to 65535", listen?);
             reader.mistake(self.listen.span.clone(), message);
         }
-        // Without an address there is no service, but its types may be wrong, too.
+        // Without an address there is no service, but its types may have mistakes, too.
         let mut service = Service::new(listen.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
         service.bound = self.bound.0 as u32;
         service.reserved = self.reserved.0 as u16;
@@ -257,7 +254,7 @@ impl ServiceTable {
             service.expected.push(kind.expected.map(|Period(time)| time));
         }
         let lowest = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
-        // What nobody named has the lowest priority of all.
+        // Requests of no type have the lowest priority.
         service.options.other_class = self.other.class.map_or(lowest, |class| class.0 as u8);
         service.expected.push(self.other.expected.map(|Period(time)| time));
         service.classes = lowest.max(service.options.other_class) + 1;

@@ -14,10 +14,10 @@ use crate::config::Config;
 use crate::dispatcher::Dispatcher;
 use crate::{service, status};
 
-/// How often somebody makes sure that services are looked after.
+/// Interval of checks that the thread of the services runs.
 const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Runs until SIGTERM or SIGINT. What packets need is pinned and stays at work.
+/// Runs until SIGTERM or SIGINT. The pinned state stays at work.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("SIGTERM and SIGINT")?;
@@ -32,7 +32,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the programs count now. The services' pins are read: nobody waits for somebody else.
+/// Returns the programs' counts, read from the services' pins, so that no thread waits for another.
 fn page(pins: &[PathBuf]) -> Snapshot {
     let mut page = component::begin(Component::Dispatch);
     match status::pinned(pins) {

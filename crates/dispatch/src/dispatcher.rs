@@ -1,5 +1,5 @@
-//! All services of a configuration, looked after in a thread. Requests are dispatched without it, too: what it does is to
-//! find new workers and to give up requests without a response.
+//! Maintenance of all services of a configuration in a thread: finds new workers and gives up requests without a
+//! response. Requests are dispatched without it, too.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,29 +15,28 @@ use crate::config::Config;
 use crate::service::{self, Service};
 use crate::status::ServiceStatus;
 
-/// A thread that looks after services. Dropping it ends the thread; requests go on being dispatched.
+/// Maintenance thread, which ends when this is dropped; requests are still dispatched.
 #[derive(Debug)]
 pub struct Dispatcher {
-    /// `None` while it ends.
+    /// `None` during its end.
     requests: Option<Sender<Request>>,
     seen: Arc<Mutex<DispatchState>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Another configuration, and where the outcome goes.
+/// Another configuration, and the receiver of the outcome.
 type Request = (Config, Sender<anyhow::Result<()>>);
 
-/// What the last look saw.
+/// State at the last poll.
 #[derive(Debug, Clone, Default)]
 pub struct DispatchState {
-    /// Every service that is looked after.
     pub services: Vec<ServiceStatus>,
-    /// What is wrong, in words.
+    /// Warnings for the operator.
     pub warnings: Vec<String>,
 }
 
 impl Dispatcher {
-    /// Loads the programs, or takes over from those at work, in the network namespace of the calling thread.
+    /// Loads the programs, or takes over running ones, in the network namespace of the calling thread.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut services = Services::start(config)?;
         let (sender, receiver) = channel();
@@ -51,8 +50,8 @@ impl Dispatcher {
         Ok(Self { requests: Some(sender), seen, thread: Some(thread) })
     }
 
-    /// From now on these services. Those that are no longer named are the kernel's again, the others go on without a
-    /// gap; one whose program is refused stays as it was. Fails when something was refused.
+    /// Replaces the services. Removed ones return to the kernel's choice, the others continue without a gap; one whose
+    /// program is refused stays as it was. Fails when something was refused.
     pub fn replace(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
         let gone = || anyhow!("nobody looks after the services any more");
@@ -60,22 +59,21 @@ impl Dispatcher {
         outcome.recv().map_err(|_| gone())?
     }
 
-    /// What the last look saw.
     pub fn seen(&self) -> DispatchState {
         self.seen.lock().clone()
     }
 
-    /// Whether services are looked after.
+    /// Whether the thread runs.
     pub fn is_running(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 }
 
-/// Ends the dispatch of these services: the kernel picks by itself again. Fails when something cannot be taken away.
+/// Ends the dispatch of these services: the kernel chooses again. Fails when something cannot be removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
     let pins = |named: &crate::config::Service| service::pins(&config.pin_directory, named.options.service);
     config.services.iter().try_for_each(|named| service::detach(&pins(named)))?;
-    // Others may be dispatched from there.
+    // Other services may use the directory.
     let _ = std::fs::remove_dir(&config.pin_directory);
     Ok(())
 }
@@ -106,13 +104,12 @@ impl Services {
         loop {
             self.services.iter_mut().for_each(Service::poll);
             *seen.lock() = self.seen();
-            // A look that is late is not made up for: requests would look older than they are.
+            // A late poll is not made up for: requests would look older than they are.
             next = (next + POLL_INTERVAL).max(Instant::now());
             match requests.recv_timeout(next.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
                 Ok((config, outcome)) => {
-                    // Who asked may have gone meanwhile.
                     let _ = outcome.send(self.replace(&config));
                     next = Instant::now();
                 }

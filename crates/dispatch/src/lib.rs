@@ -1,10 +1,10 @@
-//! `coreward dispatch`: which worker of a UDP service gets a request, for unmodified servers. docs/dispatch.md is the
-//! reference for users, `bpf/dispatch/dispatch.bpf.c` says how it works.
+//! `coreward dispatch`: dispatch of a UDP service's requests to workers, for unmodified servers. docs/dispatch.md is
+//! the reference for users; `bpf/dispatch/dispatch.bpf.c` describes the program.
 //!
-//! * [`config`]: what is said of each service
-//! * [`service`]: one service: its workers found and looked after
-//! * [`dispatcher`]: all of them, in a thread: of the agent, or of [`daemon`], until a signal
-//! * [`status`]: what the programs count, for people and programs
+//! * [`config`]: configuration of the services
+//! * [`service`]: one service and its workers
+//! * [`dispatcher`]: all services, in a thread of the agent or of [`daemon`]
+//! * [`status`]: counts of the programs
 //! * [`command`]: the command's arguments
 
 pub mod command;

@@ -1,4 +1,4 @@
-//! One service: its workers found, made known to the program, and looked after.
+//! One service: search and maintenance of its workers.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -16,28 +16,28 @@ use coreward_model::dispatch::LearnedTime;
 use crate::config;
 use crate::status::ServiceStatus;
 
-/// How often workers are looked for, while none dies.
+/// Interval of searches for workers, while none dies.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The dispatch of one service. Dropping it leaves it at work.
+/// One service. After a drop its dispatch continues.
 #[derive(Debug)]
 pub struct Service {
     config: config::Service,
     dispatch: Dispatch,
     started: Instant,
     searched: Option<Instant>,
-    /// When a worker was found dead last.
+    /// Time of the last worker's death.
     died: Option<Instant>,
-    /// All of these are workers.
+    /// Inodes of the workers' sockets.
     known: BTreeSet<Inode>,
     learned: Vec<LearnedTime>,
     observed: Vec<(u64, u64)>,
-    /// What was said last, so that it is said once.
+    /// The last warning, so that it is logged once.
     warned: Option<String>,
 }
 
 impl Service {
-    /// Loads the programs, or takes over from those at work.
+    /// Loads the programs, or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen = config.options.service;
         let dispatch = Dispatch::load(&pins(pin_directory, listen), cgroup, &config.options)
@@ -67,7 +67,7 @@ impl Service {
         Ok(service)
     }
 
-    /// What should be done every [`dispatch::POLL_INTERVAL`].
+    /// Performs the work of each [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
         let looked = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
         let died = looked.unwrap_or_else(|error| {
@@ -80,7 +80,7 @@ impl Service {
         if died {
             self.died = Some(Instant::now());
         }
-        // Another worker may take the place of a dead one at any moment.
+        // Another worker may take a dead one's place at any time.
         let soon = self.died.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
         if soon || self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
             self.searched = Some(Instant::now());
@@ -95,12 +95,11 @@ impl Service {
         self.config.options.service
     }
 
-    /// What the programs count.
     pub fn status(&self) -> ServiceStatus {
         ServiceStatus::from(self.dispatch.ledger())
     }
 
-    /// What is wrong, in words.
+    /// Returns the warning for the operator.
     pub fn warning(&self) -> Option<String> {
         self.warned.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen()))
     }
@@ -118,7 +117,7 @@ impl Service {
         for (((learned, before), now), expected) in
             self.learned.iter_mut().zip(&self.observed).zip(&observed).zip(expected)
         {
-            // What somebody has said is not learned.
+            // A configured time is not learned.
             if expected.is_none() {
                 learned.observe(now.0.wrapping_sub(before.0), now.1.wrapping_sub(before.1));
             }
@@ -129,13 +128,12 @@ impl Service {
 
     fn set_expected(&self) {
         let known: Vec<Duration> = self.learned.iter().filter_map(|learned| learned.time()).collect();
-        // Before a type's first response: as the others on average.
+        // Before a type's first response: the mean of the others.
         let mean = known.iter().sum::<Duration>().checked_div(known.len() as u32).unwrap_or(Duration::from_micros(10));
         let times: Vec<Duration> = self.learned.iter().map(|learned| learned.time().unwrap_or(mean)).collect();
         self.dispatch.set_expected(&times);
     }
 
-    /// Makes workers of all sockets of the service.
     fn search(&mut self, died: bool) -> anyhow::Result<()> {
         let listen = self.config.options.service;
         let inodes = listeners::receiving(listen)?;
@@ -171,12 +169,12 @@ impl Service {
             let service = self.config.options.service;
             tracing::info!(event = "worker-added", %service, slot, pid = listener.pid, "worker is added");
         }
-        // Of several groups (a server that was restarted) each needs the program.
+        // With several groups (a restarted server) each needs the program.
         self.dispatch.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
     }
 }
 
-/// Who reads each socket: by epoll, or else who has it open.
+/// Returns the reader of each socket: by epoll, or else the process that has it open.
 fn owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found = listeners::waiting(inodes)?;
     let without: BTreeSet<Inode> =
@@ -184,16 +182,16 @@ fn owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     if !without.is_empty() {
         found.extend(listeners::holding(&without)?);
     }
-    // In the order in which the workers were started.
+    // In the order of the workers' start.
     found.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
     Ok(found)
 }
 
-/// Ends the dispatch of a service: the kernel picks by itself again. Fails when something cannot be taken away.
+/// Ends the dispatch of a service: the kernel chooses again. Fails when something cannot be removed.
 pub fn detach(pins: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::pinned_ledger(pins) {
         let listen = ledger.service().0;
-        // Sockets that are not there any more have taken the program with them.
+        // Closed sockets have taken the program with them.
         for listener in owners(&listeners::receiving(listen)?)? {
             if let Err(error) = listeners::take(&listener).and_then(|socket| reuseport::detach(socket.as_fd())) {
                 tracing::debug!(event = "not-detached", service = %listen, error = format!("{error:#}"), "cannot detach");

@@ -1,4 +1,4 @@
-//! What the programs count, for people and for programs.
+//! Counts of the programs, as text and as JSON.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -9,16 +9,15 @@ use coreward_dataplane::dispatch::{self, COUNTER_NAMES, POLL_INTERVAL, RequestLe
 use coreward_wire::v1;
 use serde_json::{Value, json};
 
-/// So many looks may be late before somebody is told.
+/// Delay of the polls from which a warning is shown.
 const LATE: Duration = POLL_INTERVAL.saturating_mul(20);
 
 #[derive(Debug, Clone)]
 pub struct ServiceStatus {
     pub listen: SocketAddr,
     pub policy: &'static str,
-    /// How long ago somebody looked after it.
+    /// Time since its last poll.
     pub since_last_look: Duration,
-    /// Every slot that has or had a worker.
     pub workers: Vec<WorkerCounts>,
     pub counters: Vec<(&'static str, u64)>,
 }
@@ -62,12 +61,12 @@ fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
     }
 }
 
-/// Of every service whose pins are in these directories. Fails when one cannot be read.
+/// Returns the status of every service with pins in these directories. Fails when one cannot be read.
 pub fn pinned(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
     pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
 }
 
-/// For people.
+/// Returns the status as text.
 pub fn text(services: &[ServiceStatus]) -> String {
     let mut text = String::new();
     if services.is_empty() {
@@ -120,7 +119,7 @@ fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
     table
 }
 
-/// One object, for programs.
+/// Returns the status as JSON.
 pub fn json(services: &[ServiceStatus]) -> Value {
     json!({ "services": services.iter().map(service_json).collect::<Vec<_>>() })
 }

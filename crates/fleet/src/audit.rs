@@ -22,9 +22,9 @@ const CUT_NOTE: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
-    /// As [`AuditEntry::who`].
+    /// See [`AuditEntry::who`].
     pub who: String,
-    /// As [`AuditEntry::from_address`].
+    /// See [`AuditEntry::from_address`].
     pub from: String,
 }
 
@@ -48,13 +48,9 @@ impl From<&Caller> for Author {
 /// Description of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Note {
-    /// As [`AuditEntry::action`].
     pub action: &'static str,
-    /// As [`AuditEntry::target`].
     pub target: String,
-    /// As [`AuditEntry::before`].
     pub before: String,
-    /// As [`AuditEntry::after`].
     pub after: String,
 }
 

@@ -175,7 +175,7 @@ impl Fleet {
             .collect();
         let mut ids = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
-            // Of two ids with one name (the operator changed it) the one in the document.
+            // If two ids have one name (the operator changed it), the one in the document.
             if server.admin_state != AdminState::Left || !ids.contains_key(&server.name) {
                 ids.insert(server.name.clone(), *id);
             }

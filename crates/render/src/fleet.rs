@@ -9,8 +9,8 @@ use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
 
 use super::{Format, ask, json};
 
-/// What `coreward fleet show` prints: the document as the operator wrote it. Fails when the controller cannot be
-/// reached.
+/// Returns the output of `coreward fleet show`: the document as the operator wrote it. Fails when the controller cannot
+/// be reached.
 pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
     let document = ask(client.fleet())?;
     match format {
@@ -52,7 +52,7 @@ impl Wanted {
         &self.looked.changes
     }
 
-    /// The same for people, a line each, or as one object. Fails when it cannot be written as JSON.
+    /// Returns the changes as text or JSON. Fails when they cannot be written as JSON.
     pub fn difference(&self, format: Format) -> anyhow::Result<String> {
         if format == Format::Json {
             return json(&self.looked);
@@ -82,7 +82,7 @@ impl Wanted {
     }
 }
 
-/// What `coreward apply` prints of a document that is in force now. Fails when it cannot be written as JSON.
+/// Returns the output of `coreward apply`. Fails when it cannot be written as JSON.
 pub fn shown(applied: &FleetApplied, format: Format) -> anyhow::Result<String> {
     match format {
         Format::Json => json(applied),

@@ -1,4 +1,5 @@
-//! `coreward status`, `explain`, `keys`, `apply` and `fleet`: asks a controller by its API and puts its answer into words.
+//! `coreward status`, `explain`, `keys`, `apply` and `fleet`: asks a controller by its API and puts its answer into
+//! words.
 
 mod explain;
 pub mod fleet;
@@ -13,7 +14,7 @@ use serde::Serialize;
 
 use coreward_fleet::clock::wall_now;
 
-/// How an answer is shown.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// For people.
@@ -22,8 +23,8 @@ pub enum Format {
     Json,
 }
 
-/// What `coreward status` prints. `rss_keys`: as JSON, with whole RSS keys. Fails when the controller cannot be
-/// reached, or rejects the request.
+/// Returns the output of `coreward status`. `rss_keys`: as JSON, with whole RSS keys. Fails when the controller cannot
+/// be reached, or rejects the request.
 pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let status = ask(client.status(rss_keys))?;
     match format {
@@ -32,7 +33,7 @@ pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result
     }
 }
 
-/// What `coreward explain` prints. Fails when the controller cannot be reached, or has no such service.
+/// Returns the output of `coreward explain`. Fails when the controller cannot be reached, or has no such service.
 pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::Result<String> {
     let explanation = ask(client.explain(question))?;
     match format {
@@ -41,13 +42,13 @@ pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::R
     }
 }
 
-/// What `coreward keys show` prints. Fails when the controller cannot be reached.
+/// Returns the output of `coreward keys show`. Fails when the controller cannot be reached.
 pub fn keys(client: &Client, format: Format) -> anyhow::Result<String> {
     shown_keys(&ask(client.keys())?, format)
 }
 
-/// What `coreward keys rotate` prints: begins a rotation, or goes on with the one under way. Fails when the controller
-/// cannot be reached, or a rotation is not safe now and not forced.
+/// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails when the controller cannot
+/// be reached, or a rotation is not safe now and not forced.
 pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Result<String> {
     shown_keys(&ask(client.rotate_keys(&RotateKeys { force }))?, format)
 }

@@ -49,7 +49,7 @@ fn rack_text(rack: &Rack, servers: usize) -> String {
     format!("\nrack {name} ({version}), {heard}, may speak for {may} of {servers} servers\n  servers    {speaking}\n")
 }
 
-/// Those above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
+/// Returns the counts above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
 fn counts(counts: &BTreeMap<String, u64>) -> String {
     let listed = listed(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
@@ -189,7 +189,7 @@ fn server_row(server: &Server) -> Vec<String> {
     ]
 }
 
-/// How many SYNs came where Toeplitz and the table say.
+/// Returns the number of SYNs at the predicted queue.
 fn predicted(matched: u64, mismatched: u64) -> String {
     match matched + mismatched {
         0 => "-".to_owned(),

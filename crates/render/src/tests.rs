@@ -1,4 +1,4 @@
-//! What people see.
+//! Output of commands.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 
 use super::*;
 
-/// Of a load balancer that stamps.
+/// Returns the clock of a server with LB-side stamping.
 fn clock(server: &str, state: &str, problem: &str) -> ServerClock {
     ServerClock {
         service: "old".into(),
@@ -293,7 +293,7 @@ fn nobody_there() {
     let token = directory.path().join("operator.token");
     let error = Client::new(address.into(), &token).unwrap_err().to_string();
     assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
-    // What would be no header, or nobody's, is not sent.
+    // An invalid header, or an unaddressed one, is not sent.
     for wrong in ["", "short", "two\nlines, 32 characters and more of it"] {
         std::fs::write(&token, wrong).unwrap();
         std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();

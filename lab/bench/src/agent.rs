@@ -1,5 +1,5 @@
-//! What the agent costs: the real one, with its programs attached to a virtual device of many queues, reporting to a real
-//! controller in a process of its own; all in a network namespace of this process's, which goes with it.
+//! What the agent costs: the real one, with its programs attached to a virtual device of many queues, reporting to a
+//! real controller in a process of its own; all in a network namespace of this process's, which goes with it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -164,9 +164,9 @@ fn report(args: &Args, windows: &[Window]) -> Report {
         name: "agent",
         title: "The agent",
         about: format!(
-            "The real agent, its programs attached to a veth device of {} receive queues, reports {} cores every {} ms to \
-             a real controller by gRPC; once a second it looks after RSS, interrupts, workers. CPU time of its thread in \
-             {} windows of {} s. To reach: less than 1 % of one CPU.",
+            "The agent, with its programs at a veth device of {} receive queues, reports {} cores every {} ms to a \
+             controller by gRPC; once a second it checks RSS, interrupts and workers. CPU time of its thread in {} \
+             windows of {} s. To reach: less than 1 % of one CPU.",
             args.cores, args.cores, args.report_interval_ms, args.windows, args.window_seconds,
         ),
         tables: vec![table],

@@ -1,4 +1,5 @@
-//! What it costs the agent to count connections: real sockets in a network namespace of this process's, which goes with it.
+//! What it costs the agent to count connections: real sockets in a network namespace of this process's, which goes with
+//! it.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -34,7 +35,8 @@ impl Default for Args {
 const PER_CLIENT: u32 = 20_000;
 const FIRST_PORT: u16 = 10_000;
 
-/// Connections that nobody has accepted: each of the server's sockets is there without a descriptor, of which a process has not so many.
+/// Connections that nobody has accepted: each of the server's sockets is there without a descriptor, of which a process
+/// has not so many.
 const BACKLOG: i32 = 1 << 20;
 
 /// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when there can be no more
@@ -63,10 +65,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "counting",
         title: "Counting connections",
         about: format!(
-            "How long the agent's count of its services' connections takes, by the kernel's sock_diag(7), in a thread of its own: \
-             medians of {} counts of real sockets (CLOSE-WAIT: their clients have closed). Of services with one port the kernel \
-             passes over all other sockets. The agent counts every 5 s, while its server drains every second, and never more than a \
-             twentieth of the time.",
+            "Duration of the agent's count of its services' connections, by the kernel's sock_diag(7): medians of {} counts \
+             of real sockets (CLOSE-WAIT). For services with one port the kernel skips all other sockets. The agent counts \
+             every 5 s, every second while draining, and at most a twentieth of the time.",
             args.rounds
         ),
         tables: vec![table],
@@ -122,7 +123,6 @@ fn tcp_socket() -> std::io::Result<socket2::Socket> {
     socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)
 }
 
-/// Of this thread, which counts.
 fn cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
 }

@@ -134,7 +134,6 @@ impl Controller {
         Self::spawn("fleet = \"fleet.toml\"\n", certificates, directory)
     }
 
-    /// One whose fleet is what is applied.
     pub(crate) fn start_without_fleet(directory: &Path) -> anyhow::Result<Self> {
         Self::spawn("", None, directory)
     }
@@ -238,7 +237,6 @@ pub(crate) fn fleet(args: &Args) -> String {
     text
 }
 
-/// Of a service.
 pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
     let octets = service.to_be_bytes();
     std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
@@ -380,9 +378,9 @@ fn report(args: &Args, measured: &Measured) -> Report {
         name: "controller",
         title: "The controller",
         about: format!(
-            "{} agents of {} cores report every {} ms, each by a gRPC stream over a TCP connection of its own \
-             (loopback); {} load balancers take a table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} \
-             windows of {} s; resident memory {} MiB. To reach: less than 50 % of one CPU.",
+            "{} agents of {} cores report every {} ms, each over its own connection (loopback); {} load balancers receive a \
+             table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} windows of {} s; resident memory {} MiB. \
+             To reach: less than 50 % of one CPU.",
             args.agents,
             args.cores,
             args.report_interval_ms,

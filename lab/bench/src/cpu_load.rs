@@ -116,14 +116,13 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "cpu-load",
         title: "The load of a core",
         about: format!(
-            "UDP datagrams from CPU {SENDER} into a veth device whose packets are received, and dropped, on CPU \
-             {RECEIVER}: by RPS or by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`: by /proc/stat, \
-             which measures idle time. Difference, in points: 0 from `not idle` less `stolen` to \
-             `not idle`. `sum`: of all columns of /proc/stat. Without IRQ_TIME_ACCOUNTING the kernel samples all but \
-             idle time at its timer interrupt; where the sum is not 100 they are no measure of softirqs. Events: task \
-             switches, begins and ends of interrupts and softirqs, of all CPUs. `program`: time of one event by the \
-             kernel's run-time statistics; `empty`: a program that does nothing; the statistics' clock reads are in \
-             both. Medians of {windows} windows of {window_ms} ms."
+            "UDP datagrams from CPU {SENDER} to a veth device whose packets are dropped on CPU {RECEIVER}: by RPS or by \
+             a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by /proc/stat. \
+             Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the \
+             kernel samples all but idle time at its timer interrupt; a sum other than 100 is no measure of softirqs. \
+             Events: task switches, begins and ends of interrupts and softirqs, of all CPUs. `program`: time of one \
+             event by the kernel's run-time statistics; `empty`: a program that does nothing. Medians of {windows} \
+             windows of {window_ms} ms."
         ),
         tables: vec![loads, costs],
     })

@@ -1,9 +1,9 @@
 //! `coreward-lab bench dispatch`: what `dispatch.bpf.c` costs per request, above a program that leaves the choice to
 //! the kernel.
 //!
-//! Programs of type sk_reuseport cannot be test-run. So real requests go over the loopback of a network namespace to sockets of
-//! this process, and the kernel says how long the programs ran (BPF_ENABLE_STATS): its two clock reads are in every figure
-//! and not in the differences.
+//! Programs of type sk_reuseport cannot be test-run. So real requests go over the loopback of a network namespace to
+//! sockets of this process, and the kernel says how long the programs ran (BPF_ENABLE_STATS): its two clock reads are
+//! in every figure and not in the differences.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -97,10 +97,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "dispatch",
         title: "Which worker gets a request",
         about: format!(
-            "dispatch.bpf.c on real datagrams over a loopback, {CLIENTS} clients, up to {BURST} outstanding, by the \
-             kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved. Between two runs \
-             the whole path of a datagram runs, so caches are as warm as they are in life. jlq and jbsrq tell two types of \
-             requests apart. `(always the same)` only calls the helper that names a socket: what it costs to say anything."
+            "dispatch.bpf.c on datagrams over a loopback, {CLIENTS} clients, up to {BURST} outstanding, by the kernel's \
+             run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved, with the datagram's \
+             whole path in between. jlq and jbsrq distinguish two types of requests. `(always the same)` only calls the \
+             helper that names a socket."
         ),
         tables: vec![table, sent],
     })

@@ -41,7 +41,6 @@ impl Default for Args {
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INDEX: u32 = 1;
-/// One of so many is idle.
 const IDLE_OF: usize = 100;
 /// More than LARGEST_STEP_MS of bpf/include/server.h.
 const SILENCE: Duration = Duration::from_millis(intf::LARGEST_STEP_MS as u64 + 1_000);

@@ -43,7 +43,6 @@ impl Default for Args {
 const SERVICES: u8 = 2;
 const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
 const PAYLOAD: [u8; 16] = [7; 16];
-/// CPU of the orchestrator, and that of all workers.
 const CPUS: [usize; 2] = [0, 1];
 
 /// Measures. Fails with fewer than two CPUs, or when the memory cannot be created.
@@ -127,7 +126,6 @@ fn address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
-/// An engine and its directory.
 fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let path = directory.path().join("cores");
@@ -280,7 +278,6 @@ fn accept(
     Ok(())
 }
 
-/// LoadFeedback from a worker to the orchestrator.
 fn feedback(messages: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut queues) = queues()?;
     let runtime = Runtime::connect(&path)?;
@@ -304,7 +301,6 @@ fn feedback(messages: u64) -> anyhow::Result<f64> {
     })
 }
 
-/// LoadHint from the orchestrator to a worker.
 fn hints(messages: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut queues) = queues()?;
     let runtime = Runtime::connect(&path)?;

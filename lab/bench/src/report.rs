@@ -9,11 +9,9 @@ use serde_json::json;
 /// One number or text of a table.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Cell {
-    /// As it is.
     Text(String),
     /// A measured value; one digit after the point.
     Number(f64),
-    /// A count.
     Count(u64),
 }
 
@@ -101,7 +99,6 @@ impl Table {
     }
 }
 
-/// What one bench found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// The sub-command's name.

@@ -1,6 +1,6 @@
-//! How soon a load balancer forwards after its start, with many services and servers, and how soon a change of one server is
-//! in the kernel: the real load balancer at a virtual device, a real controller, all in a network namespace of this
-//! process's, which goes with it.
+//! How soon a load balancer forwards after its start, with many services and servers, and how soon a change of one
+//! server is in the kernel: the real load balancer at a virtual device, a real controller, all in a network namespace
+//! of this process's, which goes with it.
 
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
@@ -184,7 +184,6 @@ struct Change {
     in_kernel: Duration,
 }
 
-/// Drains one server.
 async fn change_server(
     controller: &mut Controller,
     pins: &Pins,

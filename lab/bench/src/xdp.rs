@@ -151,16 +151,13 @@ fn report(established: &[ByConnections], alone: &[Measured], args: &Args) -> Rep
         ]);
     }
     let about = format!(
-        "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; the next connection is put into the frame by a program \
-         that then calls the measured one). {} rounds of {} packets per program, the programs of a case one after the \
-         other in each round, each warmed up by all connections before it is measured; medians over the rounds; \
-         `fastest rounds`: the fastest of lb above the fastest of `empty`, which other guests on the same CPU disturb \
-         least. `empty` returns at once; both floors are called in the same way. The frame is in the CPU's cache, as it is behind a NIC \
-         that writes there. Packets of open connections come in random order with valid cookies; all modes run in turns; \
-         with stateful each connection has its entry in a table of {} entries, with hash-table in an LRU hash. A first \
-         packet of stateful takes an entry each time; all are freed between the rounds, or after so many as are said, and \
-         the first quarter after each freeing is not measured (freeing sleeps, and finds the caches cold). 2^20 entries \
-         are in no cache, of 16384 the second level holds most.",
+        "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame and \
+         calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all connections; \
+         medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, least disturbed by \
+         other guests. The frame is in the CPU's cache. Packets of open connections come in random order with valid \
+         cookies; stateful has a table of {} entries, hash-table an LRU hash. A first packet of stateful takes an entry; \
+         all are freed between the rounds, or after the given number, and the first quarter after each freeing is not \
+         measured (cold caches). 2^20 entries are in no cache; the second level holds most of 16384.",
         args.rounds,
         args.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

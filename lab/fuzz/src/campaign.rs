@@ -14,7 +14,6 @@ use crate::epoch::{self, Epoch};
 /// How long to go on.
 #[derive(Debug, Clone, Copy)]
 pub enum Until {
-    /// So many packets.
     Packets(u64),
     /// So long; the epochs at work then are ended.
     Elapsed(Duration),
@@ -25,7 +24,6 @@ pub enum Until {
 pub struct Campaign {
     /// Determines every epoch, whatever the number of threads.
     pub seed: u64,
-    /// The first epoch's number.
     pub first_epoch: u64,
     /// When to end.
     pub until: Until,
@@ -36,20 +34,16 @@ pub struct Campaign {
 /// Where the two differ.
 #[derive(Debug)]
 pub struct Failure {
-    /// Number of the epoch.
     pub epoch: u64,
     /// Its packets up to the one that differs.
     pub packets: u64,
-    /// What differs.
     pub difference: Difference,
 }
 
 /// What was done.
 #[derive(Debug)]
 pub struct Summary {
-    /// Packets compared.
     pub packets: u64,
-    /// Epochs begun.
     pub epochs: u64,
     /// From start to end.
     pub elapsed: Duration,

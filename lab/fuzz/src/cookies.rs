@@ -33,9 +33,7 @@ const ACK: u8 = 0x10;
 /// How often each server was reached, and how often that should be.
 #[derive(Debug, Clone)]
 pub struct EchoCoverage {
-    /// Echoes tried.
     pub tried: u64,
-    /// By server.
     pub reached: BTreeMap<ServerId, u64>,
 }
 

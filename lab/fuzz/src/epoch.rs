@@ -9,7 +9,6 @@ use crate::gen_state::GenState;
 use crate::generate;
 use crate::harness::{Harness, Setup};
 
-/// Packets of a whole epoch.
 pub const PACKETS: u64 = 200_000;
 /// Packets between two comparisons of the whole state.
 const STATE_EVERY: u64 = 4096;
@@ -17,9 +16,7 @@ const STATE_EVERY: u64 = 4096;
 /// What happened.
 #[derive(Debug, Clone)]
 pub enum Step {
-    /// A change of the state.
     Change(Change),
-    /// A packet.
     Packet(Vec<u8>),
 }
 
@@ -40,7 +37,6 @@ pub struct Epoch {
 pub struct Found {
     /// The packets given, the one that differs included.
     pub packets: u64,
-    /// What differs.
     pub difference: Difference,
 }
 

@@ -7,9 +7,7 @@ use std::net::Ipv4Addr;
 pub const ETHERNET: usize = 14;
 /// The protocols that are built here.
 pub const ICMP: u8 = 1;
-/// TCP.
 pub const TCP: u8 = 6;
-/// UDP.
 pub const UDP: u8 = 17;
 
 /// What goes into Ethernet and IP header.
@@ -17,13 +15,10 @@ pub const UDP: u8 = 17;
 pub struct Ip {
     /// Destination MAC address.
     pub mac: [u8; 6],
-    /// Source address.
     pub source: Ipv4Addr,
-    /// Destination address.
     pub destination: Ipv4Addr,
     /// Of what follows the header.
     pub protocol: u8,
-    /// Identification.
     pub identification: u16,
     /// Flags and fragment offset.
     pub fragment: u16,
@@ -33,12 +28,10 @@ pub struct Ip {
     pub service_and_life: [u8; 2],
 }
 
-/// A TCP header.
 #[derive(Debug, Clone)]
 pub struct Tcp {
     /// Source and destination port.
     pub ports: (u16, u16),
-    /// The flags' byte.
     pub flags: u8,
     /// Padded with zeros to whole words; at most 40 bytes.
     pub options: Vec<u8>,
@@ -140,7 +133,6 @@ pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
     frame.extend(std::iter::repeat_n(0xa5, payload));
 }
 
-/// A timestamp option.
 pub fn timestamp(value: u32, echo: u32) -> [u8; 10] {
     let mut option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
     option[2..6].copy_from_slice(&value.to_be_bytes());

@@ -48,7 +48,6 @@ impl FuzzRng {
         choices[self.below(choices.len())]
     }
 
-    /// Fills with random bytes.
     pub fn fill(&mut self, bytes: &mut [u8]) {
         self.0.fill_bytes(bytes);
     }

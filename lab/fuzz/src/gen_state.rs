@@ -39,7 +39,6 @@ const INDEXED: usize = 2048;
 /// A connection that was given an entry of the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct Indexed {
-    /// The service's slot.
     pub service_slot: usize,
     /// Address and port.
     pub client: (Ipv4Addr, u16),
@@ -52,11 +51,9 @@ pub struct Indexed {
 pub struct Planned {
     /// VIP, port, protocol.
     pub address: ServiceAddress,
-    /// VIP and port.
     pub vip: (Ipv4Addr, u16),
     /// How its packets find their servers.
     pub mode: ServiceMode,
-    /// Its slot in the tables.
     pub service_slot: usize,
     /// Ids that are or were known.
     pub servers: Vec<ServerId>,
@@ -87,7 +84,6 @@ impl Planned {
 pub struct GenState {
     /// What is fixed, and the keys of now.
     pub setup: Setup,
-    /// The services there are.
     pub services: Vec<Planned>,
     /// Connections that packets come back to.
     pub clients: Vec<(Ipv4Addr, u16)>,
@@ -234,7 +230,6 @@ impl GenState {
         changes
     }
 
-    /// Another server or another state of one, of a random service.
     fn new_server(&mut self, service: usize, rng: &mut FuzzRng) -> Change {
         let planned = &mut self.services[service];
         let number = match rng.below(40) {

@@ -25,7 +25,6 @@ use crate::promises::Promises;
 
 /// linux/bpf.h
 const XDP_TX: i32 = 3;
-/// Where packets of no service are counted.
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
 /// The address of a load balancer of which there is one.
@@ -43,15 +42,12 @@ const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 pub struct Setup {
     /// Frames to it are taken, and leave with it as their source.
     pub own_mac: Mac,
-    /// The first keys.
     pub keys: FleetKeys,
     /// Whether packets and bytes are counted by server.
     pub count_traffic: bool,
     /// Room for connections of stateful services.
     pub connection_table: TableSize,
-    /// Places connections there.
     pub connection_key: CookieKey,
-    /// Sets of the flow table.
     pub flow_sets: u32,
     /// Parts that all outer headers share.
     pub outer: Outer,
@@ -81,7 +77,6 @@ impl Setup {
 pub struct Instance {
     lb: dataplane::LoadBalancer,
     memory: Memory,
-    /// By service slot.
     services: Vec<Option<ServiceIndex>>,
     out: Vec<u8>,
 }
@@ -186,7 +181,6 @@ fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
 
 /// Both, side by side.
 pub struct Harness {
-    /// The model.
     pub model: LoadBalancer,
     /// `None`: the reference model is alone.
     instance: Option<Instance>,

@@ -60,7 +60,6 @@ impl Memory {
         (0..self.rows).map(|row| self.counters.load(position(row) + word * size_of::<u64>())).sum()
     }
 
-    /// Sets until when tokens are paid for.
     pub fn set_paid_until(&self, buckets: Buckets, paid_until: u64) {
         let word = |at: usize| at * size_of::<u64>();
         let set = |start: usize, at: usize| self.broadcast.store(start + word(at), paid_until);
@@ -85,7 +84,6 @@ impl Memory {
         self.state.write(offset_of!(intf::lb_state, connection_key), &key.layout());
     }
 
-    /// The counter of rule ROUND_ROBIN.
     pub fn round_robin(&self, service: usize) -> u64 {
         self.state.load(service_at(service) + offset_of!(intf::service_state, round_robin))
     }

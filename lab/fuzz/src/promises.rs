@@ -32,13 +32,11 @@ struct Service {
 /// The state as far as promises depend on it.
 #[derive(Debug, Default)]
 pub struct Promises {
-    /// By service slot.
     services: HashMap<usize, Service>,
     macs: HashMap<ServerId, Option<Mac>>,
     owners: HashMap<u8, Mac>,
 }
 
-/// What a frame is, as far as promises depend on it.
 struct FrameHeader {
     source: Ipv4Addr,
     destination: Ipv4Addr,

@@ -1,5 +1,5 @@
-//! The few system calls that load generators and the testbed's servers turn on: epoll with a time-out in nanoseconds, and
-//! the clock. They spend a few microseconds on a request; a runtime would cost more than they.
+//! The few system calls that load generators and the testbed's servers turn on: epoll with a time-out in nanoseconds,
+//! and the clock. They spend a few microseconds on a request; a runtime would cost more than they.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -22,7 +22,6 @@ pub struct Event {
 }
 
 impl Event {
-    /// Whether one of these flags is set.
     pub fn has(self, flags: i32) -> bool {
         self.flags & flags as u32 != 0
     }
@@ -63,7 +62,8 @@ impl Epoll {
         Ok(())
     }
 
-    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it for ever. A signal ends the waiting early.
+    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it for ever. A signal ends the
+    /// waiting early.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
         let timeout = until_ns.map(|until_ns| {
             let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
@@ -71,7 +71,8 @@ impl Epoll {
         });
         let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         let (set, length) = (self.set.as_raw_fd(), self.ready.len() as i32);
-        // SAFETY: `ready` has room for `length` events, `timeout` is null or outlives the call, no signal mask is given.
+        // SAFETY: `ready` has room for `length` events, `timeout` is null or outlives the call, no signal mask is
+        // given.
         let count =
             check(unsafe { libc::epoll_pwait2(set, self.ready.as_mut_ptr(), length, timeout, std::ptr::null()) });
         let count = match count {

@@ -1,8 +1,8 @@
 //! The generator: sends what is due when it is due, whatever became of what was sent before.
 //!
 //! A latency counts from when the request was *due*, not from when it was sent: a stalled server, or a late generator,
-//! cannot hide behind requests that were not sent meanwhile ("coordinated omission"). It counts to the kernel's time stamp
-//! of the response, so that a generator that reads late does not make the server slower than it is.
+//! cannot hide behind requests that were not sent meanwhile ("coordinated omission"). It counts to the kernel's time
+//! stamp of the response, so that a generator that reads late does not make the server slower than it is.
 
 use std::io;
 
@@ -22,14 +22,10 @@ const PROGRESS_NS: u64 = 100_000_000;
 /// How often to look for lost requests when nothing is due any more (ns).
 const EXPIRE_NS: u64 = 10_000_000;
 
-/// A stream of requests.
 #[derive(Debug)]
 pub struct Stream {
-    /// When.
     pub schedule: Schedule,
-    /// What.
     pub workload: Workload,
-    /// Number of its first class among those of all streams.
     pub first_class: u8,
 }
 

@@ -40,7 +40,6 @@ impl Output {
     }
 }
 
-/// Writes the log.
 pub struct HistogramLog<'a> {
     writer: IntervalLogWriter<'a, 'a, Box<dyn Write>, V2DeflateSerializer>,
     /// Of each class.

@@ -1,5 +1,5 @@
-//! What key-value clients and servers say to each other: one request per datagram, answered by one or several. Numbers are
-//! in little-endian order.
+//! What key-value clients and servers say to each other: one request per datagram, answered by one or several. Numbers
+//! are in little-endian order.
 //!
 //! ```text
 //! request   0 type | 1 key length | 2 value length (16) | 4 id (32) | 8 service time, ns (32) | 12 key | value
@@ -27,7 +27,6 @@ pub const VALUE_MAX: usize = DATAGRAM_MAX - size_of::<ResponseHeader>() - size_o
 pub const TYPE_OFFSET: usize = 0;
 /// Where a datagram's id is: 4 bytes, in little-endian order.
 pub const ID_OFFSET: usize = 4;
-/// What stands before key and value of a request.
 pub const REQUEST_HEADER_BYTES: usize = size_of::<RequestHeader>();
 
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -44,7 +43,6 @@ struct RequestHeader {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ResponseHeader {
-    /// The request's.
     pub request_type: u8,
     /// [`Status`].
     pub status: u8,
@@ -56,7 +54,6 @@ pub struct ResponseHeader {
     pub part: u8,
     /// How many datagrams it has, at least 1.
     pub parts: u8,
-    /// Pairs in this datagram.
     pub pairs: U16,
 }
 
@@ -75,7 +72,6 @@ struct PairHeader {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
-    /// Done.
     Done = 0,
     /// GET: there is no such key.
     NotFound = 1,
@@ -97,7 +93,6 @@ pub enum BadRequest {
     Length {
         /// Of the datagram.
         given: usize,
-        /// Header, key and value.
         expected: usize,
     },
     /// A GET or PUT without a key.
@@ -105,7 +100,6 @@ pub enum BadRequest {
     NoKey(RequestType),
 }
 
-/// A request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Request<'a> {
     /// What is wanted.
@@ -128,7 +122,6 @@ impl fmt::Debug for Request<'_> {
 }
 
 impl<'a> Request<'a> {
-    /// Reads a datagram. Fails when it is no request.
     pub fn parse(datagram: &'a [u8]) -> Result<Self, BadRequest> {
         let short = |_| BadRequest::Short(datagram.len());
         let (header, rest) = RequestHeader::read_from_prefix(datagram).map_err(short)?;
@@ -234,7 +227,6 @@ impl ResponseWriter {
     }
 }
 
-/// Key and value.
 pub type Pair<'a> = (&'a [u8], &'a [u8]);
 
 /// Reads a datagram of a response: its header and its pairs; `None` when it is none.

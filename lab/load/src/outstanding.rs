@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 pub struct Sent {
     /// When it was due (ns).
     pub due_ns: u64,
-    /// Of which class.
     pub class: u8,
 }
 
@@ -19,7 +18,6 @@ struct Entry {
     answered: bool,
 }
 
-/// What an answer was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answered {
     /// The last missing part of the response to this request.
@@ -45,7 +43,6 @@ pub struct Outstanding {
     unanswered: usize,
 }
 
-/// Most parts of a response.
 const PARTS_MAX: u8 = 128;
 
 impl Outstanding {
@@ -82,8 +79,8 @@ impl Outstanding {
         Answered::Complete(entry.sent)
     }
 
-    /// Forgets those that were due before `moment_ns` and tells each that was not answered. Requests must have been added in the order in
-    /// which they were due.
+    /// Forgets those that were due before `moment_ns` and tells each that was not answered. Requests must have been
+    /// added in the order in which they were due.
     pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(Sent)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
             if !entry.answered {

@@ -1,4 +1,5 @@
-//! What load generators and the testbed's paced server say to each other over TCP: 8 bytes each way, in little-endian order.
+//! What load generators and the testbed's paced server say to each other over TCP: 8 bytes each way, in little-endian
+//! order.
 //!
 //! Requests may be sent before earlier ones are answered; answers come in the order of the requests.
 
@@ -24,7 +25,6 @@ pub struct Request {
 pub struct Response {
     /// The request's.
     pub id: U32,
-    /// Number of the server.
     pub server: u8,
     /// Which of its cores.
     pub core: u8,
@@ -32,7 +32,6 @@ pub struct Response {
     pub reserved: [u8; 2],
 }
 
-/// Size of either.
 pub const MESSAGE_BYTES: usize = size_of::<Request>();
 const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
 

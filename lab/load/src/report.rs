@@ -31,10 +31,8 @@ impl From<&Histogram<u64>> for Latency {
     }
 }
 
-/// Of a class of requests.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ClassReport {
-    /// Its type.
     pub class: RequestType,
     /// Due in the measured time.
     pub requests: u64,
@@ -51,7 +49,6 @@ pub struct ClassReport {
 /// Who answered how many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct WorkerReport {
-    /// Server and worker.
     #[serde(flatten)]
     pub worker: Worker,
     /// Requests.
@@ -75,9 +72,7 @@ pub struct Report {
     pub requests: u64,
     /// Of these, answered in time.
     pub completed: u64,
-    /// By class.
     pub classes: Vec<ClassReport>,
-    /// The measuring stream.
     pub measure: Option<ClassReport>,
     /// How late the generator sent. Much more than the latencies that matter says that the machine was too busy.
     pub lateness_us: Latency,

@@ -18,7 +18,6 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestType(u8);
 
-/// A byte, or a name, that is no type of request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestTypeError {
     /// No such type.
@@ -32,7 +31,6 @@ pub enum RequestTypeError {
 const FIRST_WORK: u8 = 16;
 /// Most pairs that a SCAN can ask for.
 pub const SCAN_MAX: u8 = 127;
-/// The byte of a SCAN of no pairs, which is no request.
 const SCAN_BASE: u8 = 128;
 /// Classes of [`RequestType::work`].
 pub const WORK_CLASSES: u8 = 16;
@@ -63,7 +61,6 @@ impl RequestType {
         if self.0 >= FIRST_WORK && self.0 < FIRST_WORK + WORK_CLASSES { Some(self.0 - FIRST_WORK) } else { None }
     }
 
-    /// The byte.
     pub const fn byte(self) -> u8 {
         self.0
     }
@@ -114,12 +111,11 @@ const fn scan(pairs: u8) -> RequestType {
     RequestType::scan(pairs).expect("1 to 127")
 }
 
-/// What Turbo measured of Masstree (Seyedroudbari et al., HPCA 2023, caption of Figure 7): the average service time of each
-/// type of query (ns).
+/// What Turbo measured of Masstree (Seyedroudbari et al., HPCA 2023, caption of Figure 7): the average service time of
+/// each type of query (ns).
 pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] =
     [(RequestType::GET, 975), (RequestType::PUT, 1_350), (scan(18), 4_700), (scan(46), 9_180), (scan(105), 17_700)];
 
-/// Text that is no table of service times.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimesError {
     /// Not a pair.
@@ -130,18 +126,12 @@ pub enum ServiceTimesError {
     RequestType(#[from] RequestTypeError),
     /// Not a time.
     #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
-    Time {
-        /// Whose.
-        request_type: RequestType,
-        /// As given.
-        given: String,
-    },
+    Time { request_type: RequestType, given: String },
     /// Too large a factor, or none.
     #[error("multiplier {0}: expected a number above 0, at most 100000")]
     Multiplier(f64),
 }
 
-/// How long requests of each type take.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ServiceTimes(BTreeMap<RequestType, u32>);
 

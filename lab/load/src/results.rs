@@ -28,7 +28,6 @@ pub struct ClassResults {
 pub struct Results {
     /// The measured time (CLOCK_MONOTONIC, ns).
     pub window: Range<u64>,
-    /// By class.
     pub classes: Vec<ClassResults>,
     /// From when a request was due to when it was sent (ns): how late the generator itself was.
     pub lateness: Histogram<u64>,

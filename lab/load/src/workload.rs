@@ -26,7 +26,6 @@ pub struct Demand {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mix(Vec<(RequestType, f64)>);
 
-/// Text that is no mix.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MixError {
     /// Neither a preset nor a list of shares.
@@ -40,12 +39,7 @@ pub enum MixError {
     Twice(RequestType),
     /// Not a share.
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
-    Share {
-        /// Whose.
-        request_type: RequestType,
-        /// As given.
-        given: String,
-    },
+    Share { request_type: RequestType, given: String },
     /// More or less than everything.
     #[error("the shares of the mix add up to {0}: expected 1")]
     Sum(f64),
@@ -54,10 +48,10 @@ pub enum MixError {
     Types(usize),
 }
 
-/// The query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half PUT.
-/// The paper gives no shares for the others: (b) and (c) "roughly match" the bimodal distributions of its Sect. VII-A,
-/// 10 % five times and 40 % ten times as long; (d) is trimodal with a mean of 9.2 us, which a third each of GET, SCAN46 and
-/// SCAN105 has. The scenarios turbo-7a to turbo-7d simulate the same.
+/// The query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half
+/// PUT. The paper gives no shares for the others: (b) and (c) "roughly match" the bimodal distributions of its Sect.
+/// VII-A, 10 % five times and 40 % ten times as long; (d) is trimodal with a mean of 9.2 us, which a third each of GET,
+/// SCAN46 and SCAN105 has. The scenarios turbo-7a to turbo-7d simulate the same.
 const PRESETS: [(&str, &str); 4] = [
     ("turbo-7a", "GET=0.5,PUT=0.5"),
     ("turbo-7b", "GET=0.9,SCAN18=0.1"),
@@ -65,7 +59,6 @@ const PRESETS: [(&str, &str); 4] = [
     ("turbo-7d", "GET=0.34,SCAN46=0.33,SCAN105=0.33"),
 ];
 
-/// Most classes of a workload.
 const CLASSES_MAX: usize = 16;
 
 impl FromStr for Mix {
@@ -157,7 +150,6 @@ enum Draw {
     Service(Sampler, f64),
 }
 
-/// Draws requests.
 #[derive(Debug, Clone)]
 pub struct Workload {
     draw: Draw,
@@ -189,8 +181,8 @@ impl Workload {
         Self { draw: Draw::Service(service.service.sampler(), unit_ns), classes, rng: seeded_rng(seed, purpose) }
     }
 
-    /// Only requests of its first type; of a distribution, only such as take its shortest class's time, or its mean where it has
-    /// no classes (Turbo's measuring client, Sect. VII-A): for a measuring stream.
+    /// Only requests of its first type; of a distribution, only such as take its shortest class's time, or its mean
+    /// where it has no classes (Turbo's measuring client, Sect. VII-A): for a measuring stream.
     pub fn only_first(mut self) -> Self {
         match &mut self.draw {
             Draw::Mix(entries) => {

@@ -197,7 +197,6 @@ pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(Some(serde_json::from_str(answer.trim()).with_context(|| answer.clone())?))
 }
 
-/// What the agent has told of its RSS.
 fn reported(server: &Value) -> Option<Rss> {
     let table: Option<Vec<u32>> =
         server["rss"]["indirection_table"].as_array()?.iter().map(|queue| queue.as_u64()?.try_into().ok()).collect();

@@ -28,14 +28,12 @@ pub struct Parts {
 pub struct Case {
     /// `6.1` (Debian 12's own) or `6.12`.
     pub kernel: &'static str,
-    /// Its NIC.
     pub nic: Nic,
     /// What is added to the kernel's command line.
     pub arguments: &'static str,
     checks: Checks,
 }
 
-/// The checks in a guest.
 enum Checks {
     /// RSS and the agent in these states of the NIC, one after the other.
     Settings(&'static [Setting]),
@@ -43,7 +41,6 @@ enum Checks {
     Forwarding,
 }
 
-/// A state of the NIC.
 struct Setting {
     name: &'static str,
     /// What leads there.

@@ -197,12 +197,10 @@ fn send_paced(wire: &Wire, mut monitor: Monitor, flow: &FourTuple, rate: &Atomic
 /// Each SYN's flow and the server that it went to.
 type Placed = Vec<(FourTuple, u8)>;
 
-/// The last of several measurements.
 struct Measured {
     placed: Placed,
     /// Whether it is as expected.
     good: bool,
-    /// Rounds that no measurement has used.
     next_round: u8,
 }
 

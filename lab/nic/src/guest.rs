@@ -13,7 +13,6 @@ use tempfile::TempDir;
 
 use crate::packages::Packages;
 
-/// Receive queues of the emulated NIC, and CPUs of the guest.
 pub const QUEUES: u16 = 4;
 /// MAC address of the guest's `eth0`: locally administered. That of `eth1` is one more.
 pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
@@ -26,7 +25,6 @@ const MONITOR: &str = "monitor";
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const COMMAND_LIMIT: Duration = Duration::from_secs(60);
 
-/// An emulated NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nic {
     /// virtio-net with RSS, on a tap with one queue per receive queue.

@@ -21,7 +21,6 @@ const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linu
 const DOWNLOAD_SECONDS: &str = "300";
 const ARCHITECTURE: &str = "x86_64-linux-gnu";
 
-/// Unpacked packages.
 pub struct Packages {
     folder: PathBuf,
 }

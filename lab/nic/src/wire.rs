@@ -16,7 +16,6 @@ use crate::process::{run, tied};
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Destination of packets that a guest with a route for it forwards.
 pub const FORWARDED: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
-/// Flows of one measurement.
 pub const FLOWS: u16 = 64;
 
 const IPV4_HEADER: usize = 20;

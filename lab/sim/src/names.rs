@@ -6,7 +6,6 @@
 pub struct UnknownName {
     /// What was named: "policy", "figure" ...
     pub what: &'static str,
-    /// The name as given.
     pub given: String,
     /// Every name there is.
     pub known: Vec<String>,
@@ -14,7 +13,6 @@ pub struct UnknownName {
 
 /// How alike (0 to 1, Jaro and Winkler's measure) a name must be to be suggested.
 const ALIKE: f64 = 0.7;
-/// How many names are suggested at most.
 const SUGGESTIONS: usize = 3;
 
 impl UnknownName {
@@ -23,7 +21,6 @@ impl UnknownName {
         Self { what, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
     }
 
-    /// The names most like the given one, the nearest first.
     pub fn nearest(&self) -> Vec<&str> {
         let given = self.given.to_lowercase();
         let mut alike: Vec<(f64, &str)> = self

@@ -16,7 +16,6 @@ pub enum Format {
 
 /// A result that can be printed in every [`Format`]: JSON is its serialisation, text and CSV are its rows.
 pub trait Printed: Serialize {
-    /// The names of the columns.
     fn columns(&self) -> Vec<&'static str>;
 
     /// The rows, each as long as [`Printed::columns`].

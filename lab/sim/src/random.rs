@@ -7,11 +7,11 @@ use std::sync::LazyLock;
 
 use rand::Rng;
 
-/// Layers of a ziggurat.
 const LAYERS: usize = 256;
 
-/// A density that falls from 0 on, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for generating
-/// random variables", J. Stat. Softw. 5, 2000): nearly always one draw, one multiplication and one comparison do.
+/// A density that falls from 0 on, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for
+/// generating random variables", J. Stat. Softw. 5, 2000): nearly always one draw, one multiplication and one
+/// comparison do.
 #[derive(Debug)]
 struct Ziggurat {
     /// Where the layers end, the lowest first (as if it had the tail's area, too); the last is 0.

@@ -6,13 +6,9 @@ use serde::Serialize;
 /// A figure over several seeds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, serde::Deserialize)]
 pub struct SeedSummary {
-    /// The median over the seeds.
     pub median: f64,
-    /// The mean over the seeds.
     pub mean: f64,
-    /// The smallest value of any seed.
     pub low: f64,
-    /// The largest value of any seed.
     pub high: f64,
 }
 

@@ -5,7 +5,6 @@ use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
-/// How many connections broke, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Broken {
     /// No such socket at the server that got the SYN.

@@ -12,10 +12,8 @@ use crate::topology::SERVICE;
 /// A connection is opened, and a request answered, within this time.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
-/// Who answered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answerer {
-    /// The server's number.
     pub server: u16,
     /// The worker's process id.
     pub worker: u32,

@@ -13,7 +13,6 @@ use crate::{Process, TIMEOUT};
 
 /// Size of the file at [`LARGE_FILE`].
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
-/// A file of a megabyte.
 pub const LARGE_FILE: &str = "/large";
 /// The same file at 4 kB/s: a connection that stays busy for minutes.
 pub const SLOW_FILE: &str = "/slow";

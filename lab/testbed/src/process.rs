@@ -40,7 +40,6 @@ impl Process {
         Ok(Self { child, name })
     }
 
-    /// Its process id.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -121,8 +120,8 @@ pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output
     Ok(output)
 }
 
-/// In a process group of its own: when a group loses its shell while one of its processes is stopped, the kernel sends SIGHUP to
-/// all of them (kernel/exit.c, kill_orphaned_pgrp), and nginx reloads.
+/// In a process group of its own: when a group loses its shell while one of its processes is stopped, the kernel sends
+/// SIGHUP to all of them (kernel/exit.c, kill_orphaned_pgrp), and nginx reloads.
 fn enter(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace = namespace.open()?;

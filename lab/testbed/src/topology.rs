@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Every host is a namespace with one device, `eth0`, whose peer in the switch has the host's name and is a port of the
-//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancers, among which
-//! its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly. With
-//! [`TestbedOptions::router_mtu`] the client stands behind a router, which then chooses: [`crate::uplink`].
+//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancers, among
+//! which its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly.
+//! With [`TestbedOptions::router_mtu`] the client stands behind a router, which then chooses: [`crate::uplink`].
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::PathBuf;
@@ -30,7 +30,6 @@ pub const DEVICE: &str = "eth0";
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// The service that the demo balances.
 pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
-/// The controller's address.
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 const SERVERS_MAX: u16 = 250;
@@ -51,8 +50,9 @@ pub struct TestbedOptions {
     pub servers: u16,
     /// Cores (receive queues) of each server (1 to 64).
     pub cores: u16,
-    /// Each server has a ring of 256 packets per receive queue, as a NIC has, where otherwise all hosts share one backlog per
-    /// CPU: for many servers that packets for all of them reach. Agents see one receive queue more than there are cores.
+    /// Each server has a ring of 256 packets per receive queue, as a NIC has, where otherwise all hosts share one
+    /// backlog per CPU: for many servers that packets for all of them reach. Agents see one receive queue more than
+    /// there are cores.
     pub rings: bool,
     /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
     pub load_balancers: u16,
@@ -60,11 +60,11 @@ pub struct TestbedOptions {
     pub racks: u16,
     /// Addresses of the client, from 10.1.0.7 on (behind a router from 10.2.0.7 on; 1 to 200).
     pub client_addresses: u16,
-    /// The client stands behind a router, and packets to it may have this many bytes (68 to 1500); `None`: on the servers'
-    /// segment.
+    /// The client stands behind a router, and packets to it may have this many bytes (68 to 1500); `None`: on the
+    /// servers' segment.
     pub router_mtu: Option<u16>,
-    /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. The client
-    /// must stand behind a router.
+    /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. The
+    /// client must stand behind a router.
     pub answers_by_load_balancer: bool,
     /// VIPs on the servers, from 10.200.0.1 on (1 to 250).
     pub vips: u8,
@@ -307,8 +307,8 @@ impl Testbed {
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
-    /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch. Native XDP at the
-    /// host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
+    /// A veth with `queues` receive queues at the host; its peer becomes the port `port` of the switch. Native XDP at
+    /// the host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
     pub(crate) fn connect(
         &self,
         host: &Namespace,
@@ -328,9 +328,9 @@ impl Testbed {
         ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
     }
 
-    /// [`TestbedOptions::rings`]. The backlog (net.core.netdev_max_backlog) has 1000 packets, which some 40 for all of 31
-    /// servers overflow. veth has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
-    /// drivers/net/veth.c).
+    /// [`TestbedOptions::rings`]. The backlog (net.core.netdev_max_backlog) has 1000 packets, which some 40 for all of
+    /// 31 servers overflow. veth has rings where its end does GRO and the other end no TSO
+    /// (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
     fn give_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, DEVICE, &["gro", "on"])
@@ -372,7 +372,6 @@ impl Testbed {
         load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
     }
 
-    /// The numbers of the load balancers that are there.
     pub fn load_balancer_numbers(&self) -> Vec<u16> {
         numbers(&self.load_balancers)
     }
@@ -388,7 +387,6 @@ impl Testbed {
         rack.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
     }
 
-    /// The switch.
     pub fn switch(&self) -> &Namespace {
         &self.switch
     }
@@ -399,7 +397,6 @@ impl Testbed {
             .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
     }
 
-    /// The numbers of the servers that are there.
     pub fn server_numbers(&self) -> Vec<u16> {
         numbers(&self.servers)
     }
@@ -423,7 +420,6 @@ impl Testbed {
         self.pin_directory().join(format!("s{number}"))
     }
 
-    /// For what a load balancer pins.
     pub fn load_balancer_pin_directory(&self, number: u16) -> PathBuf {
         self.pin_directory().join(load_balancer_name(number))
     }
@@ -433,7 +429,6 @@ impl Testbed {
         self.server_pin_directory(number).join("emulated_rss")
     }
 
-    /// A namespace of this testbed, not made yet.
     pub(crate) fn instance_namespace(&self, role: &str) -> Namespace {
         self.instance.namespace(role)
     }

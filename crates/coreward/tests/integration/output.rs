@@ -1,4 +1,4 @@
-//! Where nobody takes what the program says: a disk that is full of logs, a reader who has gone.
+//! Output that cannot be written: a disk full of logs, a reader that is gone.
 
 use std::fs::OpenOptions;
 use std::path::Path;

@@ -20,7 +20,7 @@ fn write_controller(directory: &Path, more: &str) -> PathBuf {
     path
 }
 
-/// Where its API is, as soon as it says so; the log goes on being read.
+/// Returns the API's address from the log, which is read on.
 fn api_of(log: ChildStderr) -> String {
     let mut lines = BufReader::new(log).lines().map(Result::unwrap);
     let mut seen = Vec::new();
@@ -64,7 +64,8 @@ fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
     }
 }
 
-/// While it starts (its fleet is a pipe, and nobody has written into it yet) it is told to read its files again, and to end.
+/// While it starts (its fleet is a pipe, and nobody has written into it yet) it is told to read its files again, and to
+/// end.
 #[test]
 fn signals_wait_until_they_can_be_handled() {
     let directory = tempfile::tempdir().unwrap();

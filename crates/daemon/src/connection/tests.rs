@@ -1,4 +1,4 @@
-//! Who is tried when; and with real listeners on loopback.
+//! Order of connection attempts; also with real listeners on loopback.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -165,7 +165,6 @@ async fn ask(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
         }
         .await;
         let error = answer.unwrap_err();
-        // What leads here answers in words of its own.
         if error.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Internal) {
             connection.heard();
             break;
@@ -179,7 +178,6 @@ fn connection(addresses: &[SocketAddr]) -> Connection {
     let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
     coreward_config::config_struct! {
         struct File {
-            /// Where they listen.
             controller: Controllers,
         }
     }

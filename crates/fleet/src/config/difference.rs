@@ -16,12 +16,9 @@ pub enum Change {
         values: Vec<(String, String)>,
     },
     /// Removed server or service.
-    Removed {
-        /// As above.
-        what: String,
-    },
+    Removed { what: String },
     Changed {
-        /// As above; empty: the whole fleet.
+        /// As in `Added`; empty: the whole fleet.
         what: String,
         key: String,
         /// `None`: absent.

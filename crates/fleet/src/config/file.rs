@@ -27,8 +27,8 @@ config_struct! {
     pub struct FleetFile {
         /// Time between two reports of an agent.
         pub report_interval: Option<Period<{ 10 * MILLISECOND }, SECOND>>,
-        /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or "interval", once
-        /// per report_interval.
+        /// When placement tables are made: "on-change", as soon as a report changes what they are made of, or
+        /// "interval", once per report_interval.
         pub table_updates: TableTiming = TableTiming::OnChange,
         /// Time for which load balancers use a table that depends on loads while no controller leads; then they place
         /// new connections by their own counts.
@@ -128,7 +128,7 @@ string_enum!(
         .map(|(name, timing)| (name.to_owned(), timing))
 );
 
-/// What one decision of a UDP service is for.
+/// Unit of decisions of a UDP service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UdpMode {
     /// All datagrams of one client's address and port.
@@ -177,7 +177,7 @@ impl FromToml for Vip {
     }
 }
 
-/// Where a server is reached.
+/// Address of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerAddress(pub IpAddr);
 

@@ -1,4 +1,4 @@
-//! How a service's servers are checked: its table `[service.health]`.
+//! Health checks of a service's servers: its table `[service.health]`.
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
@@ -37,7 +37,8 @@ config_struct! {
         pub host: Option<Spanned<Host>>,
         /// http, https: status codes of a server that is well; without it "200-399".
         pub expect: Option<Spanned<StatusRange>>,
-        /// https: certificates (PEM) of those who may sign the server's; without it those that the load balancer's system trusts.
+        /// https: certificates (PEM) of those who may sign the server's; without it those that the load balancer's
+        /// system trusts.
         pub ca: Option<Spanned<Authorities>>,
         /// https: false: any certificate will do.
         pub verify: Option<Spanned<bool>>,
@@ -47,14 +48,14 @@ config_struct! {
 const DEFAULT_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
 const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 
-/// What is asked.
+/// Kind of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckKind {
     /// Whether a TCP connection opens.
     Tcp,
     /// Whether a request is answered.
     Http,
-    /// The same over TLS.
+    /// As `Http`, over TLS.
     Https,
     /// Whether the server's agent reports.
     Agent,

@@ -79,16 +79,16 @@ pub struct ServerConfig {
     pub span: Span,
 }
 
-/// When a service's table is made.
+/// Time at which a service's table is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TableTiming {
-    /// As soon as a report, or whatever else it is made of, has changed.
+    /// After a change of a report, or of another input.
     OnChange,
     /// Once per report interval, as published (CrossRSS, CoNEXT'20) and as the simulator does.
     Interval,
 }
 
-/// What an operator wants of a server.
+/// Administrative state of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
     /// Takes new connections.

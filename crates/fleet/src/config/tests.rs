@@ -418,7 +418,7 @@ fn racks_of_the_fleet_and_of_a_server() {
     assert_eq!((config.racks, config.servers[0].racks.clone()), (racks(&["r1", "rack2"]), racks(&["r1"])));
     let only_itself = parse(&GOOD.replace("id = 7", "racks = []")).unwrap();
     assert_eq!(only_itself.servers[0].racks, racks(&[]));
-    // Where the fleet does not say which there are, any name may be one.
+    // Without the fleet's list, any name is allowed.
     let any = parse(&GOOD.replace("id = 7", "racks = [\"r9\"]")).unwrap();
     assert_eq!((any.racks, any.servers[0].racks.clone()), (None, racks(&["r9"])));
     let error = |from: &str, to: &str| parse(&text.replace(from, to)).unwrap_err().to_string();

@@ -177,7 +177,7 @@ fn the_checker_follows_what_servers_say() {
     let (_, failed) = checker.found().remove(0);
     assert!(failed.failures >= 3 && failed.error.starts_with("answers 503"), "{failed:?}");
 
-    // What is checked as before goes on; what is checked no more is forgotten.
+    // Unchanged checks continue; removed ones are forgotten.
     let before = verdict(1).unwrap().1;
     checker.check(service(&[1, 3]));
     eventually("the third is known", || verdict(3).is_some());

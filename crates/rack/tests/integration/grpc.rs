@@ -119,7 +119,6 @@ impl Agent {
             for sequence in 1.. {
                 tokio::select! {
                     _ = due.tick() => {}
-                    // Whoever is asked answers nothing here.
                     update = updates.message() => if !matches!(update, Ok(Some(_))) { return },
                 }
                 let report =
@@ -275,7 +274,7 @@ async fn a_rack_without_controller_takes_nobody_and_serves_only_agents() {
 
     let (controller, _) = controller(directory.path()).await;
     let one = rack("r1", "127.0.0.1:0", &controller).await;
-    // Who is not in the fleet is told so through the rack.
+    // A server outside the fleet is rejected through the rack.
     let unknown = in_time("a refusal", async {
         loop {
             match begin("s9", one.1).await {

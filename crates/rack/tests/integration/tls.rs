@@ -77,7 +77,7 @@ impl Certificates {
     }
 }
 
-/// What somebody with this certificate, who says that it is the agent of `server`, is told first.
+/// Returns the first answer to a peer with this certificate that registers as the agent of `server`.
 async fn first_answer(
     files: &Files,
     expected: &'static [Role],
@@ -93,7 +93,7 @@ async fn first_answer(
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 
-/// As [`first_answer`], once the rack has its controller.
+/// [`first_answer`], once the rack has its controller.
 async fn answer(
     files: &Files,
     expected: &'static [Role],

@@ -26,8 +26,8 @@ use super::workload::{Case, First, OWN_MAC, VIP, clients, syn};
 const SERVERS: u64 = 64;
 const CORES: u16 = 16;
 
-/// Room for all connections: of a set's eight entries half of one is used in the mean, and two million sets are all large enough in
-/// 150 runs of 151.
+/// Room for all connections: of a set's eight entries half of one is used in the mean, and two million sets are all
+/// large enough in 150 runs of 151.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
 
 /// Room for all connections: of a partition's 1024 entries 512 are taken in the mean, so that none is ever full.
@@ -47,16 +47,12 @@ pub struct Balancer {
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     pub rule: Rule,
-    /// RSS groups.
     pub groups: usize,
-    /// Of the connection table.
     pub entries: TableSize,
-    /// Of the flow table.
     pub flow_entries: u32,
 }
 
 impl Setup {
-    /// What a case is measured with.
     fn of(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
             Case::First(First { rule, groups, .. }) => (rule, groups),
@@ -71,7 +67,6 @@ impl Setup {
     }
 }
 
-/// What a run gave.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     /// Mean over the packets, ns.
@@ -139,7 +134,6 @@ impl Balancer {
         Ok(())
     }
 
-    /// A client's packet with that TSecr.
     fn packet(&self, client: &SocketAddrV4, echo: u32) -> Packet {
         let ports = [client.port().to_be_bytes(), self.case.destination().1.to_be_bytes()].concat();
         Packet {

@@ -28,7 +28,6 @@ pub struct ByConnections {
     pub after_line: Rounds,
 }
 
-/// Measures every number of connections.
 pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
     let one = |(done, connections): (usize, &usize)| {
         progress(done, CONNECTIONS.len());

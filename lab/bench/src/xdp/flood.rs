@@ -42,7 +42,6 @@ impl Default for Args {
     }
 }
 
-/// Open connections.
 const CONNECTIONS: usize = 1 << 17;
 
 /// Who meets the flood.
@@ -284,12 +283,12 @@ fn report(measured: &[Measured], args: &Args, cpus: [usize; 2]) -> Report {
     }
     let Memory { arrays, hashes, .. } = measured[0].memory[1];
     let about = format!(
-        "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order, as above. Meanwhile CPU {} runs \
-         the same program with the same maps on SYNs of clients never seen before, as fast as it can, arriving by another \
-         receive queue; rule least_assigned. Without flood it runs the empty program on the same SYNs, so that it is as busy. \
-         {} rounds of {} packets, with and without flood in turns; medians over the rounds. {}. To reach: less than 10 % more. \
-         Memory: of the program's maps {arrays} are arrays, which have their size from the start, and {hashes} are hash tables, \
-         whose entries are counted; with room, the entries that a flood took are freed before the next turn.",
+        "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order. CPU {} runs the same program \
+         with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule least_assigned. \
+         Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and without flood in \
+         turns; medians over the rounds. {}. To reach: less than 10 % more. Memory: {arrays} of the maps are arrays of \
+         fixed size, {hashes} are hash tables, whose entries are counted; with room, the flood's entries are freed \
+         before the next turn.",
         cpus[0],
         cpus[1],
         args.rounds,
@@ -306,10 +305,7 @@ fn topology(cpus: [usize; 2]) -> String {
         std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
     };
     let virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
-    let note = if virtual_machine { " (in a virtual machine, which need not say what the hardware has)" } else { "" };
+    let note = if virtual_machine { " (by /sys; in a virtual machine that may be wrong)" } else { "" };
     let [one, other] = cpus.map(siblings);
-    format!(
-        "/sys/devices/system/cpu says: CPU {} shares its core with CPUs {one}, CPU {} with {other}{note}",
-        cpus[0], cpus[1]
-    )
+    format!("CPU {} shares its core with CPUs {one}, CPU {} with {other}{note}", cpus[0], cpus[1])
 }

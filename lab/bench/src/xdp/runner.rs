@@ -27,7 +27,6 @@ pub const PACKETS: usize = 1 << 20;
 pub struct Packet {
     /// In network byte order, as the next two.
     pub client_address: u32,
-    /// Source port, destination port.
     pub ports: u32,
     /// TSecr.
     pub echo: u32,
@@ -46,7 +45,6 @@ pub struct Frame {
 /// What calls the measured program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feed {
-    /// The next packet.
     Packet,
     /// The same, and loads a line of memory that nothing waits for.
     AndLine,
@@ -70,8 +68,8 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// `frame` with each of `packets` (a power of two) in turn. Their `line`s are below `lines`. Clients that were never
-    /// seen before send to the same port as the frame.
+    /// `frame` with each of `packets` (a power of two) in turn. Their `line`s are below `lines`. Clients that were
+    /// never seen before send to the same port as the frame.
     pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
@@ -102,7 +100,6 @@ impl Runner {
         })
     }
 
-    /// The packets come from that receive queue.
     pub fn on(self, queue: ReceiveQueue) -> Self {
         Self { queue: Some(queue), ..self }
     }

@@ -286,16 +286,13 @@ fn row(lane: &Lane, turns: &[Turn], floor: &[Turn]) -> [Cell; 11] {
 
 fn about(args: &Args, cpus: [usize; 2]) -> String {
     format!(
-        "Live frames (BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES) are redirected into one end of a veth \
-         pair by a thread on CPU {}. At the other end the program under test is attached as native XDP, as the \
-         daemon attaches it, and a NAPI thread on CPU {} runs it. What it sends back is dropped at the first end, \
-         by a NAPI thread on the generator's CPU. {} rounds of {} frames per kind of traffic, one after the other \
-         in each round; medians over the rounds. By CPU time: of the NAPI thread, which is the receive path and \
-         XDP_TX of veth and the program; where the generator is the slower one it sleeps in between, and its \
-         wake-ups count. `swap MACs` is the floor: the ratio is the floor's CPU time per frame divided by the \
-         other's, round by round. By the clock: frames per second; where the thread is not busy, the generator is \
-         the limit. {} connections are open; each SYN is of a client that was never seen before. A frame's memory \
-         was written on the other CPU; behind a NIC it is in the shared cache.",
+        "A thread on CPU {} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
+         other end a NAPI thread on CPU {} runs the program under test as native XDP; frames that it returns are \
+         dropped at the first end, on the generator's CPU. {} rounds of {} frames per kind of traffic, interleaved; \
+         medians over the rounds. By CPU time: of the NAPI thread, with veth's receive path and XDP_TX; where it \
+         waits for the generator, its wake-ups count. `swap MACs` is the floor: the ratio is the floor's CPU time \
+         per frame divided by the other's, round by round. {} connections are open; each SYN is of a new client. A \
+         frame's memory was written on the other CPU; behind a NIC it is in the shared cache.",
         cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKETS,
     )
 }

@@ -43,7 +43,6 @@ pub struct First {
     /// Of the service. With `Stateful` each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
     pub rule: Rule,
-    /// RSS groups.
     pub groups: usize,
     /// So many connections, then they begin anew, their entries free again.
     pub connections: usize,
@@ -71,7 +70,6 @@ impl Case {
             .chain([Case::NotForAVip])
     }
 
-    /// How many connections there are.
     pub fn connections(self) -> usize {
         match self {
             Case::Established(_, connections) | Case::First(First { connections, .. }) => connections,
@@ -92,7 +90,6 @@ impl Case {
         if self == Case::NotForAVip { XDP_PASS } else { XDP_TX }
     }
 
-    /// What the packets are counted as.
     pub fn counter(self) -> usize {
         let counter = match self {
             Case::Established(Consistency::HashTable, _) => intf::LB_COUNTER_FLOW_TABLE,

@@ -47,7 +47,6 @@ pub struct Config {
     /// From one new key to the next. Longer than a connection may be idle ([`LONGEST_IDLE_MS`]), or its cookie is read
     /// by another key than it was made with.
     pub key_rotation_ms: u64,
-    /// Load balancers.
     pub load_balancers: usize,
     /// Stateless or stateful.
     pub consistency: Consistency,
@@ -87,7 +86,6 @@ enum Event {
     TellTable(usize),
     /// A load balancer gets the newest keys.
     TellKeys(usize),
-    /// A server gets the newest keys.
     TellServerKeys(usize),
     /// A new key, in the slot that is not in use.
     NewKey,
@@ -101,10 +99,8 @@ enum Event {
     Sweep(usize),
 }
 
-/// A load balancer.
 struct LoadBalancer {
     harness: Harness,
-    /// Place of the service.
     service_slot: usize,
     alive: bool,
 }

@@ -7,19 +7,15 @@ use coreward_intf as intf;
 /// Counts of one run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Connections opened.
     pub connections: u64,
     /// Those that a server accepted.
     pub established: u64,
     /// Those that ended as they should.
     pub completed: u64,
-    /// Those whose server failed.
     pub lost_with_server: u64,
     /// Those that gave up: packets were dropped again and again.
     pub gave_up: u64,
-    /// Packets from clients.
     pub packets: u64,
-    /// Those accepted by a server.
     pub accepted: u64,
     /// With timestamps, delivered to a server that does not have the connection and resets it. Must be 0.
     pub misdelivered: u64,
@@ -30,7 +26,6 @@ pub struct Report {
     /// Resets without timestamps that reached a server without the connection, which says nothing to them: the flow
     /// table still had an earlier connection without timestamps of the same client port.
     pub resets_astray: u64,
-    /// Connections without timestamps.
     pub without_timestamps: u64,
     /// Of these, packets handed on by the bucket's server to the one before.
     pub chained: u64,
@@ -40,11 +35,9 @@ pub struct Report {
     pub to_owner: u64,
     /// By value of `enum lb_counter`: what load balancers did with packets.
     pub outcomes: Vec<u64>,
-    /// Servers that came.
     pub servers_joined: u64,
     /// Servers that take no new connections and leave after their last one.
     pub servers_drained: u64,
-    /// Servers that failed.
     pub servers_failed: u64,
     /// Load balancers that went away and came back with empty tables.
     pub load_balancers_restarted: u64,
@@ -52,7 +45,6 @@ pub struct Report {
     pub other_changes: u64,
     /// Keys that came into use.
     pub key_switches: u64,
-    /// Tables computed.
     pub tables: u64,
 }
 

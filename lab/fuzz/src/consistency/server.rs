@@ -7,7 +7,6 @@ use coreward_model::{FourTuple, ServerId};
 
 use crate::harness::TIME_KEY;
 
-/// Whether a server is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
     Serving,
@@ -16,15 +15,12 @@ pub(super) enum Life {
     Gone,
 }
 
-/// A server.
 #[derive(Debug)]
 pub(super) struct Server {
     pub id: ServerId,
     pub mac: Mac,
     pub life: Life,
-    /// Found healthy.
     pub healthy: bool,
-    /// Open connections.
     pub connections: u32,
     /// As it has heard of them.
     pub keys: FleetKeys,
@@ -49,7 +45,6 @@ pub(super) fn mac(server: usize) -> Mac {
     [2, 0, 1, 0, high, low]
 }
 
-/// The server with that address.
 pub(super) fn position(mac: &[u8]) -> Option<usize> {
     (mac[..4] == [2, 0, 1, 0]).then(|| usize::from(u16::from_be_bytes([mac[4], mac[5]])))
 }

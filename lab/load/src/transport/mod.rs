@@ -40,7 +40,6 @@ impl Sources {
 pub struct Answer {
     /// The request's.
     pub id: u32,
-    /// Which part this is, of how many.
     pub part: (u8, u8),
     /// When the kernel received it (ns).
     pub arrived_ns: u64,
@@ -51,9 +50,7 @@ pub struct Answer {
 /// Who answered: server (0 where there is only one) and worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 pub struct Worker {
-    /// Number of the server.
     pub server: u8,
-    /// Its worker.
     pub worker: u16,
 }
 
@@ -74,8 +71,8 @@ pub struct Errors {
 
 /// One way of sending requests.
 pub trait Transport {
-    /// Sends a request, or queues it until a connection is free, but not beyond `deadline_ns`. What cannot be sent is counted
-    /// and goes unanswered.
+    /// Sends a request, or queues it until a connection is free, but not beyond `deadline_ns`. What cannot be sent is
+    /// counted and goes unanswered.
     fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64);
 
     /// Waits for answers until a moment of [`crate::event_loop::now_ns`] at the latest and puts those that came into

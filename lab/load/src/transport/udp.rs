@@ -31,16 +31,13 @@ pub struct Keys {
     pub value_bytes: u16,
 }
 
-/// What the datagrams are.
 #[derive(Debug)]
 pub enum Datagrams {
-    /// Of the key-value server.
     KeyValue(Keys),
     /// A query for each class of work.
     Dns(Vec<Query>),
 }
 
-/// UDP.
 #[derive(Debug)]
 pub struct Udp {
     sockets: Vec<UdpSocket>,

@@ -17,7 +17,6 @@ pub struct Assertion {
     /// The number that the paper gives for it.
     #[serde(default)]
     pub published: Option<f64>,
-    /// Judge this quantity ...
     #[serde(default)]
     pub value: Option<Quantity>,
     /// ... or this quotient ...
@@ -54,16 +53,12 @@ pub struct Ratio {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
-    /// Only this panel.
     #[serde(default)]
     pub panel: Option<Spanned<String>>,
-    /// This series,
     #[serde(default)]
     pub series: Option<Spanned<String>>,
-    /// or the least of these at each point,
     #[serde(default)]
     pub least_of: Vec<Spanned<String>>,
-    /// or the greatest.
     #[serde(default)]
     pub greatest_of: Vec<Spanned<String>>,
     /// Only at this point of the horizontal axis (as shown).
@@ -87,11 +82,8 @@ pub struct Quantity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Take {
-    /// The least.
     Least,
-    /// The greatest.
     Greatest,
-    /// Their mean.
     Mean,
 }
 
@@ -101,7 +93,6 @@ pub enum Take {
 pub struct Ascending {
     /// Lowest first.
     pub series: Vec<Spanned<String>>,
-    /// Only this panel.
     #[serde(default)]
     pub panel: Option<Spanned<String>>,
     /// Only at this point.
@@ -118,12 +109,11 @@ pub struct Ascending {
 /// How a claim came out.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
-    /// As in the claim.
     pub statement: String,
     /// Whether the measured values are within the bounds.
     pub holds: bool,
-    /// What was measured: least and greatest of the judged values (medians over the seeds). Absent when the table has no
-    /// such value, as when a curve never reaches the height: the claim does not hold then.
+    /// What was measured: least and greatest of the judged values (medians over the seeds). Absent when the table has
+    /// no such value, as when a curve never reaches the height: the claim does not hold then.
     pub measured: Option<(f64, f64)>,
     /// The same over all seeds, each judged alone.
     pub seeds: Option<(f64, f64)>,
@@ -152,7 +142,6 @@ impl Of {
 }
 
 impl Assertion {
-    /// Judges the claim on a table.
     pub fn judge(&self, table: &Table) -> Verdict {
         let values = self.values(table, Of::Median).filter(|values| !values.is_empty());
         let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, Of::Seed(seed))).flatten();

@@ -29,7 +29,6 @@ pub struct PlotPoint {
     pub seed: u64,
     /// Index of the run.
     pub job: usize,
-    /// What of it.
     pub wanted: Wanted,
     /// Whether it gives a value for each moment rather than one.
     pub over_time: bool,
@@ -38,11 +37,9 @@ pub struct PlotPoint {
 /// What is wrong, and with which panel and series.
 #[derive(Debug, PartialEq)]
 pub struct CannotExpand {
-    /// Index of the panel.
     pub panel: usize,
     /// Index of the series in the scenario.
     pub series: usize,
-    /// What.
     pub unfit: Unfit,
 }
 

@@ -19,10 +19,8 @@ pub enum Job {
     Path(path::Config),
 }
 
-/// What of an outcome is wanted.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Wanted {
-    /// The measure.
     pub measure: Metric,
     /// What something outside of the simulated cores lets pass at most (throughput).
     pub at_most: Option<f64>,
@@ -113,7 +111,6 @@ impl Outcome {
         }
     }
 
-    /// The wanted value over time.
     pub fn over_time(&self, wanted: &Wanted) -> Option<Vec<(f64, f64)>> {
         match self {
             Self::Rpc(outcome) if wanted.measure == Metric::P99 => {

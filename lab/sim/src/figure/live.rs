@@ -1,18 +1,18 @@
 //! Figures that are measured on this machine instead of simulated (`NAME-live`).
 //!
-//! This crate has the pages, pictures and verdicts; who can measure (the bench, the testbed) is a crate that it must not
-//! know. So the command hands the measurements in, as a list of [`LiveFigure`]. To add one:
+//! This crate has the pages, pictures and verdicts; who can measure (the bench, the testbed) is a crate that it must
+//! not know. So the command hands the measurements in, as a list of [`LiveFigure`]. To add one:
 //!
 //! 1. `lab/scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` = runs,
-//!    `modelled` = what is measured and how. A measure that does not exist yet is a new variant of
-//!    [`Metric`](super::scenario::Metric). With `[rpc]` or `[path]` beside `[live]` series may be `simulated = true`:
-//!    the simulator gives those, with the same parameters, and pictures have both.
+//!    `modelled` = what is measured and how. A new measure is a new variant of [`Metric`](super::scenario::Metric).
+//!    With `[rpc]` or `[path]` beside `[live]` series may be `simulated = true`: the simulator gives those, with the
+//!    same parameters, and pictures have both.
 //! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. It says in one
-//!    sentence what is missing when it has not the rights.
+//!    sentence which rights are missing.
 //! 3. An entry in `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
-//! A live figure is asked for by name only: `--all` does not make it, since it needs root and its bytes differ from run to
-//! run. Files, page and claims are those of every other figure.
+//! A live figure is asked for by name only: `--all` does not make it, since it needs root and its bytes differ from run
+//! to run. Files, page and claims are those of every other figure.
 
 use std::collections::HashMap;
 
@@ -31,8 +31,8 @@ pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 pub struct LiveFigure {
     /// Its name and its scenario, which has `[live]`.
     pub figure: Embedded,
-    /// Measures everything that the scenario's panels want: as many runs as it has seeds. Series that are simulated are not
-    /// its affair: it gets the scenario without them.
+    /// Measures everything that the scenario's panels want: as many runs as it has seeds. Series that are simulated are
+    /// not its affair: it gets the scenario without them.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
     /// What SIGINT and SIGTERM do meanwhile: called from a thread of its own, it lets `measure` tidy up and fail soon.
     /// `None`: there is nothing to tidy up, the process ends.
@@ -44,7 +44,6 @@ pub struct LiveFigure {
 pub struct Sample {
     /// The panel's title.
     pub panel: String,
-    /// The series' label.
     pub series: String,
     /// What was swept, or when; in the unit of `x.values`.
     pub x: f64,
@@ -55,7 +54,6 @@ pub struct Sample {
 }
 
 impl LiveFigure {
-    /// The figure of that name.
     pub fn named<'a>(live: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
         live.iter().find(|live| live.figure.name == name)
     }
@@ -83,7 +81,6 @@ impl LiveFigure {
     }
 }
 
-/// Puts the curves of a part of the figure in their places.
 fn put(table: &mut Table, part: Table) {
     for simulated in part.panels {
         let panel = table.panels.iter_mut().find(|panel| panel.title == simulated.title);

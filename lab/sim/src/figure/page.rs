@@ -23,7 +23,6 @@ nav td { border: none; text-align: left; padding: 0.1em 0.8em 0.1em 0; }
 nav table { font-size: 95%; }
 ";
 
-/// The page of these figures, in this order.
 pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
     let (holding, claims) = figures
         .iter()

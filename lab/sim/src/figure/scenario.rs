@@ -1,7 +1,7 @@
 //! What a scenario file says. docs/simulator.md explains it to those who write one.
 //!
-//! The types refuse what they cannot hold, with file, line and column; what concerns several values ([`check`]) is looked
-//! at right after reading, so that a scenario that was read can be run, drawn and judged.
+//! The types refuse what they cannot hold, with file, line and column; what concerns several values ([`check`]) is
+//! looked at right after reading, so that a scenario that was read can be run, drawn and judged.
 
 mod check;
 mod read;
@@ -85,8 +85,8 @@ impl fmt::Display for Live {
 pub struct Series {
     /// As the paper calls it.
     pub label: Spanned<String>,
-    /// In a live figure: not measured but simulated, to stand beside the measured. It looks like the last measured series
-    /// before it, open and dashed.
+    /// In a live figure: not measured but simulated, to stand beside the measured. It looks like the last measured
+    /// series before it, open and dashed.
     #[serde(default)]
     pub simulated: bool,
     /// What this series has different from the common parameters; of the scenario's kind.
@@ -109,7 +109,6 @@ pub struct Series {
 pub struct Panel {
     /// Stands above it; claims and published values name it.
     pub title: Spanned<String>,
-    /// What is measured.
     pub measure: Spanned<Metric>,
     /// How it is drawn.
     #[serde(default)]
@@ -117,7 +116,6 @@ pub struct Panel {
     /// What is swept; without it each series has one value.
     #[serde(default)]
     pub x: Option<Sweep>,
-    /// The vertical axis.
     pub y: Axis,
     /// Only these series; all when left out.
     #[serde(default)]
@@ -139,14 +137,12 @@ pub struct Panel {
     pub path: Option<Path>,
 }
 
-/// How a panel is drawn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Draw {
     /// Points joined by lines, whiskers from the lowest to the highest seed.
     #[default]
     Lines,
-    /// Groups of bars.
     Bars,
 }
 
@@ -169,7 +165,6 @@ pub struct Sweep {
     pub log: bool,
 }
 
-/// A vertical axis.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Axis {
@@ -203,7 +198,6 @@ pub struct Published {
     /// The panel's title; may be left out when there is one panel.
     #[serde(default)]
     pub panel: Option<Spanned<String>>,
-    /// The series' label.
     pub series: Spanned<String>,
     /// Where the numbers come from.
     pub source: String,
@@ -217,9 +211,7 @@ pub struct Published {
 pub struct PublishedPoint {
     /// On the panel's horizontal axis.
     pub x: f64,
-    /// The value.
     pub y: f64,
-    /// Its published spread.
     pub spread: Option<(f64, f64)>,
 }
 
@@ -250,8 +242,8 @@ impl Scenario {
         self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
     }
 
-    /// Of a live figure the part that is simulated beside what is measured, or else the part that is measured: a scenario
-    /// of its own, without what was published and claimed.
+    /// Of a live figure the part that is simulated beside what is measured, or else the part that is measured: a
+    /// scenario of its own, without what was published and claimed.
     #[must_use]
     pub fn part(&self, simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == simulated);

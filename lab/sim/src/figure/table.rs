@@ -15,7 +15,6 @@ pub struct Table {
     pub panels: Vec<PanelTable>,
 }
 
-/// The numbers of one panel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PanelTable {
     /// As in the scenario.
@@ -40,20 +39,15 @@ pub struct Curve {
 pub struct Cell {
     /// On the horizontal axis; 0 where nothing is swept.
     pub x: f64,
-    /// Each seed's value, by seed.
     pub seeds: Vec<f64>,
-    /// Over the seeds.
     pub spread: SeedSummary,
 }
 
-/// One published point.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PublishedCell {
     /// On the horizontal axis.
     pub x: f64,
-    /// The value.
     pub y: f64,
-    /// Its published spread.
     pub spread: Option<(f64, f64)>,
 }
 

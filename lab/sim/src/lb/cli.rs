@@ -87,7 +87,6 @@ pub(crate) fn parse_alpha(text: &str) -> Result<Alpha, String> {
     Alpha::new(value).map_err(|error: AlphaOutOfRange| error.to_string())
 }
 
-/// The most seeds of one run.
 const MOST_SEEDS: u64 = 10_000;
 
 /// `N` or `FIRST-LAST`.

@@ -6,7 +6,6 @@ pub const QUEUE_PACKETS: u32 = 128;
 /// Part of a packet that sums of service times may be off by.
 const ROUNDING: f64 = 1e-6;
 
-/// How cores serve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Capacity {
     /// As fast as packets come; each counts as `cost_ns` of busy time.
@@ -71,8 +70,8 @@ impl Cores {
     /// Whether the packet finds room.
     fn queued(&mut self, core: usize, time_ns: u64) -> bool {
         let (now_ns, free_ns) = (time_ns as f64, &mut self.free_ns[core]);
-        // Service takes the same time for each, so the work that is left tells how many packets are there; one of them is
-        // in service and does not wait.
+        // Service takes the same time for each, so the work that is left tells how many packets are there; one of them
+        // is in service and does not wait.
         if *free_ns - now_ns > self.longest_wait_ns {
             self.dropped[core] += 1;
             return false;

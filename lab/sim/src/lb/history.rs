@@ -2,8 +2,8 @@
 
 use super::cores::Capacity;
 
-/// The work of every core in the history. Packets up to a time t are linear in t between two events, so each core keeps a
-/// slope and an offset.
+/// The work of every core in the history. Packets up to a time t are linear in t between two events, so each core keeps
+/// a slope and an offset.
 #[derive(Debug)]
 pub struct History {
     cost_ns: f64,
@@ -22,7 +22,6 @@ pub struct History {
 }
 
 impl History {
-    /// A history of this length.
     pub fn new(cores: usize, capacity: Capacity, end_ns: u64) -> Self {
         let (cost_ns, limited) = match capacity {
             Capacity::Unlimited { cost_ns } => (cost_ns, false),
@@ -51,7 +50,6 @@ impl History {
         self.add(core, rate / 1e9, now_ns);
     }
 
-    /// A flow has ended.
     pub fn end(&mut self, flow: u32, core: usize, now_ns: u64) {
         self.add(core, -self.rate_of_flow[flow as usize], now_ns);
     }
@@ -61,8 +59,8 @@ impl History {
         self.offset[core] -= slope * now_ns as f64;
     }
 
-    /// Each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy all the time at most;
-    /// the few packets that wait in its queue are left out.
+    /// Each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy all the time
+    /// at most; the few packets that wait in its queue are left out.
     pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
         let now_ns = now_ns.min(self.end_ns);
         let elapsed_ns = (now_ns - self.read_ns) as f64;

@@ -48,10 +48,9 @@ pub struct Config {
     pub alpha: Alpha,
     /// Policies by name: those of [`coreward_model::policy`], and [`ORACLE`].
     pub policies: Vec<String>,
-    /// Each draws server ids (and with them indirection tables), RSS key and hash keys; for `campus` without a seed of its own
-    /// the traffic too.
+    /// Each draws server ids (and with them indirection tables), RSS key and hash keys; for `campus` without a seed of
+    /// its own the traffic too.
     pub seeds: Vec<u64>,
-    /// How captures are read.
     pub read: ReadOptions,
     /// How many copies of the trace run at once, shifted in time, each with addresses of its own; at least 1.
     pub overlay: u32,
@@ -63,7 +62,8 @@ pub struct Config {
     pub window_ms: u32,
     /// How much faster than it was recorded the trace runs: 1.1 is 10 % faster. Above 0.
     pub replay_speed: f64,
-    /// Rack controllers, each with as many servers (+-1); at most as many as servers. `None`: agents report to the controller.
+    /// Rack controllers, each with as many servers (+-1); at most as many as servers. `None`: agents report to the
+    /// controller.
     pub racks: Option<u16>,
     /// How many candidates a rack passes up for each bucket at most, 1 to 8; 8 lose nothing.
     pub rack_candidates: u8,
@@ -121,7 +121,6 @@ pub enum Error {
     TooShort {
         /// How long it lasts.
         seconds: f64,
-        /// The length of a window.
         window_ms: u32,
     },
     /// The oracle knows only the rates that the trace tells it.

@@ -1,8 +1,9 @@
 //! `oracle`: greedy per connection with the true instantaneous rates.
 //!
-//! A new connection goes to the server whose core for it (RSS decides which) has at that moment the least sum of the rates
-//! of the flows that are on it. No load balancer can know these rates: it shows how much better placement by core could be, at
-//! most, as long as connections stay where they are. It lives here and not among the policies, since it cannot run live.
+//! A new connection goes to the server whose core for it (RSS decides which) has at that moment the least sum of the
+//! rates of the flows that are on it. No load balancer can know these rates: it shows how much better placement by core
+//! could be, at most, as long as connections stay where they are. It lives here and not among the policies, since it
+//! cannot run live.
 
 use crate::trace::Opening;
 
@@ -36,7 +37,6 @@ impl Oracle {
         Some(core)
     }
 
-    /// The flow has ended.
     pub fn close(&mut self, flow: u32, core: usize) {
         self.of_core[core] -= self.of_flow[flow as usize];
     }

@@ -26,7 +26,6 @@ pub struct Measured {
 /// One policy over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PolicyOutcome {
-    /// Its name.
     pub policy: String,
     /// See [`Measured::server_variance_pct`].
     pub server_variance_pct: SeedSummary,
@@ -61,7 +60,6 @@ impl PolicyOutcome {
     }
 }
 
-/// All policies.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
     /// In the order in which they were asked for.

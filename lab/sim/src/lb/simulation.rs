@@ -17,8 +17,8 @@ use crate::trace::{Batch, Packet};
 /// [`seeded_rng`]'s stream for server ids and the fleet's RSS key.
 const PURPOSE_FLEET: u64 = 21;
 
-/// In a pause that is longer than this many reports the rest of them is left out: all loads are 0 by then (0.5^1000), and
-/// no report changes anything. A capture with a hole of a year would otherwise take a day.
+/// In a pause that is longer than this many reports the rest of them is left out: all loads are 0 by then (0.5^1000),
+/// and no report changes anything. A capture with a hole of a year would otherwise take a day.
 const REPORTS_OF_A_PAUSE: u64 = 1_000;
 
 /// How connections are placed.
@@ -35,7 +35,6 @@ struct Windows {
     max_over_mean: Vec<f64>,
 }
 
-/// Absolute counters at the end of a window.
 #[derive(Debug, Clone)]
 struct Counters {
     entered: Vec<u64>,
@@ -252,7 +251,6 @@ impl Simulation {
     }
 }
 
-/// The error for a name that no policy has.
 pub fn unknown_policy(name: &str) -> UnknownName {
     UnknownName::new("policy", name, policy::names().into_iter().chain([ORACLE]))
 }

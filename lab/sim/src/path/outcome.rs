@@ -15,7 +15,6 @@ pub struct Measured {
     pub server_variance_pct: f64,
     /// Of the time that the cores were busy, mean over the windows.
     pub core_variance_pct: f64,
-    /// Requests that came.
     pub requests: u64,
 }
 
@@ -26,7 +25,6 @@ pub struct Combination {
     pub policy: String,
     /// Inside the servers.
     pub dispatch: String,
-    /// Mean latency.
     pub mean: SeedSummary,
     /// Half of the requests take at most this.
     pub p50: SeedSummary,
@@ -60,7 +58,6 @@ impl Combination {
     }
 }
 
-/// All combinations.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
     /// Each policy of the load balancer with each inside the servers.

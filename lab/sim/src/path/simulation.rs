@@ -41,7 +41,6 @@ pub struct Simulation<'a> {
 /// What a server's agent last read of its cores.
 #[derive(Debug, Clone)]
 struct Reading {
-    /// When it reads them next.
     next: Tick,
     /// When it last did.
     measured: Option<Tick>,
@@ -170,7 +169,6 @@ impl<'a> Simulation<'a> {
         })
     }
 
-    /// Simulates.
     pub fn run(mut self) -> Measured {
         let of_seconds = |seconds: f64| self.config.in_ticks(seconds);
         let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(of_seconds);
@@ -259,8 +257,8 @@ impl<'a> Simulation<'a> {
         by_time.expect("at least one server").0
     }
 
-    /// An agent reads its server's cores. Where each request is placed on its own and does not follow the predicted core, none is
-    /// told apart.
+    /// An agent reads its server's cores. Where each request is placed on its own and does not follow the predicted
+    /// core, none is told apart.
     fn read(&mut self, position: usize, now: Tick) {
         let server = &mut self.servers[position];
         server.advance(now, &mut self.answers);

@@ -32,8 +32,8 @@ struct Rest {
     mean_gap: f64,
 }
 
-/// Connections come as a Poisson process. Each has a geometric number of requests, whose gaps are exponential around a mean of
-/// the connection's own. All of it is drawn without looking at what the servers do: every policy sees the same.
+/// Connections come as a Poisson process. Each has a geometric number of requests, whose gaps are exponential around a
+/// mean of the connection's own. All of it is drawn without looking at what the servers do: every policy sees the same.
 #[derive(Debug)]
 pub struct Traffic {
     /// Ticks between two connections, on average.
@@ -56,7 +56,6 @@ const PURPOSE_REQUESTS: u64 = 0x7061_7402;
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 impl Traffic {
-    /// With one seed.
     pub fn new(config: &Config, seed: u64) -> Self {
         let cores = f64::from(config.servers) * f64::from(config.cores);
         let work_per_connection = config.service.mean() * config.requests_per_connection;
@@ -79,12 +78,10 @@ impl Traffic {
         (exponential(&mut self.connections) * self.mean_interval + 0.5) as Tick
     }
 
-    /// When the next event is.
     pub fn next_event(&self) -> Tick {
         self.next_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection)
     }
 
-    /// The next event.
     pub fn take(&mut self) -> Event {
         if let Some(Reverse((at, id))) = self.next_requests.peek().copied()
             && at <= self.next_connection

@@ -21,15 +21,10 @@ pub enum Arrivals {
         /// Mean number of open connections.
         connections: f64,
     },
-    /// As the generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments): every client has
-    /// the whole mix as a list of requests, each of which it sends again only when it has ended. Long requests so come to
-    /// stand still, and most that begin are short.
-    Recycled {
-        /// How many clients.
-        clients: u32,
-        /// Requests per second, in all.
-        per_second: RateStep,
-    },
+    /// As the generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments): every
+    /// client has the whole mix as a list of requests, each of which it sends again only when it has ended. Long
+    /// requests so come to stand still, and most that begin are short.
+    Recycled { clients: u32, per_second: RateStep },
 }
 
 /// A rate that rises and falls once.
@@ -90,7 +85,8 @@ impl Source {
         self.next
     }
 
-    /// Takes the connection that begins next: what tells it from others, and its kind. `None`: no request waits to be sent.
+    /// Takes the connection that begins next: what tells it from others, and its kind. `None`: no request waits to be
+    /// sent.
     pub fn take(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
@@ -101,7 +97,6 @@ impl Source {
         Some((identity, kind?))
     }
 
-    /// A connection has ended.
     pub fn ended(&mut self, kind: u8) {
         if let Arrivals::Recycled { .. } = self.arrivals {
             self.waiting.push_back(kind);

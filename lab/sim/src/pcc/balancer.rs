@@ -7,7 +7,6 @@ use super::connections::{Connection, Connections};
 /// Where a first packet goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placed {
-    /// The server.
     pub server: u16,
     /// Its core, where cores count.
     pub core: u16,
@@ -29,7 +28,6 @@ pub trait Balancer {
     /// There are other servers in the pool than before. Called before the first packet, too.
     fn servers_changed(&mut self, cluster: &Cluster);
 
-    /// There are other load balancers than before.
     fn load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
 
     /// Whether [`Balancer::report`] does anything.

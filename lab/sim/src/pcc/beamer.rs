@@ -1,9 +1,9 @@
-//! `beamer`: stable hashing with daisy chaining (Olteanu et al., NSDI'18; Faild does the same). The number of buckets is
-//! fixed; a change of the pool moves as few as it can. A packet that the bucket's server does not know goes on to the
-//! server that had the bucket before: one change of a bucket breaks nothing, a second one may.
+//! `beamer`: stable hashing with daisy chaining (Olteanu et al., NSDI'18; Faild does the same). The number of buckets
+//! is fixed; a change of the pool moves as few as it can. A packet that the bucket's server does not know goes on to
+//! the server that had the bucket before: one change of a bucket breaks nothing, a second one may.
 //!
-//! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1): a server whose load is above (1 + threshold) x the mean is
-//! removed from the table, and added again when its load is below the mean. Its buckets then come back to it.
+//! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1): a server whose load is above (1 + threshold) x the mean
+//! is removed from the table, and added again when its load is below the mean. Its buckets then come back to it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -47,7 +47,6 @@ pub struct Beamer {
     rng: Xoshiro256PlusPlus,
 }
 
-/// The control of imbalance.
 #[derive(Debug, Clone, Copy)]
 pub struct Control {
     /// The imbalance that is allowed: 0.1 is 10 % above the mean.
@@ -57,7 +56,6 @@ pub struct Control {
 }
 
 impl Beamer {
-    /// For the configured cluster.
     pub fn new(control: Option<Control>, config: &Config, seed: u64) -> Self {
         let buckets = bucket_count(config.servers, config.buckets_per_server);
         let table = BucketTable::new(buckets, true, config.by_second);

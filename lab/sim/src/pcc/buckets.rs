@@ -1,5 +1,5 @@
-//! A table of buckets that remembers enough to say, when a connection ends, whether it was broken: no connection is looked
-//! at when a bucket changes.
+//! A table of buckets that remembers enough to say, when a connection ends, whether it was broken: no connection is
+//! looked at when a bucket changes.
 
 use super::clock::Nanoseconds;
 use super::connections::Connection;
@@ -59,17 +59,14 @@ impl BucketTable {
         }
     }
 
-    /// Number of buckets.
     pub fn len(&self) -> usize {
         self.buckets.len()
     }
 
-    /// The bucket of a connection.
     pub fn bucket(&self, identity: u64) -> usize {
         bucket_of(identity, self.buckets.len())
     }
 
-    /// The server for a first packet of the bucket.
     pub fn server(&self, bucket: usize) -> u16 {
         self.buckets[bucket].current.server
     }

@@ -8,7 +8,6 @@ use coreward_model::rss::uniform_below;
 use super::clock::Nanoseconds;
 use super::imbalance::Imbalance;
 
-/// What changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// A server that is out of the pool comes in: the one that has been out longest.
@@ -64,12 +63,10 @@ impl Cluster {
         &self.members
     }
 
-    /// Whether a server is in the pool.
     pub fn is_member(&self, server: u16) -> bool {
         self.is_member[usize::from(server)]
     }
 
-    /// All servers there are, in the pool or not.
     pub fn server_count(&self) -> usize {
         self.open.len()
     }
@@ -84,7 +81,6 @@ impl Cluster {
         self.total_of_members as f64 / self.members.len() as f64
     }
 
-    /// The load balancers that run.
     pub fn load_balancers(&self) -> &[u8] {
         &self.load_balancers
     }

@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use super::clock::Nanoseconds;
 use super::mix::Mix;
 
-/// A connection from its first packet to its last.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
     /// What tells it from others: the 4-tuple, as 64 random bits.
@@ -18,13 +17,13 @@ pub struct Connection {
     pub rerouted: Option<Nanoseconds>,
     /// The server that got its first packet.
     pub server: u16,
-    /// The core of that server.
     pub core: u16,
     /// Its [`super::mix::Kind`].
     pub kind: u8,
 }
 
-/// All open connections. Those of one kind last equally long and so end in the order in which they began: one queue each.
+/// All open connections. Those of one kind last equally long and so end in the order in which they began: one queue
+/// each.
 #[derive(Debug)]
 pub struct Connections {
     slots: Vec<Option<Connection>>,
@@ -34,7 +33,6 @@ pub struct Connections {
     durations: Vec<Nanoseconds>,
     /// By kind: when the first of its queue ends; [`NEVER`] without one.
     ends: Vec<Nanoseconds>,
-    /// The kind of the connection that ends next.
     next_kind: usize,
     open: usize,
 }
@@ -90,7 +88,6 @@ impl Connections {
         self.open += 1;
     }
 
-    /// When the next one ends.
     pub fn next_end(&self) -> Option<Nanoseconds> {
         (self.open > 0).then(|| self.ends[self.next_kind])
     }

@@ -23,7 +23,6 @@ pub fn server_count(config: &Config) -> usize {
     config.servers + spare_servers(config)
 }
 
-/// Runs one method with one seed on a configuration that is valid.
 pub fn simulate<B: Balancer>(config: &Config, mix: &Mix, seed: u64, balancer: B) -> Run {
     Simulation::new(config, mix, seed, balancer).run()
 }
@@ -151,8 +150,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    /// When the client notices that its packets go elsewhere: with the first acknowledgement that it sends afterwards, at
-    /// the latest when the connection should end.
+    /// When the client notices that its packets go elsewhere: with the first acknowledgement that it sends afterwards,
+    /// at the latest when the connection should end.
     fn noticed(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
         let packets = u128::from(kind.packets);

@@ -50,7 +50,6 @@ pub struct Hashed {
 }
 
 impl Hashed {
-    /// For the configured cluster.
     pub fn new(layout: HashLayout, config: &Config) -> Self {
         let size = layout.size(config.servers, config.buckets_per_server);
         Self { layout, table: BucketTable::new(size, false, config.by_second) }
@@ -80,8 +79,9 @@ impl Balancer for Hashed {
     }
 }
 
-/// Each load balancer keeps the server of every connection that it has seen; one that it has not seen it hashes. (Ananta,
-/// Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2.) A connection's mark has the bit of every load balancer that knows it.
+/// Each load balancer keeps the server of every connection that it has seen; one that it has not seen it hashes.
+/// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2.) A connection's mark has the bit of every load balancer that
+/// knows it.
 #[derive(Debug)]
 pub struct Stateful {
     hashed: Hashed,
@@ -89,7 +89,6 @@ pub struct Stateful {
 }
 
 impl Stateful {
-    /// For the configured cluster.
     pub fn new(layout: HashLayout, config: &Config) -> Self {
         Self { hashed: Hashed::new(layout, config), running: 0 }
     }
@@ -115,7 +114,8 @@ impl Balancer for Stateful {
         self.hashed.servers_changed(cluster);
     }
 
-    /// Every connection may reach another load balancer now, so all are looked at. What a load balancer hashes it keeps.
+    /// Every connection may reach another load balancer now, so all are looked at. What a load balancer hashes it
+    /// keeps.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // What was stopped, or starts anew, knows nothing.
         let kept = self.running & bits_of(cluster.load_balancers());

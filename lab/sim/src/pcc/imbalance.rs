@@ -1,5 +1,5 @@
-//! Imbalance (Cheetah, NSDI'20, Sect. 2.1; Maglev, NSDI'16): connections of the fullest server over the mean of all servers,
-//! averaged over time.
+//! Imbalance (Cheetah, NSDI'20, Sect. 2.1; Maglev, NSDI'16): connections of the fullest server over the mean of all
+//! servers, averaged over time.
 
 use super::clock::Nanoseconds;
 
@@ -46,7 +46,6 @@ impl Imbalance {
         if self.measured > 0.0 { self.area / self.measured } else { 1.0 }
     }
 
-    /// A server comes in with so many connections.
     pub fn add_server(&mut self, connections: u32) {
         self.servers += 1;
         self.connections += u64::from(connections);

@@ -12,15 +12,16 @@ use crate::names::UnknownName;
 pub enum Method {
     /// By a table of buckets that depends on the pool only.
     Hashed(HashLayout),
-    /// `beamer[:THRESHOLD]`: stable hashing with daisy chaining; a server whose load is above (1 + threshold) x the mean gets
-    /// no new connections until it is below the mean.
+    /// `beamer[:THRESHOLD]`: stable hashing with daisy chaining; a server whose load is above (1 + threshold) x the
+    /// mean gets no new connections until it is below the mean.
     Beamer {
         /// The imbalance that is allowed.
         threshold: Option<f64>,
     },
     /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
     Stateful(HashLayout),
-    /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie says by which of the last configurations its connection is hashed.
+    /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie says by which of the last configurations its connection is
+    /// hashed.
     HistoryTag {
         /// Of the tag, 0 to [`TAG_BITS_MAX`].
         bits: u8,
@@ -29,8 +30,8 @@ pub enum Method {
         /// Of the table of buckets.
         layout: HashLayout,
     },
-    /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie says by which hash function its server, the least loaded of all that
-    /// they named, was found.
+    /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie says by which hash function its server, the least loaded of
+    /// all that they named, was found.
     HashIndex {
         /// Of the index, 0 to [`INDEX_BITS_MAX`].
         bits: u8,
@@ -62,7 +63,6 @@ pub enum HashLayout {
     Maglev,
 }
 
-/// All layouts.
 const LAYOUTS: [HashLayout; 3] = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev];
 
 impl HashLayout {
@@ -88,7 +88,6 @@ impl HashLayout {
     }
 }
 
-/// Text that is no method.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MethodError {
     /// No such method, layout or policy.

@@ -4,7 +4,6 @@ use coreward_model::rss::uniform_below;
 
 use super::clock::Nanoseconds;
 
-/// A kind of connection.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Kind {
     /// From the first packet to the last.
@@ -13,9 +12,9 @@ pub struct Kind {
     pub packets: u32,
 }
 
-/// The large web server's mix of Cheetah (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): `includes/duration_high.path` of
-/// github.com/cheetahlb/experiments, 908 requests, summed up: duration in microseconds, size in bytes, how many. Median
-/// 0.54 s, mean 26.3 s, longest 150 s.
+/// The large web server's mix of Cheetah (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): `includes/duration_high.path`
+/// of github.com/cheetahlb/experiments, 908 requests, summed up: duration in microseconds, size in bytes, how many.
+/// Median 0.54 s, mean 26.3 s, longest 150 s.
 const WEB_SERVER: [(u64, f64, u16); 33] = [
     (1_015, 58.988, 1),
     (1_015, 83.440, 11),
@@ -55,7 +54,6 @@ const WEB_SERVER: [(u64, f64, u16); 33] = [
 /// What the experiment's server writes at a time (`includes/httpserver.py`).
 const BYTES_PER_PACKET: f64 = 125.0;
 
-/// A mix of kinds of connections.
 #[derive(Debug, Clone)]
 pub struct Mix {
     kinds: Vec<Kind>,
@@ -65,7 +63,6 @@ pub struct Mix {
 }
 
 impl Mix {
-    /// The web server's.
     pub fn web_server() -> Self {
         let kind = |(microseconds, bytes, _): &(u64, f64, u16)| Kind {
             duration: microseconds * 1_000,
@@ -109,7 +106,6 @@ impl Mix {
         self.mean_duration
     }
 
-    /// The longest duration.
     pub fn longest(&self) -> Nanoseconds {
         self.kinds.iter().map(|kind| kind.duration).max().unwrap_or(0)
     }

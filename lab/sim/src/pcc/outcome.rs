@@ -17,7 +17,6 @@ pub struct Run {
     pub imbalance: f64,
     /// Changes of servers and load balancers after the warm-up.
     pub updates: u64,
-    /// Connections that were open at the end.
     pub open_at_end: usize,
     /// Second by second after the warm-up, when [`super::Config::by_second`] is set.
     pub seconds: Vec<Second>,
@@ -51,7 +50,6 @@ impl Second {
 /// One method, over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MethodOutcome {
-    /// The method.
     pub method: Method,
     /// Connections that were mapped to at least two servers between start and end, in percent of all.
     pub broken_pct: SeedSummary,

@@ -1,4 +1,5 @@
-//! The methods beside a simulation that sends a packet of every open connection after every change and looks where it goes.
+//! The methods beside a simulation that sends a packet of every open connection after every change and looks where it
+//! goes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -168,7 +169,6 @@ impl Network<Stateful> for ConnectionTables {
 /// The load balancer has a table per tag, and every connection a tag and an index.
 #[derive(Default)]
 struct TablesByTag {
-    /// By tag, the configuration that has it.
     configurations: BTreeMap<u32, u32>,
     /// By identity: the tag that the last packet had.
     tags: BTreeMap<u64, u32>,

@@ -18,7 +18,6 @@ pub enum Updates {
     PerMinute {
         /// Servers added or removed.
         servers: f64,
-        /// Load balancers added or removed.
         load_balancers: f64,
     },
     /// At these seconds after the warm-up, in this order.

@@ -1,12 +1,13 @@
 //! `history-tag`, `hash-index`: cookies of a few bits (Cheetah, NSDI'20, Appendix B), for load balancers that hash.
 //!
-//! **History tag.** The load balancer keeps the last n configurations of the pool, and the cookie says in log2(n) bits by
-//! which of them its connection is hashed. A tag is used again after n changes, and then names another configuration. The
-//! load balancer may give a connection a fresher tag: that of a later configuration in which it has the same server.
+//! **History tag.** The load balancer keeps the last n configurations of the pool, and the cookie says in log2(n) bits
+//! by which of them its connection is hashed. A tag is used again after n changes, and then names another
+//! configuration. The load balancer may give a connection a fresher tag: that of a later configuration in which it has
+//! the same server.
 //!
 //! **Hash index.** There are several hash functions; a new connection goes to the least loaded of the servers that they
-//! name, and the cookie says which function it was. The pool that it is a function of is the present one, or, together with
-//! a tag, the tag's.
+//! name, and the cookie says which function it was. The pool that it is a function of is the present one, or, together
+//! with a tag, the tag's.
 
 use std::collections::VecDeque;
 
@@ -41,8 +42,8 @@ struct Configuration {
     servers: Vec<u16>,
 }
 
-/// A table of buckets per configuration. A connection's mark is the configuration that it began in, and above 32 bits its
-/// hash index.
+/// A table of buckets per configuration. A connection's mark is the configuration that it began in, and above 32 bits
+/// its hash index.
 #[derive(Debug)]
 pub struct SmallCookies {
     fields: Fields,
@@ -82,7 +83,6 @@ impl SmallCookies {
         self.fields.fresh
     }
 
-    /// The number of the present configuration.
     pub fn present(&self) -> u32 {
         self.first + self.configurations.len() as u32 - 1
     }
@@ -102,8 +102,8 @@ impl SmallCookies {
         self.reported.as_ref().map_or_else(|| cluster.open(server), |reported| reported[usize::from(server)])
     }
 
-    /// Whether a load balancer can still find the connection's server in configuration `number`, `tagged` being the tag that
-    /// it has; then the tag that it has from now on.
+    /// Whether a load balancer can still find the connection's server in configuration `number`, `tagged` being the tag
+    /// that it has; then the tag that it has from now on.
     fn survives(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
         let index = (connection.mark >> 32) as u32;
         let same = self.server(number, connection.identity, index) == connection.server;

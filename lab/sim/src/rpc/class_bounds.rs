@@ -27,7 +27,6 @@ impl Default for ClassBoundOptions {
 const OPTIONS: [&str; 3] = ["reserved=N", "bound=N", "reserved-bound=N"];
 
 impl ClassBoundOptions {
-    /// For so many cores and classes.
     pub fn bounds(&self, cores: u16, classes: u8) -> ClassBounds {
         ClassBounds::reserving(cores, classes, self.reserved, self.bound.into(), self.reserved_bound.into())
     }

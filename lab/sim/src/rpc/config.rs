@@ -67,11 +67,9 @@ pub enum Error {
          latency, or a bound on the queue"
     )]
     Overload {
-        /// The offered load.
         load: f64,
         /// What the policy can carry.
         capacity: f64,
-        /// The policy.
         policy: Policy,
     },
     /// Not a latency.
@@ -82,7 +80,6 @@ pub enum Error {
     Requests {
         /// As given.
         requests: u64,
-        /// The most.
         most: u64,
     },
     /// Not a skew.
@@ -99,26 +96,12 @@ pub enum Error {
     NothingMeasured,
     /// Groups that do not make up the cores.
     #[error("policy {policy}: its groups have {grouped} cores, the server has {cores}")]
-    Groups {
-        /// The policy.
-        policy: Policy,
-        /// Cores of all groups.
-        grouped: u32,
-        /// Cores of the server.
-        cores: u16,
-    },
+    Groups { policy: Policy, grouped: u32, cores: u16 },
     /// Cores divided between other than two services, or fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
-    TwoServices {
-        /// The policy.
-        policy: Policy,
-        /// Services, which are the classes of service time.
-        services: u8,
-        /// Cores of the server.
-        cores: u16,
-    },
+    TwoServices { policy: Policy, services: u8, cores: u16 },
     /// Not a service level objective.
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     Slo(f64),
@@ -131,8 +114,9 @@ pub enum Error {
 }
 
 impl Config {
-    /// The load below which the queues are stable: [`Policy::capacity`], and under RSS with so many buckets, evenly drawn, what
-    /// the cores with most of them can carry. Few connections, or uneven ones, can overload a core all the same.
+    /// The load below which the queues are stable: [`Policy::capacity`], and under RSS with so many buckets, evenly
+    /// drawn, what the cores with most of them can carry. Few connections, or uneven ones, can overload a core all the
+    /// same.
     pub fn capacity(&self, buckets: u32) -> f64 {
         let of_policy = self.policy.capacity(self.service.mean(), self.latency);
         let cores = u32::from(self.cores);

@@ -43,7 +43,6 @@ pub enum Priorities {
 }
 
 impl Priorities {
-    /// The service that a request of that class belongs to.
     #[inline]
     pub fn service(self, class: u8) -> u8 {
         match self {
@@ -52,7 +51,6 @@ impl Priorities {
         }
     }
 
-    /// How many services there are with so many classes of service time.
     pub fn services(self, classes: u8) -> u8 {
         match self {
             Self::Classes => classes,

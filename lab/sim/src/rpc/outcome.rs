@@ -10,7 +10,6 @@ use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, ticks, units};
 /// Quantiles are within 0.05 %.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Quantiles {
-    /// The arithmetic mean.
     pub mean: f64,
     /// Half are at most this.
     pub p50: f64,
@@ -22,7 +21,6 @@ pub struct Quantiles {
     pub p999: f64,
 }
 
-/// The requests of one class.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Class {
     /// Its service time in units; for a distribution without classes, the mean.
@@ -37,14 +35,12 @@ pub struct Class {
 pub struct Window {
     /// When the window begins, in units of service time.
     pub from: f64,
-    /// How many responses.
     pub responses: u64,
     /// Their latencies.
     #[serde(flatten)]
     pub quantiles: Quantiles,
 }
 
-/// Latencies.
 #[derive(Debug, Clone)]
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
@@ -82,7 +78,6 @@ impl LatencyHistogram {
     }
 }
 
-/// Records latencies by class and by time.
 #[derive(Debug)]
 pub struct Recorder {
     from: Tick,
@@ -122,7 +117,6 @@ impl Recorder {
         self.classes.iter().map(LatencyHistogram::quantiles)
     }
 
-    /// The windows.
     pub fn into_windows(self) -> Vec<Window> {
         self.windows.map_or(Vec::new(), |mut windows| {
             windows.close();

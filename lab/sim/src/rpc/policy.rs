@@ -44,7 +44,6 @@ pub enum Policy {
     },
 }
 
-/// Text that is no policy.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum PolicyError {
     /// No such policy.
@@ -52,12 +51,7 @@ pub enum PolicyError {
     Unknown(#[from] UnknownName),
     /// Not the parameters that it takes.
     #[error("policy {given:?}: expected {expected}")]
-    Parameters {
-        /// As given.
-        given: String,
-        /// What the policy takes.
-        expected: String,
-    },
+    Parameters { given: String, expected: String },
 }
 
 /// Every policy, with its parameters.
@@ -77,9 +71,9 @@ pub const FORMS: [&str; 13] = [
     "dfcfs:X,Y",
 ];
 
-/// What a stolen request takes longer when nothing is said. ZygOS (SOSP'17, Sect. 6.1) comes within 50-60 % of ideal with
-/// 5 us requests and within 15 % from 20 us on, which a few microseconds of cost explain; half a service time is the same
-/// order for requests of a few microseconds.
+/// What a stolen request takes longer when nothing is said. ZygOS (SOSP'17, Sect. 6.1) comes within 50-60 % of ideal
+/// with 5 us requests and within 15 % from 20 us on, which a few microseconds of cost explain; half a service time is
+/// the same order for requests of a few microseconds.
 const STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {

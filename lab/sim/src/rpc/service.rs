@@ -42,7 +42,6 @@ pub enum ServiceError {
     /// Not the parameters that it takes.
     #[error("service {given:?}: expected {expected}")]
     Parameters {
-        /// As given.
         given: String,
         /// What the distribution takes.
         expected: &'static str,
@@ -50,7 +49,6 @@ pub enum ServiceError {
     /// A share outside 0 to 1.
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
     Fraction {
-        /// As given.
         given: String,
         /// The share.
         fraction: f64,
@@ -58,19 +56,13 @@ pub enum ServiceError {
     /// Shares that are more than everything.
     #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
     Sum {
-        /// As given.
         given: String,
         /// Of the shares.
         sum: f64,
     },
     /// A long class that is shorter than the short one, or not a number.
     #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
-    Factor {
-        /// As given.
-        given: String,
-        /// The factor.
-        factor: f64,
-    },
+    Factor { given: String, factor: f64 },
 }
 
 const FIXED: &str = "fixed";
@@ -145,7 +137,6 @@ impl Service {
         Ok(Self::Classes(classes))
     }
 
-    /// The mean service time, in units.
     pub fn mean(&self) -> f64 {
         match self {
             Self::Fixed | Self::Exponential | Self::LogNormal(_) => 1.0,
@@ -179,11 +170,9 @@ pub enum Sampler {
     Exponential,
     /// Its sigma.
     LogNormal(f64),
-    /// A time for each class.
     Classes(ClassDraw),
 }
 
-/// Most classes that a distribution has.
 const MOST_CLASSES: usize = 3;
 
 /// A draw of 32 bits below `thresholds[i]`, and not below the previous one, is class i.

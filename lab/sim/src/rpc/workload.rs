@@ -47,7 +47,6 @@ impl Workload {
         }
     }
 
-    /// The next request.
     #[inline]
     pub fn draw(&mut self) -> Request {
         self.next_arrival += (exponential(&mut self.arrivals) * self.mean_gap + 0.5) as Tick;

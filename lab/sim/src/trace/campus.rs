@@ -1,19 +1,20 @@
 //! `campus`: the traffic of a university's uplink, drawn from a seed.
 //!
-//! Flows arrive as a Poisson process. Packets per flow are drawn from the mixture that was fitted to one hour of the uplink of
-//! AGH University (6.5 million flows, 681 million packets): flow-models, agh_2015061019_IPv4_anon, `length` of all
-//! flows; Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506. A flow sends its packets evenly spaced, the first when it
-//! arrives, at a rate of its own: lognormal, median 150 packets/s, sigma 1.3, between length / 300 s and 4,000 packets/s.
+//! Flows arrive as a Poisson process. Packets per flow are drawn from the mixture that was fitted to one hour of the
+//! uplink of AGH University (6.5 million flows, 681 million packets): flow-models, agh_2015061019_IPv4_anon, `length`
+//! of all flows; Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506. A flow sends its packets evenly spaced, the
+//! first when it arrives, at a rate of its own: lognormal, median 150 packets/s, sigma 1.3, between length / 300 s and
+//! 4,000 packets/s.
 //!
-//! The two limits of the rate leave room for lengths up to 1.2 million packets; longer ones (1 of 240,000 flows) are drawn
-//! again. The mean length is then 106 (the data: 104.5; the mixture without a bound: 116), and flows over 57,000 packets carry
-//! 47 % of all packets.
+//! The two limits of the rate leave room for lengths up to 1.2 million packets; longer ones (1 of 240,000 flows) are
+//! drawn again. The mean length is then 106 (the data: 104.5; the mixture without a bound: 116), and flows over 57,000
+//! packets carry 47 % of all packets.
 //!
-//! A flow lives 300 s at most. So the arrivals of the 300 s before time 0 are drawn too, and what is left of each at time 0
-//! is part of the trace: the traffic is stationary from its first packet on. Half of all packets belong to flows that live
-//! for minutes, and a load balancer decides about a flow once. So it matters when it met those that are under way: by default it
-//! was there when they arrived, and the history (flows and rates, no packets) is part of the trace; with `history=0`
-//! it is switched on at time 0 and meets them all at once, before any core has reported a load.
+//! A flow lives 300 s at most. So the arrivals of the 300 s before time 0 are drawn too, and what is left of each at
+//! time 0 is part of the trace: the traffic is stationary from its first packet on. Half of all packets belong to flows
+//! that live for minutes, and a load balancer decides about a flow once. So it matters when it met those that are under
+//! way: by default it was there when they arrived, and the history (flows and rates, no packets) is part of the trace;
+//! with `history=0` it is switched on at time 0 and meets them all at once, before any core has reported a load.
 
 use std::net::Ipv4Addr;
 use std::str::FromStr;
@@ -27,7 +28,8 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::settings::{SettingError, settings};
 use super::{Batch, Event, Opening, Packet, Trace, TraceError};
 
-/// A part of the mixture of packets per flow: its weight, and what is drawn (SciPy's parameters; `loc` is 0 throughout).
+/// A part of the mixture of packets per flow: its weight, and what is drawn (SciPy's parameters; `loc` is 0
+/// throughout).
 struct Part {
     weight: f64,
     length: Length,
@@ -159,7 +161,6 @@ pub struct CampusTrace {
     unused: u32,
 }
 
-/// Opening of a flow with what its packet is sorted by.
 pub(super) type Sorted = ((u64, u32), Opening);
 
 impl CampusTrace {
@@ -458,8 +459,8 @@ mod tests {
         let (cold, begun, under_way, highest) = checked(campus);
         assert!(cold > 10_000 && (600..900).contains(&begun) && under_way == 0 && highest < 900, "{cold} {begun}");
         let (packets, begun, under_way, highest) = checked(Campus { history_s: 300, ..campus });
-        // The same flows: only who has met them before differs. A packet that is due at time 0 to the ns may fall on either
-        // side.
+        // The same flows: only who has met them before differs. A packet that is due at time 0 to the ns may fall on
+        // either side.
         assert!(packets.abs_diff(cold) <= 2, "{packets} and {cold} packets");
         assert!((58_000..63_000).contains(&begun) && (80..200).contains(&under_way) && highest < 900, "{under_way}");
     }

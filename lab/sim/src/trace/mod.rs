@@ -7,8 +7,9 @@
 //! * [`arrivals`]: the arrival logs of the demo
 //! * [`amplify`]: several copies of a trace at once
 //!
-//! A [`Trace`] is read in [`Batch`]es and never held whole. Numbers of flows are dense and used again once a flow has ended, so
-//! that whoever keeps an array with an entry per flow needs memory for the flows that are open at once, not for all.
+//! A [`Trace`] is read in [`Batch`]es and never held whole. Numbers of flows are dense and used again once a flow has
+//! ended, so that whoever keeps an array with an entry per flow needs memory for the flows that are open at once, not
+//! for all.
 
 pub mod amplify;
 pub mod arrivals;
@@ -30,7 +31,6 @@ pub use source::{Source, SourceError};
 pub struct Packet {
     /// When, in ns after the trace's start (that of its history, if it has one); never less than the previous packet's.
     pub time_ns: u64,
-    /// The number of its flow.
     pub flow: u32,
     /// Bytes on the wire, Ethernet header included; 0 when the trace does not say.
     pub bytes: u16,
@@ -49,7 +49,6 @@ impl Event {
     pub const OPENS: Event = Event(1);
     /// The flow's last packet: its number may be used again.
     pub const CLOSES: Event = Event(2);
-    /// First and last.
     pub const ONLY: Event = Event(3);
     /// No packet at all: the flow turned out to have ended earlier.
     pub const EXPIRES: Event = Event(4 | 2);
@@ -67,7 +66,6 @@ impl Event {
         self.0 & 2 != 0
     }
 
-    /// Whether there is a packet.
     pub fn is_packet(self) -> bool {
         self.0 & 4 == 0
     }
@@ -125,8 +123,8 @@ pub trait Trace: Send {
         0
     }
 
-    /// How long a history precedes the packets (ns): flows that begin and expire, each with its rate, but no packets. Who
-    /// was there all the time has placed those that are still under way when the packets set in.
+    /// How long a history precedes the packets (ns): flows that begin and expire, each with its rate, but no packets.
+    /// Who was there all the time has placed those that are still under way when the packets set in.
     fn history_ns(&self) -> u64 {
         0
     }
@@ -140,7 +138,6 @@ pub trait Trace: Send {
     }
 }
 
-/// What is wrong with a trace.
 #[derive(Debug, thiserror::Error)]
 pub enum TraceError {
     /// The file cannot be opened or read.

@@ -10,7 +10,6 @@ pub enum SettingError {
     /// Not `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
     NotAPair {
-        /// The generator.
         generator: &'static str,
         /// What stands there.
         text: String,
@@ -18,7 +17,6 @@ pub enum SettingError {
     /// There is no such name.
     #[error("{generator}: {name}")]
     Name {
-        /// The generator.
         generator: &'static str,
         /// The name, with those that are known.
         name: UnknownName,
@@ -26,11 +24,8 @@ pub enum SettingError {
     /// The value does not fit.
     #[error("{generator}: {name}={value}: expected a whole number from {low} to {high}")]
     Value {
-        /// The generator.
         generator: &'static str,
-        /// What is set.
         name: String,
-        /// To what.
         value: String,
         /// The least that would do.
         low: u64,
@@ -42,7 +37,6 @@ pub enum SettingError {
 /// One `name=value`.
 pub struct Setting<'a> {
     generator: &'static str,
-    /// What is set.
     pub name: &'a str,
     value: &'a str,
 }
@@ -70,7 +64,6 @@ impl Setting<'_> {
         })
     }
 
-    /// The error for a name that is none of those.
     pub fn unknown(&self, known: &[&str]) -> SettingError {
         let name = UnknownName::new("setting", self.name, known.iter().copied());
         SettingError::Name { generator: self.generator, name }

@@ -6,7 +6,6 @@ use coreward_sim::figure::result::{FigureResult, Provenance};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::figure::{draw, page, run};
 
-/// The scenario with one seed and small samples.
 fn small(embedded: &Embedded) -> Scenario {
     let line = |line: &str| match line.split_once(" = ") {
         Some(("seeds", _)) => "seeds = 1".to_owned(),
@@ -24,7 +23,6 @@ fn result(embedded: &Embedded, scenario: &Scenario) -> FigureResult {
     FigureResult::new(embedded.name, Provenance::new("command".into(), embedded.text), scenario, table)
 }
 
-/// What a figure's files hold.
 fn files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
     let page = page::page(&[(result.clone(), scenario.clone())]);
     [result.table.csv(), draw::svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]

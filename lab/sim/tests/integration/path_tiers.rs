@@ -7,7 +7,6 @@ fn combinations(config: &Config) -> Vec<Combination> {
     run(config).unwrap().combinations
 }
 
-/// Connections of one request each.
 fn single_requests() -> Config {
     Config { requests_per_connection: 1.0, policies: vec!["hash".to_owned()], ..Config::default() }
 }

@@ -1,5 +1,5 @@
-//! Somebody who speaks for a server whose agent is away, and lies: about its cores, its NIC, the time, who it is; and others who
-//! flood the controller with connections that say nothing or nonsense.
+//! Somebody who speaks for a server whose agent is away, and lies: about its cores, its NIC, the time, who it is; and
+//! others who flood the controller with connections that say nothing or nonsense.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -24,7 +24,6 @@ use crate::namespace::Namespace;
 const PURPOSE_LIES: u64 = 0x6368_6103;
 /// A hundred times as many reports as an agent sends.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1);
-/// As often as an agent.
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Between two attempts to speak for the server: the controller waits until its agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -37,13 +36,11 @@ const FLOOD: usize = 64;
 /// How many lies were told.
 #[derive(Debug, Default)]
 pub struct FalseReports {
-    /// Reports.
     pub reports: AtomicU64,
     /// Connections that said nothing, or nonsense.
     pub connections: AtomicU64,
 }
 
-/// Subject of the false reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lie {
     /// Everything, in the name of any server, with a flood of connections.
@@ -55,7 +52,6 @@ pub enum Lie {
 /// An impostor with the certificate of a server's agent.
 #[derive(Debug)]
 pub struct Liar {
-    /// The server's number.
     pub server: u16,
     /// The agent's certificate and key.
     pub stolen: Files,
@@ -174,7 +170,6 @@ fn rss(key: usize, queues: Vec<u32>) -> v1::Rss {
     v1::Rss { source: "a lie".to_owned(), key: vec![0xaa; key], indirection_table: queues, input_transform: 0 }
 }
 
-/// A report with one lie in it.
 fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
     let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
     let mut report = v1::Report { core_busy_ns: vec![busy_ns, 0], ..idle_report(sequence) };

@@ -28,7 +28,6 @@ const DEVIATIONS: f64 = 5.0;
 pub struct ByzantineShare {
     /// Its share of new connections if it were treated as all others, of 1.
     pub fair: f64,
-    /// Its connections, and all connections, second by second.
     pub seconds: Vec<[u64; 2]>,
 }
 

@@ -1,7 +1,7 @@
 //! Somebody who changes the configuration all the time, and remembers what the controller acknowledged.
 //!
-//! The controller has said of the document that is *acknowledged* that it is in force. Attempts since then whose answer did not
-//! come may be in force, too: whoever asks a controller that dies cannot know. Anything else is a lost write.
+//! The controller has said of the document that is *acknowledged* that it is in force. Attempts since then whose answer
+//! did not come may be in force, too: whoever asks a controller that dies cannot know. Anything else is a lost write.
 
 use std::fs;
 use std::path::PathBuf;
@@ -276,7 +276,6 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// The attempts after the one that is in force.
 fn after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
     let position = attempts.iter().position(|text| text == in_force);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()

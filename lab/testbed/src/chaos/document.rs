@@ -41,8 +41,8 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// With all `servers` active. `services`: name, address, and further lines as they are to stand there; `racks_of`: by server,
-    /// through which racks its agent may speak; empty: there are none.
+    /// With all `servers` active. `services`: name, address, and further lines as they are to stand there; `racks_of`:
+    /// by server, through which racks its agent may speak; empty: there are none.
     pub fn new(
         seed: u64,
         servers: &[u16],
@@ -131,7 +131,6 @@ impl Documents {
         self.servers.insert(number, entry);
     }
 
-    /// The document with a mistake in it.
     pub fn wrong(&mut self) -> String {
         let text = self.text();
         match self.below(5) {

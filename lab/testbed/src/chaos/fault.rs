@@ -58,7 +58,8 @@ impl FaultKind {
     }
 }
 
-/// A fault and whom it hits. Daemons go by the names of [`crate::fleet`], machines by those of their ports at the switch.
+/// A fault and whom it hits. Daemons go by the names of [`crate::fleet`], machines by those of their ports at the
+/// switch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
     /// Of a daemon.
@@ -105,11 +106,11 @@ pub enum Fault {
 
 /// How long a fault lasts that clients do not notice (ms).
 const LASTS_MS: Range<u32> = 300..6_000;
-/// The same where packets of clients are lost meanwhile: TCP must send them again before the client's patience ends, after 10 s.
+/// The same where packets of clients are lost meanwhile: TCP must send them again before the client's patience ends,
+/// after 10 s.
 const LASTS_WITH_LOSS_MS: Range<u32> = 200..2_500;
 
 impl Fault {
-    /// Its kind.
     pub fn kind(&self) -> FaultKind {
         match self {
             Self::Kill(_) => FaultKind::Kill,
@@ -135,8 +136,8 @@ impl Fault {
         }
     }
 
-    /// Whether both concern one daemon, or the network: what each would do alone would not be known. A clock may jump whatever
-    /// else happens.
+    /// Whether both concern one daemon, or the network: what each would do alone would not be known. A clock may jump
+    /// whatever else happens.
     pub fn touches(&self, other: &Self) -> bool {
         let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if networks(self) || networks(other) {

@@ -1,5 +1,5 @@
-//! What is seen of the fleet while everything goes wrong: generations, ids and counters that only grow or stay, tables that
-//! come, daemons that do not grow.
+//! What is seen of the fleet while everything goes wrong: generations, ids and counters that only grow or stay, tables
+//! that come, daemons that do not grow.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -104,8 +104,9 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Which load balancer got no new table since that moment; `None`: all did. `status`: of the controller. Where no service's
-    /// policy reads loads, no table is new while nothing else changes: then those that the controller has are in force.
+    /// Which load balancer got no new table since that moment; `None`: all did. `status`: of the controller. Where no
+    /// service's policy reads loads, no table is new while nothing else changes: then those that the controller has are
+    /// in force.
     pub fn without_table(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array(&status["services"]);
         let reads_loads = services.iter().any(|service| READ_LOADS.iter().any(|policy| service["policy"] == *policy));
@@ -230,9 +231,9 @@ impl Known {
     }
 }
 
-/// Why the fleet is not whole, by its status; `None`: every server that is in the document reports and is well, every rack is there, every
-/// load balancer has heard of the newest configuration and knows all servers. `since`: the load balancers must have said so after this
-/// moment.
+/// Why the fleet is not whole, by its status; `None`: every server that is in the document reports and is well, every
+/// rack is there, every load balancer has heard of the newest configuration and knows all servers. `since`: the load
+/// balancers must have said so after this moment.
 pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
@@ -287,7 +288,6 @@ fn scrape() -> anyhow::Result<String> {
 pub struct ResourceUsage {
     /// Memory that is its own and in RAM (kB).
     pub memory_kb: u64,
-    /// Open files.
     pub files: u64,
 }
 

@@ -378,7 +378,6 @@ fn racks_of(server: u16, racks: u16) -> Vec<u16> {
     if first == second { vec![first] } else { vec![first, second] }
 }
 
-/// Files below a directory.
 fn count_files(directory: &Path) -> usize {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     entries.map(|entry| if entry.path().is_dir() { count_files(&entry.path()) } else { 1 }).sum()

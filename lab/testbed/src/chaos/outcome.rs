@@ -20,7 +20,6 @@ pub struct Outcome {
     pub seconds: f64,
     /// What it was drawn from.
     pub seed: u64,
-    /// Faults by kind.
     pub faults: BTreeMap<String, u64>,
     /// What was told by those who lie.
     pub lies: FalseReportCounts,
@@ -58,7 +57,6 @@ pub struct Recovery {
 /// How many lies were told.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct FalseReportCounts {
-    /// Reports.
     pub reports: u64,
     /// Connections that said nothing, or nonsense.
     pub connections: u64,

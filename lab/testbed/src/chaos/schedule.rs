@@ -15,7 +15,6 @@ use crate::topology::{load_balancer_name, rack_name};
 
 /// [`seeded_rng`]'s stream for what goes wrong.
 const PURPOSE_FAULTS: u64 = 0x6368_6101;
-/// Faults of a round.
 const FAULTS_MAX: u32 = 3;
 /// A round's faults begin within so many ms.
 const BEGIN_MS: u32 = 2_000;
@@ -27,7 +26,6 @@ pub struct Planned {
     pub begin: Duration,
     /// From the round's beginning.
     pub end: Duration,
-    /// What it is.
     pub fault: Fault,
 }
 
@@ -49,7 +47,6 @@ pub struct Parts {
 pub struct Schedule {
     rng: Xoshiro256PlusPlus,
     kinds: Vec<FaultKind>,
-    /// Kinds whose turn is still to come.
     turns: Vec<FaultKind>,
     parts: Parts,
 }
@@ -124,7 +121,6 @@ impl Schedule {
         1 + self.below(self.parts.racks.into()) as u16
     }
 
-    /// How many roles there are.
     fn roles(&self) -> u32 {
         if self.parts.racks > 0 { 4 } else { 3 }
     }
@@ -139,7 +135,6 @@ impl Schedule {
         }
     }
 
-    /// A port of the switch.
     fn port(&mut self) -> String {
         match self.below(self.roles()) {
             0 => CONTROLLER.to_owned(),

@@ -36,13 +36,11 @@ pub struct TestEnv<'a> {
     disk: Disk,
     preload: Preload,
     etcd: Option<Etcd<'a>>,
-    /// The member of etcd that is away.
     etcd_away: Option<u16>,
     /// What upgrades alternate with; `None`: a new process of the same.
     other_command: Option<PathBuf>,
     /// Daemons that run the other command.
     other: BTreeSet<String>,
-    /// Daemons that are to be down.
     down: BTreeSet<String>,
     liars: BTreeMap<u16, Lying>,
     lies: Arc<FalseReports>,

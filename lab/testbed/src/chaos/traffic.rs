@@ -1,5 +1,6 @@
-//! The clients: downloads, keep-alive, connections of a moment, connections that are kept, and connections that carry bytes
-//! which are checked. None of what goes wrong here is the clients' or the servers' fault, so that no connection may break.
+//! The clients: downloads, keep-alive, connections of a moment, connections that are kept, and connections that carry
+//! bytes which are checked. None of what goes wrong here is the clients' or the servers' fault, so that no connection
+//! may break.
 
 use std::fs;
 use std::net::SocketAddrV4;
@@ -37,7 +38,6 @@ const WRK_SECONDS: u64 = 10;
 const WRK_DELAY_MS: u32 = 20;
 /// New connections per second with bytes that are checked; each address of the client has ports for 50,000.
 const STREAMS_PER_SECOND: f64 = 40.0;
-/// Of the failures so many are told in words.
 const FAILURES_TOLD: usize = 20;
 /// After the end of the run, for connections that are under way.
 const STREAMS_LIMIT: Duration = Duration::from_secs(60);
@@ -64,9 +64,7 @@ pub struct TrafficCounts {
 /// Of one kind of client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Count {
-    /// What went well.
     pub well: u64,
-    /// What broke.
     pub broken: u64,
 }
 

@@ -27,7 +27,6 @@ pub struct Lane {
     servers: BTreeMap<u16, PacedServer>,
     /// The server that is not in the pool.
     waiting: u16,
-    /// Of the run that is going on.
     samples: Vec<Sample>,
     /// Client addresses of one log.
     addresses: u16,
@@ -65,7 +64,6 @@ impl Lane {
         Ok(Self { policy, load: None, fleet, servers, waiting, samples: Vec::new(), addresses, testbed })
     }
 
-    /// The policy's name.
     pub fn policy(&self) -> &'static str {
         self.policy
     }

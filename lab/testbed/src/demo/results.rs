@@ -13,19 +13,15 @@ use super::timeline::{SETTLE_SECONDS, Timeline};
 /// Above this share the machine itself delays answers, and the figures should not be trusted.
 const BUSY_LIMIT_PCT: f64 = 50.0;
 
-/// All runs of one policy.
 #[derive(Debug, Clone)]
 pub struct PolicyRuns {
-    /// Its name.
     pub policy: &'static str,
-    /// One per seed.
     pub seeds: Vec<SeedMeasures>,
     /// Tables that the controller made during the runs.
     pub table_generations: u64,
 }
 
 impl PolicyRuns {
-    /// Without runs.
     pub fn new(policy: &'static str) -> Self {
         Self { policy, seeds: Vec::new(), table_generations: 0 }
     }
@@ -34,12 +30,10 @@ impl PolicyRuns {
         SeedSummary::of(&self.seeds.iter().map(value).collect::<Vec<_>>())
     }
 
-    /// Per-core variance % over the seeds.
     pub fn core_variance_pct(&self) -> SeedSummary {
         self.spread(|seed| seed.core_variance_pct)
     }
 
-    /// Server variance % over the seeds.
     pub fn server_variance_pct(&self) -> SeedSummary {
         self.spread(|seed| seed.server_variance_pct)
     }
@@ -92,9 +86,7 @@ pub struct DemoResults {
     pub noise_floor_pct: f64,
     /// Length of a seed's run.
     pub seconds: u64,
-    /// Servers in the pool.
     pub servers: u16,
-    /// Cores of each.
     pub cores: u16,
     /// What happened when.
     pub timeline: Timeline,
@@ -277,7 +269,6 @@ impl DemoResults {
     }
 }
 
-/// What the simulator gave for these policies, alone.
 pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);

@@ -1,9 +1,9 @@
 //! The demo's arrival logs in the simulator, under the same policies, beside what was measured live.
 //!
-//! A live run is one draw: the controller draws server ids and the RSS key by chance, and with them which connections meet
-//! at a core; when each agent reports, and whose turn it is, are chance, too. So the simulator replays the same logs with many
-//! draws, the same changes of the pool and the same windows.
-//! What is compared is what the demo prints: the median over the seeds. The noise is its range over the draws.
+//! A live run is one draw: the controller draws server ids and the RSS key by chance, and with them which connections
+//! meet at a core; when each agent reports, and whose turn it is, are chance, too. So the simulator replays the same
+//! logs with many draws, the same changes of the pool and the same windows. What is compared is what the demo prints:
+//! the median over the seeds. The noise is its range over the draws.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,16 +17,14 @@ use super::samples::{Sample, Variances, windows};
 use super::seed_summary::SeedSummary;
 use super::timeline::{Event, Timeline};
 
-/// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is as
-/// likely as each draw to be the lowest or the highest of all.
+/// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is
+/// as likely as each draw to be the lowest or the highest of all.
 pub const DRAWS: usize = 19;
 
-/// One policy in the simulator.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Simulated {
     /// Per-core variance %: medians over the seeds, their spread over the draws.
     pub core_variance_pct: SeedSummary,
-    /// The same of servers.
     pub server_variance_pct: SeedSummary,
 }
 
@@ -69,8 +67,8 @@ fn draw_of(options: &DemoOptions, policy: &str, draw: u64, logs: &[&ArrivalLog],
     Variances { core_pct: median_of(|one| one.core_pct), server_pct: median_of(|one| one.server_pct) }
 }
 
-/// What happens to the pool while the log at this position of the demo's is replayed. Servers wait and join in a circle; the
-/// next in it was there first.
+/// What happens to the pool while the log at this position of the demo's is replayed. Servers wait and join in a
+/// circle; the next in it was there first.
 fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
     let waiting = (servers + position) % (servers + 1);
     let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];

@@ -42,7 +42,6 @@ impl Timeline {
         self.seconds
     }
 
-    /// When the changes happen.
     pub fn changes(&self) -> [(u64, Event); 2] {
         [(self.seconds / 3, Event::Join), (self.seconds * 2 / 3, Event::Drain)]
     }

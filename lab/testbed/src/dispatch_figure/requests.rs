@@ -15,20 +15,20 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::{SERVICE, Testbed};
 
-/// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every request
-/// would.
+/// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every
+/// request would.
 const FLOWS: u16 = 8192;
 /// The same in every run.
 const FIRST_PORT: u16 = 20_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
-/// When the generator sends every hundredth request so late (us), the machine did something else meanwhile: the measurement
-/// is no evidence about the servers, and is made again. Usual is a tenth of it.
+/// When the generator sends every hundredth request so late (us), the machine did something else meanwhile: the
+/// measurement is no evidence about the servers, and is made again. Usual is a tenth of it.
 const MAX_LATENESS_US: f64 = 500.0;
 /// In the environment: another [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
-/// So often at most, with longer and longer pauses in between: together four minutes, in which what else there was to do is
-/// hoped to be done. A figure of many minutes should not be lost to one busy minute.
+/// So often at most, with longer and longer pauses in between: together four minutes, in which what else there was to
+/// do is hoped to be done. A figure of many minutes should not be lost to one busy minute.
 const ATTEMPTS: u32 = 12;
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -57,7 +57,6 @@ pub struct Latency {
     pub p99: Option<f64>,
 }
 
-/// One class of requests.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Class {
     /// Due in the measured time.
@@ -87,7 +86,6 @@ pub struct Report {
     pub classes: Vec<Class>,
 }
 
-/// What became of the requests.
 #[derive(Debug, Clone)]
 pub struct Measurement {
     report: Report,

@@ -1,8 +1,8 @@
 //! The books of the dispatch against what the kernel counts by itself.
 //!
-//! The kernel's counters of the two network namespaces (RFC 4113) and of the sockets that died say, to the datagram, what
-//! became of every request: read by a worker, dropped at a full receive buffer, come when nobody listened, or queued
-//! at a worker that was killed. There is no other way to be lost.
+//! The kernel's counters of the two network namespaces (RFC 4113) and of the sockets that died say, to the datagram,
+//! what became of every request: read by a worker, dropped at a full receive buffer, come when nobody listened, or
+//! queued at a worker that was killed. There is no other way to be lost.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -96,7 +96,6 @@ pub struct Segment {
     pub responses: u64,
     /// The books; `None` when they began anew.
     pub books: Option<RequestLedger>,
-    /// Requests of the load.
     pub load_requests: u64,
     /// Of these, without a response.
     pub load_lost: u64,
@@ -120,7 +119,8 @@ pub struct RequestLedger {
 }
 
 impl Segment {
-    /// `before` and `after`: a second after the last request, when nothing was on its way. `at_once`: `after`, but sooner.
+    /// `before` and `after`: a second after the last request, when nothing was on its way. `at_once`: `after`, but
+    /// sooner.
     pub fn new(
         number: u32,
         before: &Reading,

@@ -37,7 +37,6 @@ pub struct FaultCounts {
     pub detachments: u64,
     /// The daemon killed, and started again.
     pub upgrades: u64,
-    /// Floods.
     pub floods: u64,
     /// Requests that get no response, floods included.
     pub without_response: u64,

@@ -25,7 +25,6 @@ use test_env::TestEnv;
 
 /// [`seeded_rng`]'s stream for what goes wrong when.
 const PURPOSE_TROUBLE: u64 = 0x6469_7301;
-/// The longest segment.
 const SEGMENT: Duration = Duration::from_secs(50);
 /// Late responses of workers that were stopped come within this time, and the books do not have them as outstanding.
 const MIN_SETTLE: Duration = Duration::from_secs(1);

@@ -25,11 +25,9 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/drop_counter.skel.rs"));
 }
 
-/// Workers of the server.
 pub const WORKERS: u64 = 4;
 /// The load's ports: to these spoofed responses go.
 pub const FIRST_PORT: u16 = 20_000;
-/// Its flows.
 pub const FLOWS: u16 = 64;
 /// A third of what the workers can do in [`SERVICE_TIME`] each: one can be away without a queue that grows.
 const RATE: &str = "1200";
@@ -39,7 +37,6 @@ const RECEIVE_BUFFER: &str = "65536";
 /// Longer than a worker is stopped, so that what is not answered is lost.
 const LOAD_TIMEOUT: &str = "6";
 
-/// A testbed with a server and its dispatch.
 #[derive(Debug)]
 pub struct TestEnv {
     purged: MapHandle,
@@ -77,12 +74,10 @@ impl TestEnv {
         Ok(site)
     }
 
-    /// Where it is.
     pub fn testbed(&self) -> &Testbed {
         &self.testbed
     }
 
-    /// The server.
     pub fn server(&self) -> &KeyValueServer {
         &self.server
     }

@@ -4,12 +4,10 @@ use anyhow::Context as _;
 
 use crate::topology::{CONTROLLER_ADDRESS, rack_address};
 
-/// The controller's port.
 pub const CONTROLLER_PORT: u16 = 7400;
 /// The port of the first controller's HTTP API, on its own host only; those of others follow.
 const API_PORT: u16 = 7401;
 
-/// Where the first controller listens.
 pub fn controller_address() -> String {
     controller_address_of(1)
 }
@@ -43,7 +41,6 @@ pub fn agent_name(number: u16) -> String {
     format!("{AGENT_PREFIX}{number}")
 }
 
-/// Which daemon a name means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DaemonName {
     Controller(u16),

@@ -8,7 +8,6 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use super::names::{controller_address_of, rack_listens_at};
 use crate::preload::Preload;
 
-/// How a fleet is set up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetOptions {
     /// Policy of every service.
@@ -33,7 +32,6 @@ pub struct FleetOptions {
     pub more_of_load_balancers: String,
     /// The same for the file of every agent.
     pub agents_more: String,
-    /// Whether daemons log JSON objects.
     pub json_logs: bool,
     /// Whether daemons run with no more rights than their systemd units leave them.
     pub confined: bool,
@@ -52,10 +50,11 @@ pub struct FleetOptions {
     pub etcd: Vec<String>,
     /// Lease of the controller that leads, in etcd (s). It is lost when the machine stalls for that long.
     pub lease_s: u32,
-    /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have the machine's.
+    /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have
+    /// the machine's.
     pub preload: Option<Preload>,
-    /// By server: through which of the testbed's racks its agent speaks, the first first; behind these stand the controllers. Every rack
-    /// of the testbed has its daemon.
+    /// By server: through which of the testbed's racks its agent speaks, the first first; behind these stand the
+    /// controllers. Every rack of the testbed has its daemon.
     pub racks_of: BTreeMap<u16, Vec<u16>>,
     /// By server: what else stands of it in the fleet's file.
     pub servers_more: BTreeMap<u16, String>,
@@ -100,7 +99,6 @@ impl FleetOptions {
         format!("{:?}", self.controller_addresses())
     }
 
-    /// The same for the agent of a server.
     pub(super) fn controllers_of_agent(&self, server: u16) -> String {
         let racks = self.racks_of.get(&server).into_iter().flatten().map(|rack| rack_listens_at(*rack));
         let all: Vec<String> = racks.chain(self.controller_addresses()).collect();

@@ -48,8 +48,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Name of the service, and generation of its newest table, which has all servers that take new connections. Tables are made on
-    /// change: the first may come before the last server is found, or its agent reports.
+    /// Name of the service, and generation of its newest table, which has all servers that take new connections. Tables
+    /// are made on change: the first may come before the last server is found, or its agent reports.
     fn whole_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
@@ -86,7 +86,6 @@ impl Fleet {
     }
 }
 
-/// What a load balancer says of itself.
 fn state_of(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
     let name = load_balancer_name(load_balancer);
     let balancer = array(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);

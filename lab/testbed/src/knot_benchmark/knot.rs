@@ -21,7 +21,6 @@ pub const SIGNED: &str = "www.signed.test/A/dnssec";
 /// Where Debian has it; `/usr/sbin` is not in every PATH.
 pub const PROGRAM: &str = "/usr/sbin/knotd";
 
-/// A zone, without what its name is.
 const ZONE: &str = "$TTL 300
 @ SOA ns hostmaster 1 3600 600 86400 300
 @ NS ns

@@ -30,12 +30,9 @@ const LEAD: Duration = Duration::from_millis(500);
 /// More than this between a connection's moment and its beginning, and the machine is too busy to measure on (us).
 const LATENESS_MAX_US: u64 = 100_000;
 
-/// What a run gave.
 #[derive(Debug, Clone, Serialize)]
 pub struct Run {
-    /// The method's name.
     pub method: &'static str,
-    /// The seed.
     pub seed: u64,
     /// Second by second, from the wave's beginning.
     pub seconds: Vec<StreamSecond>,
@@ -104,7 +101,6 @@ impl Run {
         })
     }
 
-    /// All seconds together.
     pub fn total(&self) -> StreamSecond {
         StreamSecond::total(&self.seconds)
     }
@@ -114,7 +110,6 @@ impl Run {
         self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
     }
 
-    /// The run in a line.
     pub fn line(&self) -> String {
         let total = self.total();
         let Broken { refused, reset, timed_out, closed_early, wrong_answer, other } = total.broken;
@@ -139,7 +134,6 @@ struct TestEnv {
     fleet: Fleet,
     _servers: StreamServers,
     seed: u64,
-    /// The server that joins next.
     next_server: u16,
     /// How many servers have gone.
     gone: u64,

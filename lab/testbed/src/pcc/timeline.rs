@@ -7,7 +7,6 @@ const PURPOSE_SERVERS_THAT_GO: u64 = 6;
 
 /// Servers in the pool at the start.
 pub const SERVERS: u16 = 24;
-/// Load balancers at the start.
 pub const LOAD_BALANCERS: u16 = 2;
 
 /// What happens to the pool.
@@ -19,9 +18,7 @@ pub enum Change {
     DrainServer,
     /// The same by leaving the controller's file altogether.
     RemoveServer,
-    /// A load balancer that was not there is announced.
     AddLoadBalancer,
-    /// The first load balancer loses its power.
     KillLoadBalancer,
 }
 

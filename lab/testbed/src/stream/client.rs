@@ -1,10 +1,10 @@
-//! The clients of Cheetah's experiment (NSDI'20, Sect. 5.3), in one process: connections begin when the simulator's source
-//! says so ([`Source`]), each for a request of the web server's mix, and a request is sent again when its connection has
-//! ended. So simulation and testbed have the same load.
+//! The clients of Cheetah's experiment (NSDI'20, Sect. 5.3), in one process: connections begin when the simulator's
+//! source says so ([`Source`]), each for a request of the web server's mix, and a request is sent again when its
+//! connection has ended. So simulation and testbed have the same load.
 //!
-//! A connection is broken when it ends before all of its bytes came, when other bytes came, or when for ten seconds nothing
-//! came that was due. Source addresses and ports follow from the connection's number, so that the same run under
-//! another method has the same 4-tuples.
+//! A connection is broken when it ends before all of its bytes came, when other bytes came, or when for ten seconds
+//! nothing came that was due. Source addresses and ports follow from the connection's number, so that the same run
+//! under another method has the same 4-tuples.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -125,7 +125,6 @@ pub struct StreamReport {
 }
 
 impl StreamReport {
-    /// All seconds together.
     pub fn total(&self) -> StreamSecond {
         StreamSecond::total(&self.seconds)
     }
@@ -143,7 +142,6 @@ pub struct StreamSecond {
 }
 
 impl StreamSecond {
-    /// Of several seconds.
     pub fn total(seconds: &[Self]) -> Self {
         let mut total = Self::default();
         for second in seconds {

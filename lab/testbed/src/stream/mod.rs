@@ -1,5 +1,5 @@
-//! Connections that last: the client asks once, the server sends packets of 125 bytes evenly over the time asked for, and
-//! closes. What Cheetah's experiment on broken connections has (NSDI'20, Sect. 5.3; `includes/httpserver.py` of
+//! Connections that last: the client asks once, the server sends packets of 125 bytes evenly over the time asked for,
+//! and closes. What Cheetah's experiment on broken connections has (NSDI'20, Sect. 5.3; `includes/httpserver.py` of
 //! github.com/cheetahlb/experiments), without HTTP.
 //!
 //! Each connection's bytes follow from a number that the client draws, so that bytes of another connection show.
@@ -28,7 +28,6 @@ pub struct Request {
     pub duration_us: U32,
 }
 
-/// Size of a request.
 pub const REQUEST_BYTES: usize = size_of::<Request>();
 
 impl Request {

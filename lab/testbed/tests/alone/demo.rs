@@ -18,7 +18,6 @@ fn demo(arguments: &[&str], out: &Path) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// The name of the testbed that a demo has for the policy hash.
 fn instance(demo: u32) -> String {
     format!("demohash{demo}")
 }

@@ -1,6 +1,6 @@
-//! Every part with a certificate: all works as without. Whose certificate does not do is refused, in words on both sides,
-//! while packets go on; with the right one it is back by itself. And no daemon keeps rights that it does not need, though all
-//! were started by root.
+//! Every part with a certificate: all works as without. Whose certificate does not do is refused, in words on both
+//! sides, while packets go on; with the right one it is back by itself. And no daemon keeps rights that it does not
+//! need, though all were started by root.
 
 use std::path::Path;
 
@@ -40,7 +40,6 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A field of /proc/PID/status.
 fn status(pid: u32, field: &str) -> String {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
@@ -130,13 +129,14 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
         eventually(*TIMEOUT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
     }
     ask(&testbed);
-    // Whom the right certificate is written for comes back: first one of its own name that has expired, then a good one,
-    // without a restart.
+    // Whom the right certificate is written for comes back: first one of its own name that has expired, then a good
+    // one, without a restart.
     fleet.kill("agent-s1").unwrap();
     let before = log(&testbed, "agent-s1", 0).len();
     ours(Role::Agent, "s1", "testbed", expired);
     fleet.restart(&testbed, "agent-s1").unwrap();
-    // Who starts while its files are written finds a key that is not the certificate's, and ends (a unit starts it again).
+    // Who starts while its files are written finds a key that is not the certificate's, and ends (a unit starts it
+    // again).
     let expired = "the peer refuses our certificate: by the peer's clock it has expired";
     eventually(*TIMEOUT, expired, || log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);

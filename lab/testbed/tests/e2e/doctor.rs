@@ -1,5 +1,5 @@
-//! `coreward doctor` finds what is wrong: each misconfiguration of docs/operations.md is made for real, one after the other, must
-//! be named, and nothing else with it; `--fix` mends what is marked so.
+//! `coreward doctor` finds what is wrong: each misconfiguration of docs/operations.md is made for real, one after the
+//! other, must be named, and nothing else with it; `--fix` mends what is marked so.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,8 +19,8 @@ use serde_json::Value;
 
 use crate::support::eventually;
 
-/// Enters namespaces of its own for mounts: the /sys of the network namespace, the testbed's BPF file system, and an empty
-/// directory for sysctl's drop-in files, of which none is the host's. `$1`: a directory to mount at.
+/// Enters namespaces of its own for mounts: the /sys of the network namespace, the testbed's BPF file system, and an
+/// empty directory for sysctl's drop-in files, of which none is the host's. `$1`: a directory to mount at.
 const ENTER: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
@@ -28,7 +28,6 @@ const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
 const RUN: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
-/// How doctor is run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {
     Plain,
@@ -37,7 +36,6 @@ enum How {
     WithoutRights,
 }
 
-/// What doctor said.
 #[derive(Debug, Clone)]
 struct Said {
     /// Checks that say warning or fault.
@@ -118,7 +116,6 @@ impl TestEnv {
         self.testbed.server(1).unwrap()
     }
 
-    /// In /sys of the host's own network namespace.
     fn shell_with_sys(&self, host: &Namespace, script: &str) {
         let mut command = Command::new("unshare");
         let script = format!("mount -t sysfs sysfs /sys; {script}");
@@ -441,7 +438,6 @@ fn a_controller(site: &TestEnv, controller: &Patient) {
     elsewhere.has(site, "an address of another machine", "listen", How::Plain, &[]);
 }
 
-/// A store on a disk of its own.
 fn a_disk(site: &TestEnv, controller: &Patient, store: &Path) {
     let disk = Disk::mount(site.testbed.directory().join("doctor-disk"));
     let on_disk = disk.0.join("controller.redb");

@@ -73,7 +73,6 @@ fn open_slowly(testbed: &Testbed, count: usize) -> Open {
     (0..count).flat_map(one).collect()
 }
 
-/// Returns the number of connections at each server.
 fn counts(connections: &Open) -> [usize; 3] {
     [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server == server).count())
 }

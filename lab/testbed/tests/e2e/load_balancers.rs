@@ -1,5 +1,5 @@
-//! Several load balancers behind ECMP: added, restarted, upgraded, rebooted and killed while connections go on and the pool
-//! changes. None breaks.
+//! Several load balancers behind ECMP: added, restarted, upgraded, rebooted and killed while connections go on and the
+//! pool changes. None breaks.
 
 use std::time::Duration;
 
@@ -9,7 +9,6 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
 use crate::support::{TestEnv, eventually, unbroken};
 
-/// What routers need to notice that a load balancer is gone.
 const NOTICED: Duration = Duration::from_millis(150);
 
 fn site(instance: &str, consistency: Consistency) -> TestEnv {
@@ -22,7 +21,8 @@ fn site(instance: &str, consistency: Consistency) -> TestEnv {
 fn everything(site: &mut TestEnv) {
     let client = site.streams(150.0);
     site.connections(225);
-    // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are others.
+    // From here on what goes by a rule instead of by a cookie goes astray: most connections' servers by `rr` are
+    // others.
     site.set(1, Some(AdminState::Draining));
     site.connections(75);
     assert_eq!(site.fleet.add_load_balancer(&mut site.testbed).unwrap(), 3);

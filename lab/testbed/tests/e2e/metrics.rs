@@ -1,5 +1,5 @@
-//! Prometheus' endpoints of a fleet at work: what each serves is what the table of metrics says, and what `coreward status`
-//! says.
+//! Prometheus' endpoints of a fleet at work: what each serves is what the table of metrics says, and what `coreward
+//! status` says.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -39,7 +39,6 @@ fn scrape(site: &TestEnv, host: &Namespace) -> Option<Values> {
     )
 }
 
-/// Sum over all series of a metric that have this label.
 fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
     let of = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
     values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()

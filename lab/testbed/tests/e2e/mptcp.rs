@@ -1,8 +1,8 @@
-//! Multipath TCP of stock kernels (RFC 8684): the first subflow goes where the policy says, and the ones that join it reach
-//! the same server by a port that the server signals and that is a service of its own.
+//! Multipath TCP of stock kernels (RFC 8684): the first subflow goes where the policy says, and the ones that join it
+//! reach the same server by a port that the server signals and that is a service of its own.
 //!
-//! The token in MP_JOIN is drawn by the server's kernel, so no load balancer can tell from it whose connection it is. So
-//! servers refuse joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another one.
+//! The token in MP_JOIN is drawn by the server's kernel, so no load balancer can tell from it whose connection it is.
+//! So servers refuse joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another one.
 
 use std::fmt::Write as _;
 use std::io::{Read as _, Write as _};
@@ -48,7 +48,6 @@ fn ip(testbed: &Testbed, host: &Namespace, arguments: &str) {
     testbed.run(host, command).unwrap();
 }
 
-/// The services by which joins find their servers.
 fn join_services() -> String {
     (1..=SERVERS).fold(String::new(), |mut text, number| {
         let port = JOIN_PORT + number;

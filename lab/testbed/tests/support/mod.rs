@@ -14,7 +14,6 @@ use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 
-/// Connections, and who answers each.
 pub type Open = Vec<(Connection, Answerer)>;
 
 /// Opens connections and asks each who answers.
@@ -27,18 +26,18 @@ pub fn open(testbed: &Testbed, count: usize) -> Open {
     testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
 }
 
-/// Each connection is answered by the worker that answered first.
 pub fn still_answered(connections: &mut [(Connection, Answerer)]) {
     for (connection, first) in connections {
         assert_eq!(&connection.who().unwrap(), first);
     }
 }
 
-/// Connections in so great a number that one of three servers has none of them once in 10^7 runs, were each placed by lot: 3 *
-/// (2/3)^40.
+/// Connections in so great a number that one of three servers has none of them once in 10^7 runs, were each placed by
+/// lot: 3 * (2/3)^40.
 pub const AT_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has so many, and asks each who answers: some servers are drawn more often than others.
+/// Opens connections until each of these servers has so many, and asks each who answers: some servers are drawn more
+/// often than others.
 pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> Open {
     let mut opened = Open::new();
     let has = |opened: &Open, server| opened.iter().filter(|(_, answerer)| answerer.server == server).count();
@@ -163,15 +162,16 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
     }
 }
 
-/// Ends a client once its connections have met what happened last. Its report: many connections, of which none broke and none
-/// stalled.
+/// Ends a client once its connections have met what happened last. Its report: many connections, of which none broke
+/// and none stalled.
 pub fn unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
     let report = client.end(*TIMEOUT).unwrap();
     let total = report.total();
     println!("{total:?}, open at the end: {}", report.open_at_end);
     assert_eq!(total.broken.total(), 0, "{:?}", report.seconds);
-    // Half of the requests last less than half a second, a quarter more than 20 s; in a long run most that begin are short.
+    // Half of the requests last less than half a second, a quarter more than 20 s; in a long run most that begin are
+    // short.
     let long = total.opened.min(3_000) / 20;
     assert!(total.completed > total.opened / 3 && report.open_at_end > long, "{total:?}");
     report

@@ -13,7 +13,6 @@ pub struct Memory {
     pub arrays: u64,
     /// Maps that entries are added to.
     pub hashes: u64,
-    /// Entries in those.
     pub hash_entries: u64,
     /// Kernel memory in bytes, as the kernel says it (`memlock` of /proc/PID/fdinfo).
     pub bytes: u64,

@@ -50,7 +50,6 @@ pub enum Floor {
     ReadEcho,
 }
 
-/// What a generator sends.
 pub struct Traffic<'a> {
     /// A packet of an open connection, and a SYN.
     pub frames: [&'a Frame; 2],
@@ -101,7 +100,6 @@ impl Generator {
     }
 }
 
-/// The frame, padded.
 fn words(frame: &Frame) -> anyhow::Result<[u64; FRAME_BYTES / 8]> {
     let mut bytes = [0; FRAME_BYTES];
     bytes.get_mut(..frame.bytes.len()).context("a frame too long")?.copy_from_slice(&frame.bytes);

@@ -52,12 +52,10 @@ impl Wire {
         Ok(wire)
     }
 
-    /// Index of the generator's end.
     pub fn generator_index(&self) -> anyhow::Result<u32> {
         nix::net::if_::if_nametoindex(self.generator_end.as_str()).with_context(|| self.generator_end.clone())
     }
 
-    /// Index of the tested end.
     pub fn tested_index(&self) -> anyhow::Result<u32> {
         nix::net::if_::if_nametoindex(self.tested_end.as_str()).with_context(|| self.tested_end.clone())
     }

@@ -10,10 +10,8 @@ use crate::figure::scenario::Scenario;
 use crate::figure::write::write_whole;
 use crate::figure::{draw, page};
 
-/// A directory that exists.
 pub struct Directory {
     path: PathBuf,
-    /// Every figure of the papers, in their order.
     of_papers: Vec<Embedded>,
 }
 

@@ -31,7 +31,6 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 impl Overrides {
-    /// Whether nothing is to be different.
     fn is_nothing(&self) -> bool {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }

@@ -44,12 +44,10 @@ pub fn text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBC
     area.draw(&Text::new(text.to_owned(), at, style))
 }
 
-/// A line through all points.
 pub fn line(area: &Area<'_>, points: Vec<(i32, i32)>, style: ShapeStyle) -> Drawn {
     area.draw(&PathElement::new(points, style))
 }
 
-/// A dashed line through all points.
 pub fn dashed(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyle) -> Drawn {
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }

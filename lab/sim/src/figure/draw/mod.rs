@@ -13,14 +13,12 @@ use super::scenario::Scenario;
 use super::table::Table;
 use canvas::{Anchor, Area, Drawn, text};
 
-/// Pixels of one panel in a figure of several, and of the only one.
 const PANEL: (i32, i32) = (520, 390);
 const ONLY_PANEL: (i32, i32) = (900, 460);
 /// Panels in one row.
 const COLUMNS: usize = 2;
 const MARGIN: i32 = 14;
 
-/// The picture of a figure.
 pub fn svg(scenario: &Scenario, table: &Table) -> String {
     let (width, title) = head(scenario);
     let panel = if scenario.panel.len() == 1 { ONLY_PANEL } else { PANEL };

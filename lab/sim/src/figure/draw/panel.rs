@@ -14,9 +14,7 @@ const RIGHT: i32 = 18;
 const BOTTOM: i32 = 62;
 /// Pixels from the panel's left edge to the middle of the vertical axis' name.
 const NAME: i32 = 18;
-/// Room at the right for the names of marks.
 const MARK_NAMES: i32 = 52;
-/// Of the panel's height, for the values above bars.
 const ABOVE_BARS: f64 = 0.1;
 /// More points than this are drawn as a line with a band instead of markers with whiskers.
 const MANY_POINTS: usize = 40;
@@ -68,7 +66,6 @@ impl<'a> Frame<'a> {
         Self { panel, numbers, styles: styles.collect(), x, y, data: (left, top, right, bottom), origin }
     }
 
-    /// Draws everything.
     pub fn draw(&self, area: &Area<'_>) -> Drawn {
         self.draw_axes(area)?;
         match self.panel.draw {

@@ -64,7 +64,6 @@ impl Scale {
         from + (f64::from(to - from) * self.position(value).clamp(0.0, 1.0)).round() as i32
     }
 
-    /// Whether the axis shows this value.
     pub fn shows(&self, value: f64) -> bool {
         const EDGE: f64 = 1e-9;
         value.is_finite() && (-EDGE..=1.0 + EDGE).contains(&self.position(value))

@@ -17,7 +17,6 @@ const COLOURS: [RGBColor; 7] = [
 pub const INK: RGBColor = RGBColor(40, 40, 40);
 /// Of lines behind the data.
 pub const GRID: RGBColor = RGBColor(225, 225, 225);
-/// Of marks and their names.
 pub const MARK: RGBColor = RGBColor(110, 110, 110);
 
 /// Sizes of text as plotters counts them; in the SVG it is that divided by 1.24.
@@ -41,9 +40,7 @@ pub enum Shape {
     Square,
     /// On its corner.
     Diamond,
-    /// Pointing up.
     Up,
-    /// Pointing down.
     Down,
 }
 

@@ -31,7 +31,6 @@ parameters! {
         pub trace: Text<Source>,
         /// Servers behind the load balancer.
         pub servers: u16,
-        /// Cores of each server.
         pub cores: u16,
         /// Packets a second that a core serves; without it cores have no limit.
         pub core_capacity: f64,
@@ -49,7 +48,6 @@ parameters! {
 }
 
 impl Lb {
-    /// These parameters with one replaced.
     pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {

@@ -19,7 +19,6 @@ parameters! {
         pub dispatch: Text<Policy>,
         /// Servers behind the load balancer.
         pub servers: u16,
-        /// Cores of each server.
         pub cores: u16,
         /// Distribution of service times.
         pub service: Text<Service>,
@@ -29,7 +28,6 @@ parameters! {
         pub latency: f64,
         /// Offered load as a part of what all cores could serve.
         pub load: f64,
-        /// Mean number of requests of a connection.
         pub requests_per_connection: f64,
         /// Mean time between two requests of a connection.
         pub request_gap: f64,
@@ -45,7 +43,6 @@ parameters! {
 }
 
 impl Path {
-    /// These parameters with one replaced.
     pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {

@@ -46,7 +46,6 @@ parameters! {
 }
 
 impl Pcc {
-    /// These parameters with one replaced.
     pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {

@@ -17,7 +17,6 @@ parameters! {
     pub struct Rpc {
         /// How requests get to cores.
         pub policy: Text<Policy>,
-        /// Cores of the server.
         pub cores: u16,
         /// Distribution of service times.
         pub service: Text<Service>,
@@ -45,7 +44,6 @@ parameters! {
 }
 
 impl Rpc {
-    /// These parameters with one replaced.
     pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
         let mut with = self.clone();
         match swept {
@@ -61,8 +59,8 @@ impl Rpc {
         Ok(with)
     }
 
-    /// The run that measures this with these parameters, and what of its outcome is wanted. `None` where the offered load
-    /// is more than the policy can carry: latency has no bound there, so there is no point to draw.
+    /// The run that measures this with these parameters, and what of its outcome is wanted. `None` where the offered
+    /// load is more than the policy can carry: latency has no bound there, so there is no point to draw.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);

@@ -11,7 +11,6 @@ use crate::names::UnknownName;
 
 const MOST_SEEDS: u64 = 1_000;
 
-/// What is wrong, and where in the file.
 type Wrong = (Range<usize>, String);
 
 /// The error names the mistake and its place.

@@ -23,7 +23,6 @@ impl<T> DelayLine<T> {
         self.on_the_way.push_back((now + self.latency, what));
     }
 
-    /// When the first arrives.
     #[inline]
     pub fn next_arrival(&self) -> Tick {
         self.on_the_way.front().map_or(NEVER, |(at, _)| *at)

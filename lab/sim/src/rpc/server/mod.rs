@@ -1,7 +1,7 @@
 //! A server: a dispatcher at the NIC, and cores behind an interface that takes time to cross.
 //!
-//! A server is stepped from outside: [`Server::advance`] to a moment, then [`Server::offer`] what comes in at that moment.
-//! So one simulation can hold many servers and touches each only when something comes to it.
+//! A server is stepped from outside: [`Server::advance`] to a moment, then [`Server::offer`] what comes in at that
+//! moment. So one simulation can hold many servers and touches each only when something comes to it.
 
 mod allocated;
 mod delay;
@@ -29,14 +29,12 @@ pub use stealing::StealingCores;
 
 use super::ticks::Tick;
 
-/// A request on its way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     /// When it came in at the NIC.
     pub arrived: Tick,
     /// How long a core works on it.
     pub work: Tick,
-    /// A hash of its header.
     pub hash: u32,
     /// The hash of its connection, as RSS takes it.
     pub flow_hash: u32,
@@ -64,7 +62,6 @@ pub struct Response {
     pub request: Request,
 }
 
-/// Takes responses.
 pub trait Sink {
     /// A response passed the NIC. Called in the order of time.
     fn response(&mut self, response: &Response);
@@ -100,12 +97,10 @@ pub trait Cores {
     fn busy(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// A NIC with a dispatcher, and cores.
 #[derive(Debug)]
 pub struct NicServer<D, C> {
     dispatcher: D,
     cores: C,
-    /// Requests that wait at the NIC, by service.
     waiting: Vec<VecDeque<Request>>,
     inside: u64,
 }

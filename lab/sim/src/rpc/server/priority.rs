@@ -19,11 +19,9 @@ pub struct PriorityCores {
 
 #[derive(Debug, Clone)]
 struct Core {
-    /// What runs.
     runs: Option<Job>,
     /// When it began to, after any switch.
     since: Tick,
-    /// The service that ran last.
     last_service: u8,
     /// By service.
     queues: Vec<VecDeque<Job>>,
@@ -38,7 +36,8 @@ struct Job {
 }
 
 impl PriorityCores {
-    /// `quantum`: after how much service a request can yield. `switch_cost`: what a core needs to turn to another service.
+    /// `quantum`: after how much service a request can yield. `switch_cost`: what a core needs to turn to another
+    /// service.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
         let core = Core {
             runs: None,
@@ -50,7 +49,6 @@ impl PriorityCores {
         Self { quantum, switch_cost, cores: vec![core; usize::from(cores)] }
     }
 
-    /// Runs the first request of the highest priority, if there is any.
     fn run_next(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         let Some(job) = entry.queues.iter_mut().find_map(VecDeque::pop_front) else { return };

@@ -1,5 +1,5 @@
-//! Cores whose order of service is not settled when a request comes: it arrives, waits, is perhaps served in parts or by
-//! another core.
+//! Cores whose order of service is not settled when a request comes: it arrives, waits, is perhaps served in parts or
+//! by another core.
 
 use coreward_model::dispatch::LeastTree;
 
@@ -9,7 +9,6 @@ use crate::rpc::ticks::{NEVER, Tick};
 
 /// What the cores do with the requests that they have.
 pub trait Discipline {
-    /// A request arrives at a core.
     fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
 
     /// The timer of a core goes off (it was cleared); the request that this core has finished, if it has.

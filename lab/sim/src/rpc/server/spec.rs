@@ -16,7 +16,6 @@ use super::{
 use crate::rpc::ticks::{Tick, ticks};
 use crate::rpc::{JbsrqOptions, Policy};
 
-/// A server.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerSpec<'a> {
     /// How requests get to cores.

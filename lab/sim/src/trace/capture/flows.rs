@@ -1,9 +1,9 @@
 //! Which flow a packet belongs to, and when flows end.
 //!
-//! A flow is a 5-tuple in one direction: a load balancer with direct server return sees the clients' packets only, and a capture
-//! of both directions is taken as two flows. It ends when it was silent for the idle timeout; a TCP flow that has shown FIN or RST
-//! already after [`LINGER_NS`], since a few packets still follow, or when a new SYN takes its place. Its number is
-//! then used again, so memory is needed for the flows of one timeout, however long the capture.
+//! A flow is a 5-tuple in one direction: a load balancer with direct server return sees the clients' packets only, and
+//! a capture of both directions is taken as two flows. It ends when it was silent for the idle timeout; a TCP flow that
+//! has shown FIN or RST already after [`LINGER_NS`], since a few packets still follow, or when a new SYN takes its
+//! place. Its number is then used again, so memory is needed for the flows of one timeout, however long the capture.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -38,9 +38,9 @@ struct Flow {
     ending: bool,
 }
 
-/// All flows that have not ended.
 pub struct FlowTable {
-    // The keys come from a file, not from an adversary who waits for the answer: a fixed seed, and every run is the same.
+    // The keys come from a file, not from an adversary who waits for the answer: a fixed seed, and every run is the
+    // same.
     by_v4: HashMap<KeyV4, u32, FixedState>,
     by_v6: HashMap<KeyV6, u32, FixedState>,
     flows: Vec<Flow>,
@@ -103,7 +103,6 @@ impl FlowTable {
         }
     }
 
-    /// A number for a new flow.
     fn number(&mut self, key: Key) -> u32 {
         let new = Flow { last_ns: 0, ending: false };
         match self.free.pop() {

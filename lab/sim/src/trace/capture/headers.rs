@@ -63,7 +63,6 @@ impl LinkType {
     }
 }
 
-/// Why a packet is left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LeftOut {
     /// ARP, LLDP, MPLS and the like.
@@ -212,7 +211,8 @@ fn ipv6(packet: &[u8]) -> Result<Parsed, LeftOut> {
     let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
     let (mut next, mut rest) = (header[6], &packet[40..]);
     loop {
-        // RFC 8200, Sect. 4; each but the fragment header and AH counts its length in units of 8 bytes after the first 8.
+        // RFC 8200, Sect. 4; each but the fragment header and AH counts its length in units of 8 bytes after the first
+        // 8.
         let bytes = match next {
             // Hop-by-hop, routing, destination options, mobility, HIP, shim6
             0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(LeftOut::CutOff)?) * 8 + 8,

@@ -15,15 +15,11 @@ use crate::trace::TraceError;
 /// What a file's first bytes say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileFormat {
-    /// A classic capture file.
     Pcap,
-    /// A next-generation capture file.
     Pcapng,
-    /// An arrival log of the demo.
     ArrivalLog,
     /// gzip (RFC 1952).
     Gzip,
-    /// xz.
     Xz,
     /// Zstandard (RFC 8878).
     Zstd,
@@ -34,7 +30,6 @@ pub enum FileFormat {
 /// Enough for every mark.
 const MARK_BYTES: usize = 6;
 
-/// What the file is, by its first bytes.
 pub fn begins(mark: &[u8]) -> FileFormat {
     match mark {
         // In both byte orders: microseconds, nanoseconds.

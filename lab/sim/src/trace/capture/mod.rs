@@ -34,7 +34,6 @@ pub use input::FileFormat;
 /// Batches that are under way between the two threads.
 const BATCHES: usize = 4;
 
-/// How captures are read.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReadOptions {
     /// A flow that was silent for longer has ended (ns).
@@ -42,7 +41,8 @@ pub struct ReadOptions {
 }
 
 impl Default for ReadOptions {
-    /// 60 s: longer than the pauses that applications make, short enough that a day's capture needs memory for a minute.
+    /// 60 s: longer than the pauses that applications make, short enough that a day's capture needs memory for a
+    /// minute.
     fn default() -> Self {
         Self { idle_timeout_ns: 60_000_000_000 }
     }

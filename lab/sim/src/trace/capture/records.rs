@@ -5,7 +5,6 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use super::error::{CaptureError, TOLERATED_NS};
 use super::headers::{self, Addresses, FLAG_IPV6, LeftOut, LinkType, Parsed};
 
-/// Packets of a batch of records.
 const BATCH: usize = 32_768;
 
 /// Records whose ports were cut off are borne as long as there are fewer of them than this, or than of those that were taken.
@@ -78,9 +77,7 @@ impl Records {
 pub struct Frame<'a> {
     /// In ns since 1970.
     pub time_ns: u64,
-    /// Length on the wire.
     pub length: u32,
-    /// What was captured of it.
     pub data: &'a [u8],
 }
 
@@ -124,7 +121,6 @@ impl Recorder {
         CaptureError::Truncated { number: self.number + 1, read: self.number, last_s: last_ns as f64 / 1e9 }
     }
 
-    /// The next frame.
     #[inline]
     pub fn take(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), Stop> {
         self.number += 1;
@@ -191,7 +187,8 @@ impl Recorder {
         if self.cut_off > CUT_OFF_BORNE { self.check_cut_off() } else { Ok(()) }
     }
 
-    /// A few cut-off packets (long chains of IPv6 headers) are left out; a capture of which most is cut off says nothing.
+    /// A few cut-off packets (long chains of IPv6 headers) are left out; a capture of which most is cut off says
+    /// nothing.
     fn check_cut_off(&mut self) -> Result<(), Stop> {
         if self.cut_off > self.taken
             && let Some(error) = self.first_cut_off.take()
