@@ -1,7 +1,7 @@
-//! What a scenario file says. docs/simulator.md explains it to those who write one.
+//! Scenario files, described in docs/simulator.md.
 //!
-//! The types refuse what they cannot hold, with file, line and column; what concerns several values ([`check`]) is
-//! looked at right after reading, so that a scenario that was read can be run, drawn and judged.
+//! The types reject invalid values with file, line and column; [`check`] checks combinations right after reading. So a
+//! scenario that was read can be run, drawn and judged.
 
 mod check;
 mod read;

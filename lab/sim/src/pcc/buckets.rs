@@ -1,5 +1,5 @@
-//! A table of buckets that remembers enough to say, when a connection ends, whether it was broken: no connection is
-//! looked at when a bucket changes.
+//! Table of buckets with a history, which shows at a connection's end whether it was broken: a change of a bucket costs
+//! nothing per connection.
 
 use super::clock::Nanoseconds;
 use super::connections::Connection;

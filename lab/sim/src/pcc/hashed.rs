@@ -114,8 +114,7 @@ impl Balancer for Stateful {
         self.hashed.servers_changed(cluster);
     }
 
-    /// Every connection may reach another load balancer now, so all are looked at. What a load balancer hashes it
-    /// keeps.
+    /// Checks all connections, because each may reach another load balancer now. Hashed ones keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // What was stopped, or starts anew, knows nothing.
         let kept = self.running & bits_of(cluster.load_balancers());

@@ -124,7 +124,7 @@ pub trait Trace: Send {
     }
 
     /// How long a history precedes the packets (ns): flows that begin and expire, each with its rate, but no packets.
-    /// Who was there all the time has placed those that are still under way when the packets set in.
+    /// A load balancer that ran all the time has placed the flows that are open at the first packet.
     fn history_ns(&self) -> u64 {
         0
     }

@@ -135,8 +135,8 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     let before = log(&testbed, "agent-s1", 0).len();
     ours(Role::Agent, "s1", "testbed", expired);
     fleet.restart(&testbed, "agent-s1").unwrap();
-    // Who starts while its files are written finds a key that is not the certificate's, and ends (a unit starts it
-    // again).
+    // A daemon that starts while its files are written finds a key that is not the certificate's, and ends (a unit
+    // restarts it).
     let expired = "the peer refuses our certificate: by the peer's clock it has expired";
     eventually(*TIMEOUT, expired, || log(&testbed, "agent-s1", before).contains(expired));
     ours(Role::Agent, "s1", "testbed", good);
