@@ -65,9 +65,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "counting",
         title: "Counting connections",
         about: format!(
-            "Duration of the agent's count of its services' connections, by the kernel's sock_diag(7): medians of {} counts \
-             of real sockets (CLOSE-WAIT). For services with one port the kernel skips all other sockets. The agent counts \
-             every 5 s, every second while draining, and at most a twentieth of the time.",
+            "Duration of the agent's count of its services' connections, by the kernel's sock_diag(7): medians of {} \
+             counts of real sockets (CLOSE-WAIT). For services with one port the kernel skips all other sockets. The \
+             agent counts every 5 s, every second while draining, and at most a twentieth of the time.",
             args.rounds
         ),
         tables: vec![table],

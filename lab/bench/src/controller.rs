@@ -378,9 +378,9 @@ fn report(args: &Args, measured: &Measured) -> Report {
         name: "controller",
         title: "The controller",
         about: format!(
-            "{} agents of {} cores report every {} ms, each over its own connection (loopback); {} load balancers receive a \
-             table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} windows of {} s; resident memory {} MiB. \
-             To reach: less than 50 % of one CPU.",
+            "{} agents of {} cores report every {} ms, each over its own connection (loopback); {} load balancers \
+             receive a table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} windows of {} s; resident \
+             memory {} MiB. To reach: less than 50 % of one CPU.",
             args.agents,
             args.cores,
             args.report_interval_ms,

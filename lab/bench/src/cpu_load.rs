@@ -116,8 +116,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "cpu-load",
         title: "The load of a core",
         about: format!(
-            "UDP datagrams from CPU {SENDER} to a veth device whose packets are dropped on CPU {RECEIVER}: by RPS or by \
-             a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by /proc/stat. \
+            "UDP datagrams from CPU {SENDER} to a veth device whose packets are dropped on CPU {RECEIVER}: by RPS or \
+             by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by /proc/stat. \
              Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the \
              kernel samples all but idle time at its timer interrupt; a sum other than 100 is no measure of softirqs. \
              Events: task switches, begins and ends of interrupts and softirqs, of all CPUs. `program`: time of one \

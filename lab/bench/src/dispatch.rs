@@ -97,10 +97,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "dispatch",
         title: "Which worker gets a request",
         about: format!(
-            "dispatch.bpf.c on datagrams over a loopback, {CLIENTS} clients, up to {BURST} outstanding, by the kernel's \
-             run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved, with the datagram's \
-             whole path in between. jlq and jbsrq distinguish two types of requests. `(always the same)` only calls the \
-             helper that names a socket."
+            "dispatch.bpf.c on datagrams over a loopback, {CLIENTS} clients, up to {BURST} outstanding, by the \
+             kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, interleaved, with the \
+             datagram's whole path in between. jlq and jbsrq distinguish two types of requests. `(always the same)` \
+             only calls the helper that names a socket."
         ),
         tables: vec![table, sent],
     })

@@ -61,10 +61,10 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         name: "sim",
         title: "The simulator",
         about: format!(
-            "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. To reach: 8 \
-             million requests/s for JSQ on 16 cores. `coreward-lab sim lb` on both CPUs: a capture of {} s of campus \
-             traffic, {SNAP_LENGTH} bytes of each packet, from the page cache. To reach: 20 million packets/s with one \
-             policy.",
+            "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. To \
+             reach: 8 million requests/s for JSQ on 16 cores. `coreward-lab sim lb` on both CPUs: a capture of {} s of \
+             campus traffic, {SNAP_LENGTH} bytes of each packet, from the page cache. To reach: 20 million packets/s \
+             with one policy.",
             args.requests, args.rounds, args.capture_seconds
         ),
         tables: vec![table, captures(args)?],

@@ -151,13 +151,13 @@ fn report(established: &[ByConnections], alone: &[Measured], args: &Args) -> Rep
         ]);
     }
     let about = format!(
-        "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame and \
-         calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all connections; \
-         medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, least disturbed by \
-         other guests. The frame is in the CPU's cache. Packets of open connections come in random order with valid \
-         cookies; stateful has a table of {} entries, hash-table an LRU hash. A first packet of stateful takes an entry; \
-         all are freed between the rounds, or after the given number, and the first quarter after each freeing is not \
-         measured (cold caches). 2^20 entries are in no cache; the second level holds most of 16384.",
+        "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame \
+         and calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all \
+         connections; medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, least \
+         disturbed by other guests. The frame is in the CPU's cache. Packets of open connections come in random order \
+         with valid cookies; stateful has a table of {} entries, hash-table an LRU hash. A first packet of stateful \
+         takes an entry; all are freed between the rounds, or after the given number, and the first quarter after each \
+         freeing is not measured (cold caches). 2^20 entries are in no cache; the second level holds most of 16384.",
         args.rounds,
         args.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

@@ -283,12 +283,12 @@ fn report(measured: &[Measured], args: &Args, cpus: [usize; 2]) -> Report {
     }
     let Memory { arrays, hashes, .. } = measured[0].memory[1];
     let about = format!(
-        "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order. CPU {} runs the same program \
-         with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule least_assigned. \
-         Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and without flood in \
-         turns; medians over the rounds. {}. To reach: less than 10 % more. Memory: {arrays} of the maps are arrays of \
-         fixed size, {hashes} are hash tables, whose entries are counted; with room, the flood's entries are freed \
-         before the next turn.",
+        "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order. CPU {} runs the same \
+         program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
+         least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
+         without flood in turns; medians over the rounds. {}. To reach: less than 10 % more. Memory: {arrays} of the \
+         maps are arrays of fixed size, {hashes} are hash tables, whose entries are counted; with room, the flood's \
+         entries are freed before the next turn.",
         cpus[0],
         cpus[1],
         args.rounds,
