@@ -12,7 +12,6 @@ use coreward_model::{ServerId, ServiceAddress};
 /// A change of the state, other than by a packet.
 #[derive(Debug, Clone)]
 pub enum Change {
-    /// Other keys.
     Keys(FleetKeys),
     /// Other services; all must be IPv4, no two the same.
     Services(Vec<(ServiceAddress, ServiceMode)>),
@@ -20,15 +19,13 @@ pub enum Change {
     Server(usize, ServerId, Option<Server>),
     /// The load balancer's own checks find a server down, or up again.
     Masked(usize, ServerId, bool),
-    /// Another table.
     Table(usize, PlacementTable),
     /// Whether there are tokens for deliveries to all servers.
     Tokens(Buckets, bool),
     /// This load balancer's number among those with a connection table.
     Number(Option<OwnerNumber>),
-    /// Who has a number.
     Owner(OwnerNumber, Owner),
-    /// What one source prefix may take of the connection table.
+    /// Most entries of the connection table of one source prefix.
     LimitEntries(Option<u32>),
     /// The time as packets see it.
     Clock(Clock),
@@ -38,14 +35,13 @@ pub enum Change {
     Free(Vec<ConnectionIndex>),
 }
 
-/// What one packet or the state is in the two.
+/// One packet or state that differs from the reference model.
 #[derive(Debug, Clone)]
 pub struct Difference {
-    /// What differs.
     pub what: String,
-    /// By the reference model.
+    /// The reference model's.
     pub expected: String,
-    /// By the BPF program.
+    /// The BPF program's.
     pub found: String,
 }
 

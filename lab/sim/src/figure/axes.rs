@@ -1,8 +1,8 @@
-//! Axes of a figure: what is swept, and what a run gives.
+//! Axes of a figure.
 
 use serde::Deserialize;
 
-/// What is swept along the horizontal axis.
+/// Swept parameter of the horizontal axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SweepAxis {
@@ -10,15 +10,13 @@ pub enum SweepAxis {
     Load,
     /// The bound on p99, in multiples of the short service time.
     Slo,
-    /// Cores of the server.
     Cores,
     /// One-way latency, in units of the short service time.
     Latency,
-    /// How many times longer a long request is (bimodal).
+    /// Long service time over the short one (bimodal).
     LongFactor,
     /// JBSRQ's weight of what stands behind.
     Lambda,
-    /// Requests a second and server.
     RequestsPerServer,
     /// Servers behind the load balancer.
     Servers,
@@ -28,39 +26,37 @@ pub enum SweepAxis {
     UpdatesPerMinute,
     /// Imbalance above which a server is taken out of the table, percent.
     ThresholdPct,
-    /// Bits of a history tag.
     TagBits,
-    /// Bits of a hash index.
     IndexBits,
     /// Replay speed or offered load of the trace, percent of its own.
     SpeedPct,
     /// Candidates that a rack passes up for each bucket.
     RackCandidates,
-    /// From reports to the table in force (ms).
+    /// Time from reports to the table in force (ms).
     TableDelayMs,
     /// Time within the run: every run gives all points.
     Time,
 }
 
-/// What a run gives, as a panel names it.
+/// Result of a run, as panels name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Metric {
     /// 99th percentile of the latency of all requests, in short service times.
     P99,
-    /// The same of the shortest class of requests.
+    /// [`Metric::P99`] of the shortest class of requests.
     ShortP99,
-    /// The same of the longest class.
+    /// [`Metric::P99`] of the longest class.
     LongP99,
     /// Mean latency of all requests.
     Mean,
     /// The highest load whose p99 of short requests is within `slo`.
     PeakLoad,
-    /// The same as requests in a short service time, of all cores together.
+    /// [`Metric::PeakLoad`] as requests in a short service time, of all cores together.
     PeakThroughput,
     /// Population variance of the servers' packets over their mean, 1 s windows, percent.
     ServerVariancePct,
-    /// The same of the cores.
+    /// [`Metric::ServerVariancePct`] of the cores.
     CoreVariancePct,
     /// Packets that were not lost in full queues, percent.
     ServedPct,
@@ -68,7 +64,6 @@ pub enum Metric {
     BrokenPct,
     /// Most loaded server over the mean, averaged over time, minus one, percent.
     ImbalancePct,
-    /// Servers in the pool.
     PoolServers,
     /// Connections that ended unbroken, in a second.
     CompletedPerSecond,

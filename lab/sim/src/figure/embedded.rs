@@ -8,9 +8,8 @@ use super::scenario::Scenario;
 /// A scenario that coreward carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Embedded {
-    /// The file's name without `.toml`.
+    /// File name without `.toml`.
     pub name: &'static str,
-    /// The file's text.
     pub text: &'static str,
 }
 
@@ -20,7 +19,6 @@ impl Embedded {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
     }
 
-    /// What makes it.
     pub fn provenance(&self) -> Provenance {
         Provenance::new(format!("coreward-lab figure {}", self.name), self.text)
     }

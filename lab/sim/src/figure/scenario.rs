@@ -242,8 +242,7 @@ impl Scenario {
         self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
     }
 
-    /// Of a live figure the part that is simulated beside what is measured, or else the part that is measured: a
-    /// scenario of its own, without what was published and claimed.
+    /// The simulated or the measured part of a live figure: a scenario of its own, without published values and claims.
     #[must_use]
     pub fn part(&self, simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == simulated);

@@ -6,16 +6,12 @@ use serde::Serialize;
 /// A value over the seeds, or over the draws of a simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedSummary {
-    /// The median.
     pub median: f64,
-    /// The lowest.
     pub lowest: f64,
-    /// The highest.
     pub highest: f64,
 }
 
 impl SeedSummary {
-    /// Of these values.
     pub fn of(values: &[f64]) -> Self {
         Self {
             median: median(values).unwrap_or(f64::NAN),
@@ -24,7 +20,6 @@ impl SeedSummary {
         }
     }
 
-    /// Whether a value lies among these.
     pub fn holds(&self, value: f64) -> bool {
         (self.lowest..=self.highest).contains(&value)
     }

@@ -1,29 +1,25 @@
 //! Faults of a capture.
 
-/// Time stamps may go back by this much (ns): several queues of a NIC are read in turn, so a capture shows packets a little
-/// out of order. They count as if they had come with their predecessor.
+/// Time stamps may go back by this much (ns), and then count as the predecessor's: several queues of a NIC are read in
+/// turn, so captures are a little out of order.
 pub const TOLERATED_NS: u64 = 10_000_000;
 
-/// What is wrong with a capture.
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
-    /// It begins as nothing that is known.
+    /// No known format.
     #[error(
-        "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an arrival \
-         log of the demo"
+        "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an \
+         arrival log of the demo"
     )]
-    Foreign {
-        /// Its first bytes.
-        mark: Vec<u8>,
-    },
-    /// It ends within a record.
+    Foreign { mark: Vec<u8> },
+    /// The end is within a record.
     #[error("cut off in packet {number}: {read} packets were read before, up to {last_s:.6} s after the first")]
     Truncated {
         /// Counted from 1.
         number: u64,
         /// Packets before it.
         read: u64,
-        /// The time of the last of them.
+        /// Time of the last of them.
         last_s: f64,
     },
     /// A record that cannot be one.
@@ -31,9 +27,7 @@ pub enum CaptureError {
     Damaged {
         /// Counted from 1.
         number: u64,
-        /// What it claims.
         bytes: u64,
-        /// The most that a record may have.
         most: u32,
     },
     /// A block of a pcapng file that cannot be read.
@@ -41,7 +35,6 @@ pub enum CaptureError {
     Block {
         /// Packets before it.
         number: u64,
-        /// What the library says.
         reason: String,
     },
     /// The medium failed, or the compressed data is damaged.
@@ -49,33 +42,32 @@ pub enum CaptureError {
     Read {
         /// Packets before it.
         number: u64,
-        /// What the system says.
         error: std::io::Error,
     },
     /// Frames of a link layer that is not known.
     #[error(
-        "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback (0)"
+        "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback \
+         (0)"
     )]
     LinkType(u32),
     /// Ports are not in the capture.
     #[error(
-        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length of at \
-         least {expected} bytes (64 is enough for most, 96 for nearly all)"
+        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length of \
+         at least {expected} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLength {
         /// Counted from 1.
         number: u64,
-        /// Bytes that were captured.
         captured: u32,
-        /// Bytes that it had.
+        /// Bytes of the packet.
         length: u32,
-        /// Where the ports of a packet without options end.
+        /// End of the ports of a packet without options.
         expected: u32,
     },
     /// Packets are not in the order of their times.
     #[error(
-        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps in order, \
-         or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
+        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps in \
+         order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
         before = number - 1, tolerated = TOLERATED_NS / 1_000_000
     )]
     Unsorted {
