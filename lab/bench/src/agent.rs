@@ -1,5 +1,5 @@
-//! What the agent costs: the real one, with its programs attached to a virtual device of many queues, reporting to a
-//! real controller in a process of its own; all in a network namespace of this process's, which goes with it.
+//! Costs of the agent: the real one, with its programs attached to a virtual device of many queues, reporting to a real
+//! controller in a process of its own; all in a network namespace of this process's, which goes with it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -112,7 +112,7 @@ impl Drop for Pins {
     }
 }
 
-/// What one window showed.
+/// Results of one window.
 struct Window {
     cpu_pct: f64,
     cpu_per_report_us: f64,

@@ -1,4 +1,4 @@
-//! What it costs the agent to count connections: real sockets in a network namespace of this process's, which goes with
+//! Costs of the agent's count of connections: real sockets in a network namespace of this process's, which goes with
 //! it.
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -31,7 +31,7 @@ impl Default for Args {
     }
 }
 
-/// As many from one address as there are ports for connections, with some left over.
+/// Connections from one address: the ports for connections, with some left over.
 const PER_CLIENT: u32 = 20_000;
 const FIRST_PORT: u16 = 10_000;
 

@@ -1,4 +1,4 @@
-//! What the controller costs: agents that only pretend, each with a TCP connection and a gRPC stream of its own, report
+//! Costs of the controller: agents that only pretend, each with a TCP connection and a gRPC stream of its own, report
 //! to a real controller in a process of its own.
 
 use std::net::SocketAddr;
@@ -111,13 +111,13 @@ impl Drop for Scratch {
 pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
-    /// Where its HTTP API is.
+    /// Address of its HTTP API.
     api: SocketAddr,
-    /// Of an operator.
+    /// An operator's token.
     token_file: PathBuf,
-    /// Where it serves metrics.
+    /// Address of its metrics.
     pub(crate) metrics: SocketAddr,
-    /// Of all parts; `None`: they talk in plain.
+    /// Certificates of all parts; `None`: they talk in plain.
     certificates: Option<Certificates>,
 }
 
@@ -242,7 +242,7 @@ pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
     std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
 }
 
-/// What one window showed.
+/// Results of one window.
 pub(crate) struct Window {
     pub(crate) user_pct: f64,
     pub(crate) system_pct: f64,
@@ -253,7 +253,7 @@ pub(crate) struct Window {
 struct Measured {
     windows: Vec<Window>,
     resident_mib: u64,
-    /// How much later or earlier than one interval after its predecessor each table came.
+    /// Each table's distance from one interval after its predecessor.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }
@@ -343,7 +343,7 @@ pub(crate) async fn subscribe(
     Ok(updates)
 }
 
-/// When each table came, and the size of the last, until the controller ends.
+/// Times of the tables, and the size of the last, until the controller ends.
 pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrivals, mut size) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {

@@ -45,7 +45,7 @@ const SENDER: usize = 0;
 const RECEIVER: usize = 1;
 const FLOODED: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// How packets reach their CPU, and how fast.
+/// Path of the packets to their CPU, and their rate.
 struct Case {
     name: &'static str,
     threaded: bool,

@@ -106,7 +106,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// What the program costs that sees what sockets send: for a response of the service, and for any other datagram.
+/// Costs of the program that sees the datagrams of sockets: for a response of the service, and for any other datagram.
 fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::Result<()> {
     // By `jsq` and by `random`; the latter is asked nothing meanwhile.
     let jsq = FLOORS + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
@@ -135,7 +135,7 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
     Ok(())
 }
 
-/// What is measured above, or beside, the dispatch.
+/// Measured program above, or beside, the dispatch.
 #[derive(Debug, Clone, Copy)]
 enum Floor {
     /// Leaves the choice to the kernel.
@@ -153,7 +153,7 @@ struct Service {
     workers: Vec<UdpSocket>,
     clients: Vec<UdpSocket>,
     program: OwnedFd,
-    /// What sees the datagrams that sockets send.
+    /// Program that sees the datagrams of sockets.
     egress: OwnedFd,
     _link: Option<Link>,
     /// Kept at work.
@@ -229,7 +229,7 @@ impl Service {
         Ok(Self { address, workers: sockets, clients, program, egress, _link: None, dispatch })
     }
 
-    /// How long the program ran per request (ns).
+    /// Run time of the program per request (ns).
     fn round(&self, requests: u32) -> anyhow::Result<f64> {
         let before = run_time(self.program.as_fd())?;
         for first in (0..requests).step_by(BURST as usize) {

@@ -52,7 +52,7 @@ pub(crate) async fn fake_agent(
     }
 }
 
-/// As agents that report ten times a second.
+/// Rate of agents that report ten times a second.
 const REPORTS_PER_DETAILS: u64 = 10;
 
 /// Cores with random loads that have been up for weeks: busy times are numbers of eight bytes.

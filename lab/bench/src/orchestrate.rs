@@ -179,7 +179,7 @@ fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
         let mut sent = 0;
         let started = Instant::now();
         while completed(&engine) < requests {
-            // As many as a loop of the daemon receives.
+            // The number that a loop of the daemon receives.
             while sent < requests && sent - completed(&engine) < 2 * u64::from(cores) {
                 submit(&mut engine, sent, (sent % u64::from(SERVICES)) as u8);
                 sent += 1;

@@ -1,4 +1,4 @@
-//! What the controller costs with rack controllers before it: real summaries of servers that only pretend, over gRPC.
+//! Costs of the controller with rack controllers before it: real summaries of servers that only pretend, over gRPC.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -104,7 +104,7 @@ struct Rack {
     /// By the agent's number.
     servers: Vec<(u32, FakeAgent)>,
     rounds: Vec<v1::RackMessage>,
-    /// What the controller wants, in ms: more as more racks connect.
+    /// The controller's interval, in ms: longer as more racks connect.
     detail_interval: Arc<AtomicU32>,
     cost_us: f64,
 }
@@ -168,7 +168,7 @@ impl Rack {
                 rounds.push(v1::RackMessage { summaries, ..Default::default() });
             }
         }
-        // What goes up whole begins with the RSS.
+        // Whole reports begin with the RSS.
         servers.iter_mut().for_each(FakeAgent::begin_stream);
         Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
@@ -199,7 +199,7 @@ fn said(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// Of this thread.
+/// CPU time of this thread.
 fn cpu_time() -> anyhow::Result<Duration> {
     Ok(nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID)?.into())
 }

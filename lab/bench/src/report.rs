@@ -1,4 +1,4 @@
-//! What a bench found: as text, as JSON, and as a section of docs/cost.md.
+//! Results of a bench: as text, as JSON, and as a section of docs/cost.md.
 
 use std::fmt;
 use std::path::Path;
@@ -105,7 +105,7 @@ pub struct Report {
     pub name: &'static str,
     /// Heading.
     pub title: &'static str,
-    /// What was measured, and how.
+    /// Measured values, and the method.
     pub about: String,
     /// The figures.
     pub tables: Vec<Table>,
@@ -126,7 +126,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// What stands in docs/cost.md before the first section.
+/// docs/cost.md before the first section.
 const HEAD: &str = "# What it costs\n\nWritten by `make bench`, on the machine that it ran on: compare the figures of one \
                     section with each other, not with\nthose of another machine.\n";
 

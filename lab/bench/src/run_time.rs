@@ -1,4 +1,4 @@
-//! How long programs run at their hooks, by the kernel's own statistics.
+//! Run time of programs at their hooks, by the kernel's own statistics.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
@@ -14,7 +14,7 @@ pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// How long a program has run (ns), and how often.
+/// Run time (ns) and runs of a program.
 pub fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut info = libbpf_sys::bpf_prog_info::default();
     let mut length = size_of_val(&info) as u32;

@@ -76,7 +76,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     Ok(report(args, &windows))
 }
 
-/// What one window showed.
+/// Results of one window.
 pub struct Window {
     cpu_pct: f64,
     sent_per_second: f64,
@@ -88,7 +88,7 @@ pub struct Window {
     to_table: Vec<(f64, f64)>,
     /// To the table in force.
     to_kernel: Vec<(f64, f64)>,
-    /// The same from when the agent sent it.
+    /// Times since the agent sent the report.
     sent_to_kernel: Vec<(f64, f64)>,
 }
 
@@ -167,7 +167,7 @@ fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
     f64::NAN
 }
 
-/// Which part was within that time.
+/// Part that was within that time.
 fn within(shares: &[(f64, f64)], seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }

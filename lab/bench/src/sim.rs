@@ -1,4 +1,4 @@
-//! How quick the simulator is: requests at cores, and packets of a capture.
+//! Speed of the simulator: requests at cores, and packets of a capture.
 
 use std::fs::File;
 use std::io::BufWriter;

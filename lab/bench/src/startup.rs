@@ -82,7 +82,7 @@ async fn apply(controller: &mut Controller, document: &str, generation: u64) -> 
     Ok(controller.asking().await?.put_fleet(&document).await?.generation)
 }
 
-/// When the first packet of any service was forwarded, and the first one of the last service.
+/// First forwarded packet of any service, and of the last service.
 struct Start {
     first: Duration,
     all: Duration,
@@ -163,7 +163,7 @@ fn first_packets(services: u32, began: Instant) -> anyhow::Result<Start> {
     let (mut first, mut port) = (None, 1024);
     while !waiting.is_empty() {
         ensure!(began.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting.len());
-        // As many as a short queue holds; the others have their turn next.
+        // A short queue's length; the others have their turn next.
         for vip in waiting.iter().copied().take(64).collect::<Vec<_>>() {
             wire.send(vip, port);
         }

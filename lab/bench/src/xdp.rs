@@ -20,7 +20,7 @@ pub use interleaved::{above, fastest_above, median_of, quartiles};
 use runner::{PACKETS, Runner};
 use workload::Case;
 
-/// How long to measure.
+/// Length of the measurement.
 #[derive(clap::Args)]
 pub struct Args {
     /// Rounds; in each, all programs of a case run one after the other
@@ -47,11 +47,10 @@ impl Args {
     }
 }
 
-/// What packets of open connections cost.
+/// Costs of packets of open connections.
 pub struct Cost {
     /// The mode, or what it is compared with: as cheetah-5-live.toml labels it.
     pub series: String,
-    /// How many connections there are.
     pub connections: usize,
     /// Above the empty program (ns), round by round.
     pub above_empty: Rounds,
@@ -78,7 +77,7 @@ struct Measured {
     medians: [f64; 3],
     /// lb above the empty program (ns), round by round.
     above_empty: Rounds,
-    /// The same (ns), the fastest round of each.
+    /// Fastest round of each (ns).
     fastest: f64,
     verifier_instructions: u32,
 }

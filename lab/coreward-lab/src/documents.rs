@@ -9,12 +9,12 @@ use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag, T
 
 use crate::Cli;
 
-/// What is looked at in a document.
+/// Checked parts of a document.
 #[derive(Debug, Default)]
 struct Document {
     /// Destinations as they are written.
     links: Vec<String>,
-    /// As GitHub makes them of headings.
+    /// Anchors that GitHub makes of headings.
     anchors: BTreeSet<String>,
     /// Code spans, and lines of code blocks.
     code: Vec<String>,
@@ -55,7 +55,7 @@ fn parse(text: &str) -> Document {
                     document.add_anchor(&heading);
                 }
             }
-            // Those of other languages hold no commands.
+            // Blocks of other languages hold no commands.
             Event::Start(Tag::CodeBlock(kind)) => {
                 block = match kind {
                     CodeBlockKind::Indented => true,
@@ -124,7 +124,7 @@ fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a
     })
 }
 
-/// What a command's words name that does not exist. Optional parts stand in brackets: `[--fix]`.
+/// First word of a command that does not exist. Optional parts stand in brackets: `[--fix]`.
 fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
     let mut command = of.clone();
     command.build();
@@ -147,7 +147,7 @@ fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
     flags.filter(|flag| !known(flag)).map(|flag| format!("`{name}` has no flag `--{flag}`")).next()
 }
 
-/// What a line names of that command that does not exist.
+/// Words of a line of that command that do not exist.
 fn unknown_of<'a>(line: &'a str, of: &'a clap::Command) -> impl Iterator<Item = String> {
     commands(line, of.get_name()).filter_map(|words| unknown(&words, of))
 }

@@ -11,7 +11,7 @@ use rand::Rng as _;
 use crate::change::Difference;
 use crate::epoch::{self, Epoch};
 
-/// How long to go on.
+/// End of a campaign.
 #[derive(Debug, Clone, Copy)]
 pub enum Until {
     Packets(u64),
@@ -19,19 +19,17 @@ pub enum Until {
     Elapsed(Duration),
 }
 
-/// What is to be done.
 #[derive(Debug, Clone, Copy)]
 pub struct Campaign {
     /// Determines every epoch, whatever the number of threads.
     pub seed: u64,
     pub first_epoch: u64,
-    /// When to end.
     pub until: Until,
     /// Each has a load balancer of its own.
     pub threads: usize,
 }
 
-/// Where the two differ.
+/// Difference of the two.
 #[derive(Debug)]
 pub struct Failure {
     pub epoch: u64,
@@ -40,14 +38,14 @@ pub struct Failure {
     pub difference: Difference,
 }
 
-/// What was done.
+/// Counts of a campaign.
 #[derive(Debug)]
 pub struct Summary {
     pub packets: u64,
     pub epochs: u64,
     /// From start to end.
     pub elapsed: Duration,
-    /// How often each counter of `enum lb_counter` grew.
+    /// Growth of each counter of `enum lb_counter`.
     pub outcomes: Vec<u64>,
     /// The first difference.
     pub failure: Option<Failure>,
@@ -99,7 +97,7 @@ impl Campaign {
         Ok(summary)
     }
 
-    /// How many packets the epoch has in this campaign; `None`: it has no such epoch.
+    /// Number of packets of the epoch in this campaign; `None`: it has no such epoch.
     fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
         match self.until {
             Until::Packets(total) => {

@@ -30,7 +30,7 @@ use crate::harness::{Harness, OWN_MAC, Setup, TIME_KEY};
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const ACK: u8 = 0x10;
 
-/// How often each server was reached, and how often that should be.
+/// Number of hits of each server, and the expected number.
 #[derive(Debug, Clone)]
 pub struct EchoCoverage {
     pub tried: u64,
@@ -51,7 +51,7 @@ impl EchoCoverage {
     }
 }
 
-/// What single flipped bits of valid cookies named.
+/// Results of single flipped bits of valid cookies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Flips {
     /// Valid cookies tried.

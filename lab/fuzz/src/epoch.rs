@@ -13,7 +13,7 @@ pub const PACKETS: u64 = 200_000;
 /// Packets between two comparisons of the whole state.
 const STATE_EVERY: u64 = 4096;
 
-/// What happened.
+/// Step of an epoch.
 #[derive(Debug, Clone)]
 pub enum Step {
     Change(Change),
@@ -80,7 +80,7 @@ impl Epoch {
         if let Change::Services(services) = change {
             self.state.services_placed(services, &service_slots);
             for service in 0..services.len() {
-                // Those that were there keep what they have.
+                // Servers that were there stay as they are.
                 if self.state.services[service].servers.is_empty() {
                     let mut filling = self.state.fill_service(service, &mut self.rng);
                     filling.reverse();
@@ -135,7 +135,7 @@ impl Epoch {
         Ok(flows.map(|difference| Found { packets: self.packets, difference }))
     }
 
-    /// How the epoch of `seed` starts, and its steps up to packet number `packets`.
+    /// Start of the epoch of `seed`, and its steps up to packet number `packets`.
     pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(Setup, Vec<Step>)> {
         let mut epoch = Epoch::new(seed, false)?;
         let setup = epoch.state.setup;

@@ -3,21 +3,21 @@
 
 use std::net::Ipv4Addr;
 
-/// Where the IP header begins.
+/// Offset of the IP header.
 pub const ETHERNET: usize = 14;
 /// The protocols that are built here.
 pub const ICMP: u8 = 1;
 pub const TCP: u8 = 6;
 pub const UDP: u8 = 17;
 
-/// What goes into Ethernet and IP header.
+/// Ethernet and IP header.
 #[derive(Debug, Clone)]
 pub struct Ip {
     /// Destination MAC address.
     pub mac: [u8; 6],
     pub source: Ipv4Addr,
     pub destination: Ipv4Addr,
-    /// Of what follows the header.
+    /// Protocol of the payload.
     pub protocol: u8,
     pub identification: u16,
     /// Flags and fragment offset.

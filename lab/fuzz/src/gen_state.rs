@@ -1,4 +1,4 @@
-//! What the fuzzer knows of a harness's state, and the changes that it makes to it.
+//! The fuzzer's view of a harness's state, and its changes to it.
 
 use std::net::Ipv4Addr;
 
@@ -42,7 +42,7 @@ pub struct Indexed {
     pub service_slot: usize,
     /// Address and port.
     pub client: (Ipv4Addr, u16),
-    /// What its cookies of kind 1 hold.
+    /// Number in its cookies of kind 1.
     pub number: u16,
 }
 
@@ -52,12 +52,11 @@ pub struct Planned {
     /// VIP, port, protocol.
     pub address: ServiceAddress,
     pub vip: (Ipv4Addr, u16),
-    /// How its packets find their servers.
     pub mode: ServiceMode,
     pub service_slot: usize,
     /// Ids that are or were known.
     pub servers: Vec<ServerId>,
-    /// Where their answers come from, or came from.
+    /// Source addresses of their answers, now or before.
     pub addresses: Vec<Mac>,
 }
 
@@ -82,7 +81,7 @@ impl Planned {
 
 /// The state as far as packets are made by it.
 pub struct GenState {
-    /// What is fixed, and the keys of now.
+    /// Fixed setup, and the present keys.
     pub setup: Setup,
     pub services: Vec<Planned>,
     /// Connections that packets come back to.
@@ -209,7 +208,7 @@ impl GenState {
         self.services = placed.collect();
     }
 
-    /// What must be done to a new service: servers, a table, tokens.
+    /// Steps for a new service: servers, a table, tokens.
     pub fn fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<Change> {
         // Now and then one without servers, one with thousands, and the very first and last id.
         let count = match rng.below(20) {
@@ -235,7 +234,7 @@ impl GenState {
         let number = match rng.below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
-            // Where load balancers stamp, nearly all can be named.
+            // Cookies of the load balancer can name nearly all ids.
             2..39 if planned.is_corrected() => rng.below(correction::SERVER_IDS as usize),
             _ => rng.below(intf::SERVER_ID_COUNT as usize),
         };

@@ -104,14 +104,14 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         let numbers = (rng.u32(), rng.u32());
         ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
     }
-    // What Ethernet pads, or a sender leaves behind the packet.
+    // Ethernet's padding, or a sender's bytes behind the packet.
     if rng.chance(1, 16) {
         packet.resize(packet.len() + rng.below(20), 0);
     }
 }
 
-/// What a server of a service that load balancers stamp sends to a client, if there is one; otherwise to a client all
-/// the same, which nobody looks at.
+/// A server's packet to a client, if the service has LB-side stamping and a server; otherwise a packet that nobody
+/// looks at.
 fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let corrected: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_corrected()).collect();
     let planned = if corrected.is_empty() { &state.services[0] } else { rng.pick(&corrected) };
@@ -136,7 +136,7 @@ fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet[6..12].copy_from_slice(&address);
 }
 
-/// What the clock of the server at that address shows, a little late; every fourth server has none of its own.
+/// Clock of the server at that address, a little late; every fourth server has none of its own.
 fn server_clock(state: &GenState, address: &[u8; 6], rng: &mut FuzzRng) -> u32 {
     if address[5].is_multiple_of(4) {
         return rng.u32();
@@ -215,7 +215,7 @@ fn segment(
     Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, echo) }
 }
 
-/// What the client echoes: mostly the cookie of a server that is or was known.
+/// The client's TSecr: mostly the cookie of a server that is or was known.
 fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_corrected() {
         return corrected_echo(state, planned, rng, &tuple);
@@ -236,7 +236,7 @@ fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple
     stamp(state, rng, &tuple, cookie)
 }
 
-/// The same where load balancers stamp.
+/// The client's TSecr with LB-side stamping.
 fn corrected_echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
     if planned.servers.is_empty() || rng.chance(1, 10) {
         return rng.u32();

@@ -37,7 +37,7 @@ pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 const BROADCAST: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
-/// What is fixed when the program is loaded.
+/// Constants of the loaded program.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     /// Frames to it are taken, and leave with it as their source.
@@ -184,7 +184,7 @@ pub struct Harness {
     pub model: LoadBalancer,
     /// `None`: the reference model is alone.
     instance: Option<Instance>,
-    /// What the counters of all services (and of none) should be.
+    /// Expected counters of all services (and of none).
     counters: Vec<[u64; COUNTER_WORDS]>,
     /// A frame as the reference model leaves it.
     expected: Vec<u8>,
@@ -365,7 +365,7 @@ impl Harness {
             .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
     }
 
-    /// What is known of servers' clocks, by id.
+    /// Compares the servers' clocks, by id.
     fn compare_clocks(&self, instance: &Instance, service_slot: usize) -> anyhow::Result<Option<Difference>> {
         let expected = self.model.corrected(service_slot).map(|(_, known)| {
             let clock = known.clock;

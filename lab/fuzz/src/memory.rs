@@ -25,7 +25,6 @@ pub struct Memory {
     counters: MmapArray<[intf::lb_counters]>,
     rows: usize,
     recent: MmapArray<Recent>,
-    /// The same.
     traffic: MmapArray<[intf::server_traffic]>,
     flows: MmapArray<[intf::flow_set]>,
     broadcast: MmapArray<intf::broadcast_buckets>,
@@ -88,7 +87,7 @@ impl Memory {
         self.state.load(service_at(service) + offset_of!(intf::service_state, round_robin))
     }
 
-    /// What was sent to a server.
+    /// Traffic of a server.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
         let position = |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();
         let word = |field| (0..self.rows).map(|row| self.traffic.load(position(row) + field)).sum();

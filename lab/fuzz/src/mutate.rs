@@ -1,4 +1,4 @@
-//! What noise, broken senders and attackers make of packets.
+//! Changes of packets by noise, broken senders and attackers.
 
 use crate::frame::ETHERNET;
 use crate::fuzz_rng::FuzzRng;

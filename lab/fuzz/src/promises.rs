@@ -43,7 +43,7 @@ struct FrameHeader {
     protocol: u8,
     /// Source and destination port; `None` in a later fragment.
     ports: Option<(u16, u16)>,
-    /// Of TCP.
+    /// TCP flags.
     flags: u8,
 }
 
@@ -184,7 +184,7 @@ impl Promises {
         }
     }
 
-    /// Of a datagram that goes to a server of its service.
+    /// Flow of a datagram that goes to a server of its service.
     fn flow_broken(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;

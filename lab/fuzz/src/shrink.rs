@@ -13,9 +13,9 @@ const TIMEOUT: Duration = Duration::from_secs(90);
 /// The least found: steps that end with the packet that differs.
 #[derive(Debug)]
 pub struct Shrunk {
-    /// What happens, in order.
+    /// Steps in order.
     pub steps: Vec<Step>,
-    /// How the two differ then.
+    /// Difference after them.
     pub difference: Difference,
 }
 
@@ -25,7 +25,7 @@ struct Shrinker {
 }
 
 impl Shrinker {
-    /// How the two differ in the last of `steps` or in the state after it, when nothing but `steps` happens to them.
+    /// Difference in the last of `steps` or in the state after it, when nothing but `steps` happens.
     fn difference(&self, steps: &[Step]) -> anyhow::Result<Option<Difference>> {
         let mut harness = Harness::new(self.setup, true)?;
         let mut last = None;

@@ -1,11 +1,11 @@
-//! When requests are due.
+//! Times of requests.
 
 use clap::ValueEnum;
 use coreward_model::rss::seeded_rng;
 use coreward_sim::random::exponential;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-/// How requests follow one another.
+/// Distribution of the gaps between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arrivals {
     /// Independently: exponential gaps
@@ -32,7 +32,7 @@ impl Schedule {
         schedule
     }
 
-    /// When the next request is due (ns since the start).
+    /// Time of the next request (ns since the start).
     pub fn next_ns(&self) -> u64 {
         self.next_ns as u64
     }

@@ -103,7 +103,7 @@ pub struct LoadArgs {
     pub format: Format,
 }
 
-/// How requests are sent.
+/// Transport of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TransportName {
     /// The key-value server's protocol, one request per datagram

@@ -10,7 +10,7 @@ const RESPONSE: u8 = 0x80;
 const RESPONSE_CODE: u8 = 0x0f;
 const CLASS_INTERNET: u16 = 1;
 const TYPE_OPT: u16 = 41;
-/// What a client says it takes in one datagram (RFC 9715, Sect. 3.2: what fits Ethernet with every header).
+/// Payload that a client takes in one datagram (RFC 9715, Sect. 3.2: fits Ethernet with every header).
 const PAYLOAD_BYTES: u16 = 1_400;
 /// DO of the extended flags (RFC 6891, Sect. 6.1.4): signatures, please.
 const DNSSEC_OK: u32 = 0x8000;
@@ -23,7 +23,7 @@ const TYPES: [(&str, u16); 8] =
 /// One question.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Query {
-    /// As in a datagram.
+    /// Name in wire format.
     name: Vec<u8>,
     kind: u16,
     dnssec: bool,

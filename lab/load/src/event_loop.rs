@@ -12,10 +12,10 @@ pub fn now_ns() -> u64 {
     Duration::from(now).as_nanos() as u64
 }
 
-/// What epoll reported of one descriptor.
+/// Event of one descriptor.
 #[derive(Debug, Clone, Copy)]
 pub struct Event {
-    /// As given to [`Epoll::add`].
+    /// Token given to [`Epoll::add`].
     pub token: u64,
     /// EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP.
     pub flags: u32,

@@ -17,9 +17,9 @@ use crate::workload::Workload;
 const LEAD_NS: u64 = 10_000_000;
 /// Overdue requests are sent in turns of at most so many, so that responses are read in between.
 const TURN: usize = 64;
-/// How often progress is told (ns).
+/// Interval of the progress (ns).
 const PROGRESS_NS: u64 = 100_000_000;
-/// How often to look for lost requests when nothing is due any more (ns).
+/// Interval of the search for lost requests when nothing is due any more (ns).
 const EXPIRE_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
@@ -29,14 +29,14 @@ pub struct Stream {
     pub first_class: u8,
 }
 
-/// How long things take (ns).
+/// Durations of a run (ns).
 #[derive(Debug, Clone, Copy)]
 pub struct Durations {
     /// At the beginning, when nothing is measured yet.
     pub warm_up_ns: u64,
     /// After that.
     pub measured_ns: u64,
-    /// How long after it was due a request counts as lost.
+    /// Time after its due time at which a request counts as lost.
     pub timeout_ns: u64,
 }
 

@@ -11,10 +11,10 @@ use hdrhistogram::serialization::{V2DeflateSerializer, interval_log};
 
 use crate::results::Results;
 
-/// How much time one line of the log covers (ns).
+/// Time of one line of the log (ns).
 const INTERVAL_NS: u64 = 1_000_000_000;
 
-/// What a log is written to and with; it outlives the [`HistogramLog`].
+/// Output of a log; it outlives the [`HistogramLog`].
 pub struct Output {
     file: Box<dyn Write>,
     serializer: V2DeflateSerializer,
@@ -42,9 +42,9 @@ impl Output {
 
 pub struct HistogramLog<'a> {
     writer: IntervalLogWriter<'a, 'a, Box<dyn Write>, V2DeflateSerializer>,
-    /// Of each class.
+    /// Tag of each class.
     tags: Vec<String>,
-    /// When the interval began that is not written yet (ns since the start).
+    /// Begin of the interval that is not written yet (ns since the start).
     begun_ns: u64,
 }
 

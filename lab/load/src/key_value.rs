@@ -17,15 +17,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::request_type::RequestType;
 
-/// What a datagram may hold to cross Ethernet in one frame (1500 bytes less the headers of IPv4 and UDP).
+/// Most bytes of a datagram that crosses Ethernet in one frame (1500 bytes less the headers of IPv4 and UDP).
 pub const DATAGRAM_MAX: usize = 1_472;
 /// Longest key (bytes).
 pub const KEY_MAX: usize = 255;
 /// Longest value that a server keeps (bytes): with the longest key it still fits a datagram of a response.
 pub const VALUE_MAX: usize = DATAGRAM_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_MAX;
-/// Where a datagram's type is.
+/// Offset of a datagram's type.
 pub const TYPE_OFFSET: usize = 0;
-/// Where a datagram's id is: 4 bytes, in little-endian order.
+/// Offset of a datagram's id: 4 bytes, in little-endian order.
 pub const ID_OFFSET: usize = 4;
 pub const REQUEST_HEADER_BYTES: usize = size_of::<RequestHeader>();
 
@@ -46,13 +46,13 @@ pub struct ResponseHeader {
     pub request_type: u8,
     /// [`Status`].
     pub status: u8,
-    /// Which worker answers, from 0.
+    /// Number of the worker that answers, from 0.
     pub worker: U16,
     /// The request's.
     pub id: U32,
-    /// Which datagram of the response this is, from 0.
+    /// Number of the datagram in the response, from 0.
     pub part: u8,
-    /// How many datagrams it has, at least 1.
+    /// Datagrams of the response, at least 1.
     pub parts: u8,
     pub pairs: U16,
 }
@@ -68,7 +68,7 @@ struct PairHeader {
     value_length: U16,
 }
 
-/// How a request ended.
+/// Outcome of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
@@ -90,11 +90,7 @@ pub enum BadRequest {
     RequestType(#[from] crate::request_type::RequestTypeError),
     /// Not as long as the lengths in it.
     #[error("{given} bytes: expected {expected} by the lengths in the header")]
-    Length {
-        /// Of the datagram.
-        given: usize,
-        expected: usize,
-    },
+    Length { given: usize, expected: usize },
     /// A GET or PUT without a key.
     #[error("a {0} without a key")]
     NoKey(RequestType),
@@ -102,15 +98,14 @@ pub enum BadRequest {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Request<'a> {
-    /// What is wanted.
     pub request_type: RequestType,
     /// Comes back in the response.
     pub id: u32,
-    /// How long a paced server is to take (ns); 0: as long as its table says.
+    /// Service time for a paced server (ns); 0: by its table.
     pub service_ns: u32,
-    /// Of GET and PUT (not empty), or where a SCAN begins.
+    /// Key of GET and PUT (not empty), or the begin of a SCAN.
     pub key: &'a [u8],
-    /// Of PUT.
+    /// Value of PUT.
     pub value: &'a [u8],
 }
 

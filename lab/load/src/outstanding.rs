@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 /// A request on its way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sent {
-    /// When it was due (ns).
+    /// Due time (ns).
     pub due_ns: u64,
     pub class: u8,
 }

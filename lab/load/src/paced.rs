@@ -13,7 +13,7 @@ pub const SERVICE_MAX_US: u32 = 10_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Request {
-    /// How long a core is to be busy with it (us), at most [`SERVICE_MAX_US`].
+    /// Time for which a core is busy (us), at most [`SERVICE_MAX_US`].
     pub service_us: U32,
     /// Comes back in the response.
     pub id: U32,
@@ -26,7 +26,7 @@ pub struct Response {
     /// The request's.
     pub id: U32,
     pub server: u8,
-    /// Which of its cores.
+    /// Number of its core.
     pub core: u8,
     /// Zero.
     pub reserved: [u8; 2],

@@ -12,14 +12,14 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::event_loop::now_ns;
 
-/// What came.
+/// Received bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
     /// Bytes of the buffer that were filled; 0 at the end of a stream.
     pub length: usize,
-    /// When the kernel received it, by CLOCK_MONOTONIC (ns). Of a stream: the last of the segments that were read.
+    /// Time when the kernel received it, by CLOCK_MONOTONIC (ns). Of a stream: the last of the segments that were read.
     pub arrived_ns: u64,
-    /// Who sent it; `None` on a stream.
+    /// Sender; `None` on a stream.
     pub sender: Option<SocketAddrV4>,
     /// The datagram was longer than the buffer.
     pub truncated: bool,

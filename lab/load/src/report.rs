@@ -1,4 +1,4 @@
-//! What is told of a run, for people and for programs.
+//! Report of a run, for people and for programs.
 
 use coreward_sim::output::Printed;
 use hdrhistogram::Histogram;
@@ -36,9 +36,9 @@ pub struct ClassReport {
     pub class: RequestType,
     /// Due in the measured time.
     pub requests: u64,
-    /// Of these, answered in time.
+    /// Requests answered in time.
     pub completed: u64,
-    /// Of these, not answered in time.
+    /// Requests not answered in time.
     pub lost: u64,
     /// Responses that arrived in the measured time.
     pub arrived: u64,
@@ -46,7 +46,7 @@ pub struct ClassReport {
     pub latency_us: Latency,
 }
 
-/// Who answered how many.
+/// Responses of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct WorkerReport {
     #[serde(flatten)]
@@ -55,7 +55,7 @@ pub struct WorkerReport {
     pub completed: u64,
 }
 
-/// Of a run. Everything but `measure` and `workers` is about the load alone.
+/// Report of a run. Everything but `measure` and `workers` is about the load alone.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     /// Requests due per second.
@@ -66,15 +66,15 @@ pub struct Report {
     pub lost: u64,
     /// From when a request was due to its response, of those that were answered.
     pub latency_us: Latency,
-    /// How long was measured (s).
+    /// Measured time (s).
     pub seconds: f64,
     /// Requests that were due in the measured time.
     pub requests: u64,
-    /// Of these, answered in time.
+    /// Requests answered in time.
     pub completed: u64,
     pub classes: Vec<ClassReport>,
     pub measure: Option<ClassReport>,
-    /// How late the generator sent. Much more than the latencies that matter says that the machine was too busy.
+    /// Lateness of the generator. Much more than the latencies that matter says that the machine was too busy.
     pub lateness_us: Latency,
     /// Requests answered, load and measuring stream, by who answered.
     pub workers: Vec<WorkerReport>,
@@ -84,13 +84,12 @@ pub struct Report {
     pub late: u64,
     /// Responses to no request.
     pub unknown: u64,
-    /// What went wrong on the way.
     #[serde(flatten)]
     pub errors: Errors,
 }
 
 impl Report {
-    /// Of the results of the load's classes, followed by the measuring stream's, if there was one.
+    /// Report of the results of the load's classes, followed by the measuring stream's, if there was one.
     pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
         let class = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,

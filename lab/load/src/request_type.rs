@@ -51,7 +51,7 @@ impl RequestType {
         if class < WORK_CLASSES { Some(Self(FIRST_WORK + class)) } else { None }
     }
 
-    /// How many pairs a SCAN asks for; `None` of the others.
+    /// Number of pairs of a SCAN; `None` of the others.
     pub const fn pairs(self) -> Option<u8> {
         if self.0 > SCAN_BASE { Some(self.0 - SCAN_BASE) } else { None }
     }
@@ -111,8 +111,8 @@ const fn scan(pairs: u8) -> RequestType {
     RequestType::scan(pairs).expect("1 to 127")
 }
 
-/// What Turbo measured of Masstree (Seyedroudbari et al., HPCA 2023, caption of Figure 7): the average service time of
-/// each type of query (ns).
+/// Average service time of each type of query (ns), as Turbo measured of Masstree (Seyedroudbari et al., HPCA 2023,
+/// caption of Figure 7).
 pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] =
     [(RequestType::GET, 975), (RequestType::PUT, 1_350), (scan(18), 4_700), (scan(46), 9_180), (scan(105), 17_700)];
 
@@ -157,7 +157,7 @@ impl ServiceTimes {
         self.0.get(&request_type).map(|ns| Duration::from_nanos((*ns).into()))
     }
 
-    /// As a request carries it (ns).
+    /// Service time in a request (ns).
     pub fn get_ns(&self, request_type: RequestType) -> Option<u32> {
         self.0.get(&request_type).copied()
     }

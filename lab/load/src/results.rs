@@ -1,4 +1,4 @@
-//! What became of the requests, by class.
+//! Outcomes of the requests, by class.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use hdrhistogram::Histogram;
 use crate::outstanding::Sent;
 use crate::transport::{Errors, Worker};
 
-/// Of one class. All but `latency` count requests that were due in the measured time.
+/// Results of one class. All but `latency` count requests that were due in the measured time.
 #[derive(Debug)]
 pub struct ClassResults {
     /// Due.
@@ -39,11 +39,10 @@ pub struct Results {
     pub late: u64,
     /// Responses to no request.
     pub unknown: u64,
-    /// What went wrong on the way.
     pub errors: Errors,
-    /// When the last request was settled (ns since the start).
+    /// Time when the last request was settled (ns since the start).
     pub ended_ns: u64,
-    /// As `latency` of each class, of the present interval; empty when nobody asked for it.
+    /// Latencies of each class in the present interval; empty when nobody asked for them.
     intervals: Vec<Histogram<u64>>,
 }
 

@@ -1,4 +1,4 @@
-//! What is asked for: request types by their shares, or service times of a distribution.
+//! Requests: request types by their shares, or service times of a distribution.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,9 +16,8 @@ use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLAS
 pub struct Demand {
     /// Its class: an index of [`Workload::classes`].
     pub class: u8,
-    /// What is asked for.
     pub request_type: RequestType,
-    /// How long the server is to take (ns); 0: as long as it thinks right.
+    /// Service time (ns); 0: the server's own.
     pub service_ns: u32,
 }
 
@@ -34,7 +33,7 @@ pub enum MixError {
     /// Not a type.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// The same type again.
+    /// A type that is given twice.
     #[error("mix: {0} is there twice")]
     Twice(RequestType),
     /// Not a share.
@@ -103,7 +102,7 @@ impl fmt::Display for Mix {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
     service: Service,
-    /// Of the shortest class, or the mean (us).
+    /// Service time of the shortest class, or the mean (us).
     unit_us: f64,
 }
 

@@ -12,9 +12,9 @@ use serde_json::Value;
 use crate::guest::Guest;
 use crate::wire::{FLOWS, VIP};
 
-/// How long a program of coreward may take to be ready; under emulation the verifier alone takes seconds.
+/// Time limit for a program of coreward to be ready; under emulation the verifier alone takes seconds.
 pub const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long the daemon may take to notice something; it looks once a second.
+/// Time limit for the daemon to notice something; it looks once a second.
 const NOTICE_LIMIT: Duration = Duration::from_secs(15);
 
 /// The server's id in the fleet's file: the seed of its balanced table.
@@ -64,7 +64,7 @@ enum Line {
     End { verdict: String },
 }
 
-/// What `coreward agent rss` saw.
+/// Observations of `coreward agent rss`.
 pub struct Watched {
     /// Key and table that it read.
     pub shown: Rss,

@@ -1,4 +1,4 @@
-//! What is checked in which guest.
+//! Checks of each guest.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use crate::rss::{self, Measurement};
 use crate::tally::Tally;
 use crate::wire::{FLOWS, VIP, Wire};
 
-/// What guests are made of.
+/// Parts of guests.
 pub struct Parts {
     /// QEMU and the kernels.
     pub packages: Packages,
     /// The binary to test.
     pub coreward: PathBuf,
-    /// Where the consoles' output goes.
+    /// Directory of the consoles' output.
     pub logs: PathBuf,
 }
 
@@ -29,7 +29,7 @@ pub struct Case {
     /// `6.1` (Debian 12's own) or `6.12`.
     pub kernel: &'static str,
     pub nic: Nic,
-    /// What is added to the kernel's command line.
+    /// Added arguments of the kernel's command line.
     pub arguments: &'static str,
     checks: Checks,
 }
@@ -43,15 +43,15 @@ enum Checks {
 
 struct Setting {
     name: &'static str,
-    /// What leads there.
+    /// Command that leads there.
     command: &'static str,
     /// Whether the NIC then does what it shows: what was measured with the kernels of November 2026 (docs/results.md).
     in_force: bool,
 }
 
-/// How long the verifier may take for all programs, under emulation.
+/// Time limit of the verifier for all programs, under emulation.
 const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
-/// How long a command of the user's may take.
+/// Time limit of a command of the user's.
 const RUN_LIMIT: Duration = Duration::from_secs(600);
 
 const FRESH: &str = "as the driver starts";

@@ -253,7 +253,7 @@ fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<Placed> {
     bail!("{} of {sent} SYNs are lost after {TRANSMISSIONS} transmissions", missing.len())
 }
 
-/// How many of the SYNs that `chosen` selects went to `s1`, and how many there are.
+/// Number of the SYNs selected by `chosen` that went to `s1`, and number of all of them.
 fn shares(placed: &Placed, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let of = placed.iter().filter(|(flow, _)| chosen(flow));
     [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]

@@ -106,7 +106,7 @@ impl Monitor {
     /// When QEMU has ended.
     pub fn flush_receive_queues(&mut self) -> Result<()> {
         self.0.write_all(b"stop\ncont\n").context("QEMU's monitor")?;
-        // What it prints is of no use, but must not fill the socket.
+        // Its output is of no use, but must not fill the socket.
         let mut printed = [0; 4096];
         match self.0.read(&mut printed) {
             Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error).context("QEMU's monitor"),
@@ -220,7 +220,7 @@ impl Guest {
         }
     }
 
-    /// What QEMU and the guest's kernel said last.
+    /// Last output of QEMU and the guest's kernel.
     fn last_words(&self) -> String {
         let tail = |path: &Path| {
             let text = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 
 use crate::process::{run, tied};
 
-/// What the guests load besides what these depend on; Debian's kernels have some of them built in.
+/// Modules that the guests load besides their dependencies; Debian's kernels have some of them built in.
 pub const MODULES: [&str; 7] = ["virtio_pci", "virtio_net", "igb", "vmxnet3", "sch_ingress", "cls_bpf", "veth"];
 
 /// Takes image and needed modules out of a kernel package, and lays them flat into `folder`. Fails when the package
@@ -48,7 +48,7 @@ pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)
 
 fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
     let path = folder.join("modules").join(format!("{name}.ko"));
-    // What `extract` did not lay down is built in.
+    // A module that `extract` did not lay down is built in.
     if order.iter().any(|(present, _)| present == name) || !path.exists() {
         return Ok(());
     }

@@ -42,7 +42,7 @@ struct Arguments {
     /// The binary to test.
     #[arg(long)]
     coreward: PathBuf,
-    /// Where downloaded packages are kept.
+    /// Directory of downloaded packages.
     #[arg(long)]
     cache: PathBuf,
     /// Only guests whose name contains this.
@@ -73,7 +73,7 @@ fn main() -> ExitCode {
     tally.finish()
 }
 
-/// What guests are made of, and the lock that keeps a second run out of them; or one sentence about what is missing.
+/// Parts of the guests, and the lock that keeps a second run out of them; or one sentence about what is missing.
 fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");

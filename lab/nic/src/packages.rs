@@ -74,7 +74,7 @@ impl Packages {
         command
     }
 
-    /// Where QEMU looks for its firmware.
+    /// Paths at which QEMU looks for its firmware.
     pub fn firmware(&self) -> [PathBuf; 3] {
         ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.folder.join("root/usr/share").join(part))
     }
@@ -96,7 +96,7 @@ impl Packages {
         (root.join("sbin/ethtool"), files)
     }
 
-    /// Where the binary under test stands without its debug information; one place, so that no run leaves another.
+    /// Path of the binary under test without its debug information; one place, so that no run leaves another.
     pub fn stripped(&self) -> PathBuf {
         self.folder.join("coreward")
     }
@@ -170,7 +170,7 @@ impl Apt {
 fn sources() -> Result<(String, String)> {
     let mut targets = debian_targets()?;
     if targets.is_empty() {
-        // Which of its sources are Debian's a machine knows only when it has fetched their lists once.
+        // A machine knows which of its sources are Debian's only when it has fetched their lists once.
         run(tied("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
         targets = debian_targets()?;
     }

@@ -10,7 +10,7 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use crate::guest::{Guest, Nic};
 use crate::wire::{Wire, flows};
 
-/// How long a SYN may take to the guest's counters.
+/// Time limit of a SYN to the guest's counters.
 const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
 
 /// Key and table that the guest's own ethtool shows. Some drivers (igb) do not show their key; they take the kernel's.
@@ -50,7 +50,7 @@ fn kernel_key(text: &str) -> Result<RssKey> {
     Ok(RssKey::new(&key.bytes()[..40])?)
 }
 
-/// What the guest showed, and what its NIC did.
+/// The guest's view, and the NIC's behaviour.
 pub struct Measurement {
     /// Key and table shown.
     pub shown: Rss,
@@ -59,7 +59,7 @@ pub struct Measurement {
 }
 
 impl Measurement {
-    /// How many flows went to the queue that key and table predict.
+    /// Number of flows that went to the queue that key and table predict.
     pub fn matched(&self) -> u16 {
         let as_predicted = |(flow, queue): &&(FourTuple, u16)| predicted(&self.shown, flow) == *queue;
         self.delivered.iter().filter(as_predicted).count() as u16

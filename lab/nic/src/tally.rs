@@ -1,4 +1,4 @@
-//! What passed, failed and was skipped.
+//! Results: passed, failed and skipped.
 
 use std::process::ExitCode;
 

@@ -12,7 +12,7 @@ use crate::guest::{MAC_ADDRESS, TAP};
 use crate::packages::Packages;
 use crate::process::{run, tied};
 
-/// Where the SYNs go; the guest has the address on its loopback.
+/// Destination of the SYNs; the guest has the address on its loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Destination of packets that a guest with a route for it forwards.
 pub const FORWARDED: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
@@ -30,7 +30,7 @@ pub fn flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0)
 }
 
-/// As [`flows`], with client addresses that differ from round to round; rounds count up to 250.
+/// [`flows`] with client addresses that differ from round to round; rounds count up to 250.
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
     (0..FLOWS).map(move |flow| {
         // Steps without a common divisor with 250 and 60,000: no address or port comes twice.

@@ -4,14 +4,14 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
 pub struct UnknownName {
-    /// What was named: "policy", "figure" ...
+    /// Kind of the name: "policy", "figure" ...
     pub what: &'static str,
     pub given: String,
     /// Every name there is.
     pub known: Vec<String>,
 }
 
-/// How alike (0 to 1, Jaro and Winkler's measure) a name must be to be suggested.
+/// Similarity (0 to 1, Jaro and Winkler's measure) from which a name is suggested.
 const ALIKE: f64 = 0.7;
 const SUGGESTIONS: usize = 3;
 

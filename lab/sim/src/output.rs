@@ -1,9 +1,9 @@
-//! How results are printed.
+//! Output formats of results.
 
 use comfy_table::Table;
 use serde::Serialize;
 
-/// What to print.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
     /// For people

@@ -14,7 +14,7 @@ const LAYERS: usize = 256;
 /// comparison do.
 #[derive(Debug)]
 struct Ziggurat {
-    /// Where the layers end, the lowest first (as if it had the tail's area, too); the last is 0.
+    /// Ends of the layers, the lowest first (as if it had the tail's area, too); the last is 0.
     ends: [f64; LAYERS + 1],
     /// The density there.
     heights: [f64; LAYERS + 1],

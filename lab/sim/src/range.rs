@@ -4,10 +4,8 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
 pub struct OutOfRange {
-    /// What it is, as its option is called.
+    /// Name of its option.
     pub name: &'static str,
-    /// What it was.
     pub value: String,
-    /// What would do.
     pub expected: String,
 }

@@ -1,4 +1,4 @@
-//! What several seeds gave.
+//! Summary of several seeds.
 
 use coreward_model::statistics::{mean, median};
 use serde::Serialize;

@@ -22,12 +22,11 @@ use crate::topology::{DEVICE, SERVICE, Testbed, make_namespaces, server_address}
 pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
 
-/// How it balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// At layer 2, answers pass it by.
     Director,
-    /// As both ends of two connections.
+    /// It ends both of two connections.
     Proxy,
 }
 

@@ -22,7 +22,7 @@ use crate::namespace::Namespace;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WHO};
 use crate::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
 
-/// How long each part lasts.
+/// Length of each part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
 pub struct Options {
     /// Seconds of wrk with keep-alive
@@ -39,7 +39,7 @@ pub struct Options {
     pub syncookies: u8,
 }
 
-/// What was seen.
+/// Observations.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct Outcome {
     /// Requests that wrk saw answered.
@@ -58,28 +58,28 @@ pub struct Outcome {
     pub tables: u64,
     /// Times that a server drained or came back.
     pub pool_changes: u64,
-    /// What the load balancer did, by counter (those above 0).
+    /// The load balancer's counters above 0.
     pub load_balancer: BTreeMap<String, u64>,
-    /// What TCP counted.
+    /// TCP's counters.
     pub tcp: Tcp,
-    /// The same with the same load, routed by the load balancer's kernel instead.
+    /// TCP's counters with the same load, routed by the load balancer's kernel instead.
     pub tcp_without: Tcp,
 }
 
-/// What TCP counted, client and servers together.
+/// TCP's counters, client and servers together.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct Tcp {
     /// Segments sent.
     pub sent: u64,
     /// Segments sent again.
     pub retransmitted: u64,
-    /// The same per million segments sent.
+    /// Retransmitted segments per million.
     pub retransmitted_ppm: f64,
-    /// How many of them the receiver had already (DSACK, RFC 2883): nothing was lost, only late.
+    /// Retransmitted segments that the receiver had already (DSACK, RFC 2883): nothing was lost, only late.
     pub retransmitted_needlessly: u64,
     /// Segments dropped by servers for their timestamps, by counter (those above 0).
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
-    /// The same at the client.
+    /// Drops by PAWS at the client.
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
     /// Pure acknowledgements that a newer segment overtook.
     pub overtaken_acks: u64,
@@ -137,7 +137,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
 }
 
 /// The same load by the same hosts, with the load balancer's kernel routing each connection to one of the servers by a
-/// hash (ECMP): what the machine itself loses and sends twice.
+/// hash (ECMP): losses and retransmissions of the machine itself.
 fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
     let forwarding = |on: &str| {
         testbed.load_balancer(1)?.set_sysctls(&[

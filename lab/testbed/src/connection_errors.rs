@@ -1,4 +1,4 @@
-//! How connections break, as their clients see it.
+//! Failures of connections, as their clients see them.
 
 use std::io;
 use std::ops::AddAssign;
@@ -57,7 +57,7 @@ impl AddAssign for Broken {
     }
 }
 
-/// How a connection ended badly.
+/// Failure of a connection.
 #[derive(Debug)]
 pub(crate) enum Failure {
     Io(io::Error),

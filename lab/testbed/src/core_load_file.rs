@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 pub(crate) struct VirtualCore {
     /// Service time of all requests taken so far (ns).
     accepted_ns: u64,
-    /// When the last of them is done.
+    /// End of the last of them.
     busy_until_ns: u64,
 }
 
@@ -24,8 +24,8 @@ impl VirtualCore {
         self.busy_until_ns
     }
 
-    /// How long it has been serving up to now (ns): all it took on, but for what lies ahead. Without gaps in between,
-    /// for a core that has work is never idle.
+    /// Time served up to now (ns): all it took on, but for what lies ahead. Without gaps in between, for a core that
+    /// has work is never idle.
     pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
         self.accepted_ns - self.busy_until_ns.saturating_sub(now_ns)
     }

@@ -14,7 +14,7 @@ pub type Counters = BTreeMap<String, u64>;
 pub const TIMESTAMP_DROPS: [&str; 4] =
     ["TcpExtPAWSActive", OVERTAKEN_DATA, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
-/// Of them, those with data of an established connection: also what a newer segment overtook by more than a tick.
+/// Those with data of an established connection: also data that a newer segment overtook by more than a tick.
 pub const OVERTAKEN_DATA: &str = "TcpExtPAWSEstab";
 
 /// Pure acknowledgements that a newer segment overtook on its way. The kernel counts them apart since 6.14, as they are

@@ -16,9 +16,9 @@ use crate::topology::Testbed;
 
 /// A block takes no longer.
 const BLOCK_LIMIT: &str = "90";
-/// Where a machine sees the testbed's directory, when `/run` is its own.
+/// A machine's path of the testbed's directory, when `/run` is its own.
 const MACHINES: &str = "/mnt";
-/// Of the user `coreward`, whom packages make.
+/// Id of the user `coreward`, made by packages.
 const USER_ID: u32 = 64_007;
 const HOLD_SECONDS: &str = "600";
 
@@ -29,7 +29,7 @@ pub struct Block {
     pub line: usize,
     /// Machines on which it is run, one after the other.
     pub machines: Vec<String>,
-    /// What is typed.
+    /// Typed commands.
     pub commands: String,
 }
 
@@ -115,7 +115,7 @@ impl Host {
     pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([BLOCK_LIMIT, "nsenter", "--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);
-        // As who logs in: with what /etc/profile.d says.
+        // A login shell, with the settings of /etc/profile.d.
         command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
         // To a file: what a block leaves in the background would keep a pipe open.
         let file = fs::File::create(log)?;

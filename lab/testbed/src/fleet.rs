@@ -206,7 +206,7 @@ impl Fleet {
         }
     }
 
-    /// What `coreward ARGUMENTS` prints, of the controller that leads.
+    /// Output of `coreward ARGUMENTS`, of the controller that leads.
     fn ask(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let command = asking_of(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run(testbed.controller(), command)?.stdout)
@@ -232,7 +232,6 @@ impl Fleet {
         controllers.chain(racks).chain(load_balancers).chain(agents).collect()
     }
 
-    /// How it was set up.
     pub fn options(&self) -> &FleetOptions {
         &self.options
     }
@@ -283,7 +282,7 @@ impl Fleet {
         }
     }
 
-    /// What `coreward status --format json` says. Fails when the controller does not answer.
+    /// `coreward status --format json`. Fails when the controller does not answer.
     pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::from_slice(&self.ask(testbed, &["status", "--format", "json"])?)?)
     }

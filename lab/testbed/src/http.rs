@@ -32,7 +32,7 @@ impl Connection {
         Self::open_to(SERVICE, source)
     }
 
-    /// The same to another address. Fails when nobody accepts it in time.
+    /// Opens a connection to another address. Fails when nobody accepts it in time.
     pub fn open_to(address: SocketAddrV4, source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
         if let Some(source) = source {

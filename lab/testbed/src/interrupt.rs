@@ -14,7 +14,7 @@ extern "C" fn note(_signal: i32) {
     request();
 }
 
-/// As if a signal had come.
+/// Acts like a signal.
 pub fn request() {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }

@@ -24,7 +24,7 @@ use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
 
 /// A request unanswered for so long makes its connection a broken one (ns).
 const TIMEOUT_NS: u64 = 10_000_000_000;
-/// How often to look for those (ns).
+/// Interval of that search (ns).
 const SWEEP_NS: u64 = 500_000_000;
 /// Time between start and the log's time 0, when none is given (ns).
 const LEAD_NS: u64 = 50_000_000;
@@ -46,7 +46,7 @@ pub struct LoadArgs {
     pub start_at: Option<u64>,
 }
 
-/// What became of a replay; printed as JSON.
+/// Result of a replay; printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct LoadReport {
     /// Connections begun.
@@ -92,7 +92,6 @@ pub struct Placed {
     pub server: u8,
     /// Its core.
     pub core: u8,
-    /// How many.
     pub connections: u64,
 }
 

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, bail};
 use nix::sched::{CloneFlags, setns};
 
-/// Where `ip netns` keeps its namespaces.
+/// Directory of the namespaces of `ip netns`.
 const NETNS_DIRECTORY: &str = "/run/netns";
 
 /// A network namespace made by `ip netns add`.

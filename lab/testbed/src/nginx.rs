@@ -14,7 +14,7 @@ use crate::{Process, TIMEOUT};
 /// Size of the file at [`LARGE_FILE`].
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
 pub const LARGE_FILE: &str = "/large";
-/// The same file at 4 kB/s: a connection that stays busy for minutes.
+/// [`LARGE_FILE`] at 4 kB/s: a connection that stays busy for minutes.
 pub const SLOW_FILE: &str = "/slow";
 /// Answers with the server's number and the worker's process id.
 pub const WHO: &str = "/who";

@@ -130,8 +130,8 @@ struct Worker<'a> {
     clock: VirtualCore,
 }
 
-/// How old the published busy time of a busy core may be (ns): with reports of 100 ms, 4 %. Each time costs a wake-up; the demo's
-/// requests of 7.5 ms need one each.
+/// Oldest published busy time of a busy core (ns): with reports of 100 ms, 4 %. Each publication costs a wake-up; the
+/// demo's requests of 7.5 ms need one each.
 const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
 /// The listener's token; connections count from 1.
@@ -155,7 +155,7 @@ impl<'a> Worker<'a> {
 
     /// Waits for the next request or completion and deals with all that are due.
     fn turn(&mut self, busy: &AtomicU64) -> anyhow::Result<()> {
-        // Whoever reads the busy time in the midst of a request is to see it grow, as that of a real core.
+        // Readers of the busy time see it grow in the midst of a request, as that of a real core.
         let wake_ns = self.jobs.front().map(|job| job.done_ns.min(now_ns() + PUBLISH_INTERVAL_NS));
         let events: Vec<_> = self.epoll.wait(wake_ns)?.collect();
         let now_ns = now_ns();
@@ -232,7 +232,7 @@ impl PacedServer {
         self.process.pid()
     }
 
-    /// How long each core has been busy (ns). Fails when the core load file cannot be read.
+    /// Busy time of each core (ns). Fails when the core load file cannot be read.
     pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
         read_busy_file(&self.busy_file)
     }

@@ -16,7 +16,7 @@ const CLOCK_OFFSET: u64 = 0;
 const DISK_FULL: u64 = 8;
 const BYTES: u64 = 16;
 
-/// What is done to a testbed's daemons, by name.
+/// Settings of a testbed's daemons, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Preload {
     directory: PathBuf,
@@ -31,7 +31,7 @@ impl Preload {
         Ok(preload)
     }
 
-    /// How far the wall clock of the daemon is from the machine's (ns); a change shows at once, and outlives the
+    /// Sets the difference of the daemon's wall clock from the machine's (ns); a change shows at once, and outlives the
     /// daemon. Fails when it was never started.
     pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
         self.set(daemon, CLOCK_OFFSET, offset_ns)
@@ -73,7 +73,7 @@ impl Preload {
 mod tests {
     use super::*;
 
-    /// What `date` says with the clock, in seconds.
+    /// Time of `date` with the clock, in seconds.
     fn date(preload: &Preload) -> i64 {
         let mut command = Command::new("date");
         preload.give("d", command.arg("+%s")).unwrap();

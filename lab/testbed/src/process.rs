@@ -55,7 +55,7 @@ impl Process {
             .with_context(|| format!("cannot send {signal} to {} (pid {})", self.name, self.child.id()))
     }
 
-    /// How it ended; `None` while it runs. Fails when the kernel does not know the process.
+    /// Exit status; `None` while it runs. Fails when the kernel does not know the process.
     pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }

@@ -40,7 +40,7 @@ const CORES_MAX: u16 = 64;
 /// [`seeded_rng`]'s stream for the keys that emulated NICs have when they come up.
 const PURPOSE_NIC_KEY: u64 = 3;
 
-/// What a testbed looks like.
+/// Shape of a testbed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
     /// Name among the testbeds of this machine: 1 to 40 lower-case letters and digits, the environment's
@@ -70,7 +70,7 @@ pub struct TestbedOptions {
     pub vips: u8,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
     pub indirection_entries: usize,
-    /// What the random RSS keys are drawn from that the emulated NICs have when they come up.
+    /// Seed of the random RSS keys that the emulated NICs have when they come up.
     pub seed: u64,
 }
 
@@ -342,7 +342,7 @@ impl Testbed {
         self.run(namespace, ethtool).map(drop)
     }
 
-    /// What a NIC has when Linux brings it up: a random key, and queue `i mod cores` in entry `i`
+    /// RSS of a NIC when Linux brings it up: a random key, and queue `i mod cores` in entry `i`
     /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn nic_default(&self, number: u16) -> anyhow::Result<Rss> {
         let cores = u32::from(self.options.cores);
@@ -351,7 +351,6 @@ impl Testbed {
         Ok(Rss { key, indirection_table: IndirectionTable::new(&queues)? })
     }
 
-    /// What it was made from.
     pub fn options(&self) -> &TestbedOptions {
         &self.options
     }
@@ -424,7 +423,7 @@ impl Testbed {
         self.pin_directory().join(load_balancer_name(number))
     }
 
-    /// Where a server's emulated NIC has its registers: a pinned map, `struct emulated_rss` of bpf/include/intf.h.
+    /// Registers of a server's emulated NIC: a pinned map, `struct emulated_rss` of bpf/include/intf.h.
     pub fn emulated_rss(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }

@@ -22,7 +22,7 @@ use crate::topology::{DEVICE, Testbed, load_balancer_address, make_namespaces};
 
 /// Least MTU of an IPv4 link (RFC 791).
 pub(crate) const MTU_MIN: u16 = 68;
-/// Of Ethernet, and of all devices here.
+/// MTU of Ethernet, and of all devices here.
 pub(crate) const MTU_MAX: u16 = 1500;
 
 const VIPS: &str = "10.200.0.0/24";
@@ -90,7 +90,7 @@ impl Testbed {
         router.set_sysctls(&[("ipv4/ip_forward", "1")])
     }
 
-    /// What a server needs to answer the client, as a line for `ip`.
+    /// A server's route to the client, as a line for `ip`.
     pub(crate) fn route_to_client(&self) -> String {
         if self.options().answers_by_load_balancer {
             return format!("route add default via {}\n", load_balancer_address(1));

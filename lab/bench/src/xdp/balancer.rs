@@ -43,7 +43,7 @@ pub struct Balancer {
     owner: OwnerNumber,
 }
 
-/// How the service's first packets are placed, and how large the connection table is.
+/// Placement of the service's first packets, and size of the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct Setup {
     pub rule: Rule,
@@ -82,7 +82,7 @@ impl Balancer {
         Self::with(case, Setup::of(case)?)
     }
 
-    /// The same, set up in another way.
+    /// A load balancer with another setup.
     pub fn with(case: Case, setup: Setup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
@@ -115,7 +115,6 @@ impl Balancer {
         Ok(balancer)
     }
 
-    /// What is measured here.
     pub fn case(&self) -> Case {
         self.case
     }
@@ -144,8 +143,8 @@ impl Balancer {
         }
     }
 
-    /// As many packets as the case has connections, in random order, each with what its server would have stamped.
-    /// Fails when a connection has no entry that should.
+    /// As many packets as the case has connections, in random order, each with its server's stamp. Fails when a
+    /// connection has no entry that should.
     pub fn packets(&self) -> anyhow::Result<Vec<Packet>> {
         let mut rng = seeded_rng(3, 0);
         let places = self.places();
@@ -166,7 +165,7 @@ impl Balancer {
         packets.collect()
     }
 
-    /// Where each client's entry stands in the connection table.
+    /// Index of each client's entry in the connection table.
     pub fn places(&self) -> HashMap<SocketAddrV4, ConnectionIndex> {
         let lb = self.lb.borrow();
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()

@@ -13,16 +13,16 @@ use super::workload::{Case, clients};
 use super::{Args, Measured};
 use crate::report::Table;
 
-/// How many connections are open.
+/// Numbers of open connections.
 const CONNECTIONS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKETS];
 
-/// What was measured with that many connections open.
+/// Results with that many connections open.
 pub struct ByConnections {
     pub connections: usize,
     pub stateless: Measured,
     pub stateful: Measured,
     pub hash_table: Measured,
-    /// What the stateless program costs above the empty one (ns) when one more line of memory is loaded beside it ...
+    /// Cost of the stateless program above the empty one (ns) when one more line of memory is loaded beside it ...
     pub with_line: Rounds,
     /// ... and when it must wait for that line.
     pub after_line: Rounds,
@@ -74,7 +74,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
     })
 }
 
-/// What one cache miss costs, and how much of it stateful mode does.
+/// Cost of one cache miss, and its part in stateful mode.
 pub fn table(measured: &[ByConnections]) -> Table {
     let mut table = Table::new(&[
         "connections",

@@ -25,7 +25,7 @@ use crate::report::{Report, Table};
 use flooder::{Flooder, Order, Sent};
 use memory::Memory;
 
-/// How long to measure.
+/// Length of the measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Rounds; in each, with and without flood, the load balancer's program and the empty one
@@ -44,7 +44,7 @@ impl Default for Args {
 
 const CONNECTIONS: usize = 1 << 17;
 
-/// Who meets the flood.
+/// Program that meets the flood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Stateless,
@@ -67,7 +67,7 @@ impl Victim {
         }
     }
 
-    /// Of the connection table.
+    /// Entries of the connection table.
     fn entries(self) -> u32 {
         match self {
             Victim::StatefulWithRoom => intf::MAX_CONNECTION_TABLE_ENTRIES,
@@ -87,22 +87,21 @@ impl fmt::Display for Victim {
     }
 }
 
-/// What one victim showed.
+/// Results of one victim.
 struct Measured {
     victim: Victim,
     /// Time per packet (ns), round by round: the empty program and the load balancer's ...
     quiet: [Rounds; 2],
     /// ... and both beside a flood.
     flooded: [Rounds; 2],
-    /// Of the packets of open connections that the load balancer's program saw beside a flood: how many found their
-    /// server by the mode's own means.
+    /// Part of the open connections' packets seen beside a flood that found their server by the mode's own means.
     found: f64,
     flood: Sent,
     /// SYNs that found no free entry.
     without_entry: u64,
     /// Before the first SYN of a flood, and after the last.
     memory: [Memory; 2],
-    /// Of the connection table: before, and the most after any flood.
+    /// Entries of the connection table: before, and the most after any flood.
     entries_in_use: [usize; 2],
 }
 

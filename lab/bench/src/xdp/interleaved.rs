@@ -9,7 +9,7 @@ use super::balancer::Balancer;
 use super::runner::{Feed, Runner};
 use super::workload;
 
-/// What runs.
+/// Measured program.
 #[derive(Clone, Copy)]
 pub enum Program<'a> {
     /// One that only returns `XDP_TX`.
@@ -18,7 +18,7 @@ pub enum Program<'a> {
     Balancer(&'a Balancer),
 }
 
-/// What takes its turn in each round.
+/// Part of each round.
 #[derive(Clone, Copy)]
 pub struct Turn<'a> {
     pub runner: &'a Runner,
@@ -74,12 +74,12 @@ pub fn in_turns(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result
     Ok(times)
 }
 
-/// What `rounds` took more than `others`, round by round.
+/// Difference of `rounds` from `others`, round by round.
 pub fn above(rounds: &[f64], others: &[f64]) -> Rounds {
     rounds.iter().zip(others).map(|(time, other)| time - other).collect()
 }
 
-/// Of at least one round.
+/// Median of at least one round.
 pub fn median_of(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
@@ -97,7 +97,7 @@ pub fn quartiles(rounds: &[f64]) -> String {
     quartiles_with(rounds, 1)
 }
 
-/// The same with so many digits after the point.
+/// [`quartiles`] with so many digits after the point.
 pub fn quartiles_with(rounds: &[f64], digits: usize) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
     format!("{low:.digits$} to {high:.digits$}")

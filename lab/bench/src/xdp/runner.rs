@@ -21,7 +21,7 @@ use skeleton::FreshPacketsSkelBuilder;
 /// Packets in the memory that `fresh_packet` reads.
 pub const PACKETS: usize = 1 << 20;
 
-/// What differs between packets: `struct variation` of fresh_packets.bpf.c.
+/// Differences between packets: `struct variation` of fresh_packets.bpf.c.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct Packet {
@@ -42,13 +42,13 @@ pub struct Frame {
     pub destination_port: u16,
 }
 
-/// What calls the measured program.
+/// Caller of the measured program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feed {
     Packet,
-    /// The same, and loads a line of memory that nothing waits for.
+    /// Loads also a line of memory that nothing waits for.
     AndLine,
-    /// The same; the packet is complete only when the line has come.
+    /// Loads also a line of memory; the packet is complete only when the line has come.
     AfterLine,
     /// Packets of clients that were never seen before.
     FreshSource,
@@ -104,7 +104,7 @@ impl Runner {
         Self { queue: Some(queue), ..self }
     }
 
-    /// How many packets there are until the first comes again.
+    /// Number of packets until the first comes again.
     pub fn connections(&self) -> usize {
         self.connections
     }
@@ -116,13 +116,13 @@ impl Runner {
         self.run_chosen(feed, repeat)
     }
 
-    /// Which program is measured. Disturbs other CPUs: the kernel patches the tail call.
+    /// Selects the measured program. Disturbs other CPUs: the kernel patches the tail call.
     pub fn choose(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
         let descriptor = program.as_raw_fd() as u32;
         Ok(self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
     }
 
-    /// As [`run`](Self::run), of the program that was chosen last.
+    /// [`run`](Self::run) of the program that was chosen last.
     pub fn run_chosen(&self, feed: Feed, repeat: u32) -> anyhow::Result<(f64, i32)> {
         let start = thread_time()?;
         let outcome = test_run::run_from(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)?;

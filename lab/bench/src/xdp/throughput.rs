@@ -24,7 +24,7 @@ use crate::report::{Cell, Report, Table};
 use generator::{Floor, Generator, LIVE_PACKETS, Traffic};
 use wire::{NapiThread, Wire, Work, prefer};
 
-/// How long to measure.
+/// Length of the measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Rounds; in each, all kinds of traffic and the floor, one after the other
@@ -47,7 +47,7 @@ struct Lane {
     name: &'static str,
     consistency: Consistency,
     rule: Rule,
-    /// Of 16 packets so many are SYNs of new connections; the others are of open ones.
+    /// SYNs of new connections among 16 packets; the others are of open ones.
     new_of_16: usize,
     /// Least ratio to the first floor.
     goal: Option<f64>,
@@ -90,7 +90,7 @@ impl Lane {
         ]
     }
 
-    /// That of the open connections, which are there whatever is sent.
+    /// Case of the open connections, which are there whatever is sent.
     fn case(&self) -> Case {
         Case::Established(self.consistency, LIVE_PACKETS)
     }
@@ -125,7 +125,7 @@ struct Bed {
     sink: NapiThread,
 }
 
-/// What one turn showed.
+/// Results of one turn.
 struct Turn {
     /// CPU time per frame at the tested end, ns.
     time: f64,

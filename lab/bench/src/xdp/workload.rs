@@ -22,11 +22,11 @@ const OTHER_PORT: u16 = 81;
 /// Address of the load balancer's device.
 pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
-/// What the flags byte of a TCP header says.
+/// Flags byte of a TCP header.
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// What is measured.
+/// Measured packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Case {
     /// Packets of that many open connections, in random order, each with a valid cookie.
@@ -37,10 +37,10 @@ pub enum Case {
     NotForAVip,
 }
 
-/// What SYNs are measured.
+/// Measured SYNs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct First {
-    /// Of the service. With `Stateful` each SYN takes a free entry of the connection table.
+    /// Consistency of the service. With `Stateful` each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
     pub rule: Rule,
     pub groups: usize,
@@ -77,7 +77,6 @@ impl Case {
         }
     }
 
-    /// Of the service.
     pub fn consistency(self) -> Consistency {
         match self {
             Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
@@ -85,7 +84,7 @@ impl Case {
         }
     }
 
-    /// What the program returns for the packets.
+    /// XDP action for the packets.
     pub fn verdict(self) -> i32 {
         if self == Case::NotForAVip { XDP_PASS } else { XDP_TX }
     }
@@ -115,7 +114,7 @@ impl Case {
         matches!(self, Case::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
 
-    /// Where the packets go.
+    /// Destination of the packets.
     pub fn destination(self) -> (Ipv4Addr, u16) {
         if self == Case::NotForAVip { (VIP.0, OTHER_PORT) } else { VIP }
     }
@@ -150,7 +149,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// As Linux sends it.
+/// A SYN as Linux sends it.
 pub fn syn() -> Frame {
     frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }

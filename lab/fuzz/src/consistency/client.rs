@@ -19,7 +19,7 @@ const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
-/// Where TSecr of a SYN stands: its timestamp comes behind two options of 6 bytes.
+/// Offset of a SYN's TSecr: its timestamp comes behind two options of 6 bytes.
 const SYN_ECHO: usize = ETHERNET + 20 + 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// A packet that is not answered is sent again so often, then the client gives up.
@@ -29,7 +29,7 @@ const ASTRAY: usize = 50;
 /// One connection in so many has no timestamps.
 const WITHOUT_TIMESTAMPS: usize = 30;
 
-/// Where a connection is.
+/// State of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// SYNs are sent.
@@ -47,7 +47,7 @@ pub(super) struct Connection {
     attempts: u32,
     /// The newest TSval from the server.
     echo: u32,
-    /// Whose SYN-ACK came first.
+    /// Server of the first SYN-ACK.
     server: Option<usize>,
     /// Servers' ends; a SYN sent twice may have made two.
     sockets: Vec<Socket>,
@@ -55,7 +55,7 @@ pub(super) struct Connection {
     hash: u32,
 }
 
-/// What became of one packet.
+/// Fate of one packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Delivery {
     /// By the server at that position of the list.
@@ -293,7 +293,7 @@ impl Simulation {
         Ok(self.deliver(number, flags, server, &frame))
     }
 
-    /// Who has the connection takes it; the others do nothing.
+    /// Delivers to all: the server of the connection takes it, the others do nothing.
     fn deliver_to_all(&mut self, number: u32) -> Delivery {
         let Some(server) = self.connection(number).server else { return Delivery::Lost };
         if self.servers[server].life == Life::Gone {

@@ -31,7 +31,7 @@ const KEY_SWITCH_MS: u64 = 2 * DELAY_MS as u64 + 500;
 const SWEEP_MS: u64 = 10_000;
 const CORES: u16 = 4;
 
-/// What there should be.
+/// Desired state.
 pub(super) struct Controller {
     pub keys: FleetKeys,
     pub table: PlacementTable,
@@ -406,7 +406,7 @@ fn owner_number(load_balancer: usize) -> OwnerNumber {
     OwnerNumber::try_from(load_balancer as u64).expect("at most 16 load balancers")
 }
 
-/// What a load balancer is told of a server.
+/// A server as load balancers are told of it.
 fn known(server: &Server) -> model::Server {
     model::Server { mac: Some(server.mac), eligible: server.life == Life::Serving && server.healthy }
 }

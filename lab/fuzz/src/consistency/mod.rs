@@ -35,7 +35,7 @@ use server::Server;
 /// No connection is silent for longer than that.
 pub const LONGEST_IDLE_MS: u64 = 60_000;
 
-/// What is simulated.
+/// Configuration of a simulation.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
     /// Connections opened, evenly over the time.
@@ -71,7 +71,7 @@ impl Default for Config {
     }
 }
 
-/// What happens at a moment.
+/// Event of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     /// The next connection is opened.

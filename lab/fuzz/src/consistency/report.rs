@@ -1,4 +1,4 @@
-//! What the simulation counted.
+//! Counts of the simulation.
 
 use std::fmt;
 
@@ -8,12 +8,12 @@ use coreward_intf as intf;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     pub connections: u64,
-    /// Those that a server accepted.
+    /// Connections that a server accepted.
     pub established: u64,
-    /// Those that ended as they should.
+    /// Connections that ended as they should.
     pub completed: u64,
     pub lost_with_server: u64,
-    /// Those that gave up: packets were dropped again and again.
+    /// Connections that gave up: packets were dropped again and again.
     pub gave_up: u64,
     pub packets: u64,
     pub accepted: u64,
@@ -27,9 +27,9 @@ pub struct Report {
     /// table still had an earlier connection without timestamps of the same client port.
     pub resets_astray: u64,
     pub without_timestamps: u64,
-    /// Of these, packets handed on by the bucket's server to the one before.
+    /// Packets that the bucket's server forwarded to the one before.
     pub chained: u64,
-    /// Of these, those that reached a server that does not have them.
+    /// Packets that reached a server that does not have them.
     pub broken_without_timestamps: u64,
     /// Packets handed from one load balancer to the owner of the connection's entry.
     pub to_owner: u64,

@@ -22,11 +22,11 @@ pub(super) struct Server {
     pub life: Life,
     pub healthy: bool,
     pub connections: u32,
-    /// As it has heard of them.
+    /// Its keys, as far as it was told.
     pub keys: FleetKeys,
     /// Its own TSval from which on `keys.current` stamps.
     pub switch_ms: u32,
-    /// What its clock shows at time 0 (ms).
+    /// Its clock at time 0 (ms).
     pub uptime: u32,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Server {
 pub(super) struct Socket {
     /// Position in the list of servers.
     pub server: usize,
-    /// What it stamps: the id, or the index that the SYN brought.
+    /// Its cookie: the id, or the index that the SYN brought.
     pub cookie: Cookie,
 }
 

@@ -1,4 +1,4 @@
-//! What echoes reach that nobody was sent: on the reference model with ten million, on the BPF program with fewer.
+//! Targets of echoes that nobody was sent: on the reference model with ten million, on the BPF program with fewer.
 
 use coreward_dataplane::test_run::may_load_bpf;
 use coreward_fuzz::cookies::{Cookies, Flips};

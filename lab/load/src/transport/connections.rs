@@ -23,15 +23,15 @@ use crate::workload::Demand;
 const PURPOSE_FLOWS: u64 = 0x6c6f_6103;
 /// A server that does not accept within this time is not there.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// When to try again after a connection could not be opened (ns).
+/// Time after which a failed connection is opened again (ns).
 const RETRY_NS: u64 = 100_000_000;
 
-/// What came back.
+/// Response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reply {
-    /// Of the request, where the protocol has ids.
+    /// Id of the request, where the protocol has ids.
     pub id: Option<u32>,
-    /// Who answered, where the protocol says so.
+    /// Worker that answered, where the protocol says so.
     pub worker: Option<Worker>,
     /// The server says that it could not do what it was asked for.
     pub failed: bool,
@@ -43,7 +43,7 @@ pub struct Reply {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Malformed;
 
-/// What is spoken on a connection; responses come in the order of the requests.
+/// Protocol of a connection; responses come in the order of the requests.
 pub trait Protocol {
     /// Cuts the bytes of one connection into replies.
     type Reader: Default + std::fmt::Debug;
@@ -62,7 +62,7 @@ struct Connection<R> {
     stream: TcpStream,
     /// Whether the server has accepted.
     open: bool,
-    /// What the socket's buffer did not take yet.
+    /// Bytes that the socket's buffer did not take yet.
     output: Vec<u8>,
     /// Requests on their way, the oldest first.
     pending: VecDeque<u32>,
@@ -87,10 +87,10 @@ pub struct Connections<P: Protocol> {
     epoll: Epoll,
     /// `None` between attempts to open it.
     connections: Vec<Option<Connection<P::Reader>>>,
-    /// Those that are open and have nothing to do; only without pipelining.
+    /// Open connections that have nothing to do; only without pipelining.
     free: Vec<usize>,
     waiting: VecDeque<Waiting>,
-    /// When to open which again.
+    /// Connections to open again, and when.
     retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
     receiver: Receiver,

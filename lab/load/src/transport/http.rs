@@ -53,7 +53,7 @@ enum Expected {
     Trailer,
 }
 
-/// Where in a response a connection is.
+/// Position of a connection in a response.
 #[derive(Debug, Default)]
 pub struct Reader {
     unread: Vec<u8>,

@@ -1,4 +1,4 @@
-//! How requests get to the server and responses back.
+//! Transports of requests and responses.
 
 mod connections;
 mod http;
@@ -15,12 +15,12 @@ pub use udp::{Datagrams, Keys, Udp};
 
 use crate::workload::Demand;
 
-/// Where requests come from.
+/// Sources of requests.
 #[derive(Debug, Clone)]
 pub struct Sources {
     /// Addresses; flows take them in turn.
     pub addresses: Vec<Ipv4Addr>,
-    /// How many flows: source ports.
+    /// Number of flows: source ports.
     pub flows: u16,
     /// The first one's port, the others follow; `None`: the kernel chooses.
     pub first_port: Option<u16>,
@@ -41,27 +41,27 @@ pub struct Answer {
     /// The request's.
     pub id: u32,
     pub part: (u8, u8),
-    /// When the kernel received it (ns).
+    /// Time when the kernel received it (ns).
     pub arrived_ns: u64,
-    /// Who answered, where the protocol says so.
+    /// Worker that answered, where the protocol says so.
     pub worker: Option<Worker>,
 }
 
-/// Who answered: server (0 where there is only one) and worker.
+/// Worker that answered: server (0 where there is only one) and worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 pub struct Worker {
     pub server: u8,
     pub worker: u16,
 }
 
-/// What went wrong on the way.
+/// Errors on the way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Errors {
     /// Nobody listened: an ICMP error came back, or a reset.
     pub refused: u64,
     /// The kernel did not take a request: its buffers were full.
     pub not_sent: u64,
-    /// What came was no response.
+    /// Bytes that are no response.
     pub malformed: u64,
     /// The server answered that it could not do it: HTTP status 400 and above, a PUT into a full store.
     pub failed: u64,
@@ -79,6 +79,5 @@ pub trait Transport {
     /// `answers`. Fails when the kernel refuses to wait, or something broke that no later request can repair.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
-    /// What went wrong so far.
     fn errors(&self) -> Errors;
 }

@@ -17,15 +17,15 @@ use crate::receive::Receiver;
 use crate::request_type::RequestType;
 use crate::workload::Demand;
 
-/// What responses may wait for a generator that is late (bytes).
+/// Most bytes of responses that wait for a generator that is late.
 const RECEIVE_BUFFER: usize = 4 << 20;
 const PURPOSE_KEYS: u64 = 0x6c6f_6101;
 const PURPOSE_FLOWS: u64 = 0x6c6f_6102;
 
-/// What keys and values requests have.
+/// Keys and values of requests.
 #[derive(Debug, Clone, Copy)]
 pub struct Keys {
-    /// How many there are.
+    /// Number of keys.
     pub count: u32,
     /// Length of the values that PUT writes (bytes).
     pub value_bytes: u16,
@@ -43,7 +43,7 @@ pub struct Udp {
     sockets: Vec<UdpSocket>,
     epoll: Epoll,
     datagrams: Datagrams,
-    /// Of the latest request.
+    /// Id of the latest request.
     last_id: u32,
     value: Vec<u8>,
     key_rng: Xoshiro256PlusPlus,
@@ -64,7 +64,7 @@ impl Udp {
             let socket = UdpSocket::bind(source).with_context(|| format!("cannot bind the source {source}"))?;
             socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
             socket.set_nonblocking(true)?;
-            // As much as net.core.rmem_max allows.
+            // Buffer: net.core.rmem_max limits it.
             socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
             Receiver::enable(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
@@ -109,7 +109,7 @@ impl Udp {
         request.write(&mut self.datagram);
     }
 
-    /// What came; `None` when it is no response.
+    /// The response; `None` when it is none.
     fn read(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
         let datagram = &self.buffer[..length];
         match &self.datagrams {
@@ -122,7 +122,7 @@ impl Udp {
             Datagrams::Dns(_) => {
                 let (id, good) = dns::parse_response(datagram)?;
                 self.errors.failed += u64::from(!good);
-                // Of the ids that end like this the latest that was sent.
+                // Latest sent id with this end.
                 let id = self.last_id.wrapping_sub(u32::from((self.last_id as u16).wrapping_sub(id)));
                 Some(Answer { id, part: (0, 1), arrived_ns, worker: None })
             }

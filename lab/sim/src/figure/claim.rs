@@ -12,7 +12,7 @@ use super::table::{Cell, Curve, PanelTable, Table};
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Assertion {
-    /// What is said, in the paper's words or close to them.
+    /// Statement in the paper's words or close to them.
     pub statement: Spanned<String>,
     /// The number that the paper gives for it.
     #[serde(default)]
@@ -44,7 +44,7 @@ pub struct Ratio {
     /// Judge not this quotient but how many times as large it is as that one: whether a gap grows.
     #[serde(default)]
     pub than: Option<Box<Ratio>>,
-    /// Of several quotients, judge only this.
+    /// Only this of several quotients is judged.
     #[serde(default)]
     pub take: Option<Take>,
 }
@@ -73,12 +73,12 @@ pub struct Quantity {
     /// Not the height, but where on the horizontal axis the curve passes this height (first time, by interpolation).
     #[serde(default)]
     pub reaches: Option<f64>,
-    /// Of several values, judge only this.
+    /// Only this of several values is judged.
     #[serde(default)]
     pub take: Option<Take>,
 }
 
-/// How several values become one.
+/// Reduction of several values to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Take {
@@ -106,26 +106,26 @@ pub struct Ascending {
     pub to: Option<f64>,
 }
 
-/// How a claim came out.
+/// Outcome of a claim.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     pub statement: String,
     /// Whether the measured values are within the bounds.
     pub holds: bool,
-    /// What was measured: least and greatest of the judged values (medians over the seeds). Absent when the table has
-    /// no such value, as when a curve never reaches the height: the claim does not hold then.
+    /// Least and greatest of the judged values (medians over the seeds). Absent without such a value in the table, as
+    /// when a curve never reaches the height: the claim does not hold then.
     pub measured: Option<(f64, f64)>,
-    /// The same over all seeds, each judged alone.
+    /// Least and greatest over all seeds, each judged alone.
     pub seeds: Option<(f64, f64)>,
-    /// How many values were judged.
+    /// Number of judged values.
     pub points: usize,
-    /// What they had to be.
+    /// Text of the bound.
     pub bound: String,
-    /// What the paper gives.
+    /// The paper's value.
     pub published: Option<f64>,
 }
 
-/// Which number of a cell is judged: the median over the seeds, or one seed's.
+/// Judged number of a cell: the median over the seeds, or one seed's.
 #[derive(Clone, Copy)]
 enum Of {
     Median,
@@ -307,7 +307,7 @@ fn extent(values: &[f64]) -> Option<(f64, f64)> {
     values.iter().all(|value| value.is_finite()).then_some((least, values.iter().copied().reduce(f64::max)?))
 }
 
-/// Where a curve first passes `height` from below.
+/// First x at which a curve passes `height` from below.
 fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
     let (before, after) =
         points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;

@@ -49,7 +49,7 @@ struct Asked {
     name: String,
     scenario: Scenario,
     provenance: Provenance,
-    /// Who measures it, when it is not simulated.
+    /// Measures it, when it is not simulated.
     live: Option<LiveFigure>,
 }
 
@@ -85,7 +85,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the arguments ask for, everything read before anything is simulated.
+/// Figures and settings of the arguments, all read before anything is simulated.
 fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
     let mut asked = Vec::new();
     let figures = library::with_live(live);

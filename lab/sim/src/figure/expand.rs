@@ -7,7 +7,7 @@ use super::job::{Job, Wanted};
 use super::parameters::Unfit;
 use super::scenario::{Panel, Scenario, Series};
 
-/// What is to be run, and where each value goes.
+/// Runs, and where each value goes.
 #[derive(Debug)]
 pub struct Plan {
     /// Different runs.
@@ -16,14 +16,14 @@ pub struct Plan {
     pub places: Vec<PlotPoint>,
 }
 
-/// Where a value goes and where it comes from.
+/// Place of a value, and its source.
 #[derive(Debug)]
 pub struct PlotPoint {
     /// Index of the panel in the scenario.
     pub panel: usize,
     /// Index of the series in the scenario.
     pub series: usize,
-    /// As shown; 0 without a horizontal axis.
+    /// x as shown; 0 without a horizontal axis.
     pub x: f64,
     /// From 1.
     pub seed: u64,
@@ -34,7 +34,7 @@ pub struct PlotPoint {
     pub over_time: bool,
 }
 
-/// What is wrong, and with which panel and series.
+/// Fault of a scenario, with its panel and series.
 #[derive(Debug, PartialEq)]
 pub struct CannotExpand {
     pub panel: usize,
@@ -120,7 +120,7 @@ impl Scenario {
     }
 }
 
-/// What is shown on the horizontal axis, and what is swept there.
+/// Points of the horizontal axis, with the swept parameter.
 fn points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],

@@ -22,11 +22,11 @@ pub enum Job {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Wanted {
     pub measure: Metric,
-    /// What something outside of the simulated cores lets pass at most (throughput).
+    /// Highest throughput that something outside of the simulated cores lets pass.
     pub at_most: Option<f64>,
-    /// Of this policy, where a run has several.
+    /// Policy, where a run has several.
     pub policy: Option<String>,
-    /// Of this seed, where a run has several.
+    /// Seed, where a run has several.
     pub seed: u64,
 }
 
@@ -37,18 +37,15 @@ impl Wanted {
     }
 }
 
-/// What a run gave.
+/// Result of a run.
 #[derive(Debug, Clone)]
 pub enum Outcome {
-    /// Of [`Job::Rpc`].
     Rpc(rpc::Outcome),
     /// Of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
     Peak(rpc::Peak, f64),
-    /// Of [`Job::Lb`], with its seeds.
+    /// With its seeds.
     Lb(lb::Outcome, Vec<u64>),
-    /// Of [`Job::Pcc`].
     Pcc(pcc::Outcome),
-    /// Of [`Job::Path`].
     Path(path::Outcome),
 }
 
@@ -123,7 +120,7 @@ impl Outcome {
                     Metric::CompletedPerSecond => |second| second.completed as f64,
                     _ => return None,
                 };
-                // What a second counts is known at its end.
+                // The value of a second is known at its end.
                 let ends = (1..).map(f64::from);
                 Some(ends.zip(run_of(outcome, wanted.seed)?.seconds.iter().map(of_second)).collect())
             }
@@ -143,7 +140,7 @@ fn of_requests(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
         Metric::Mean => Some(outcome.all.mean),
         Metric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
         Metric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
-        // Of all classes alike: without a bound on the queue, as figures are, nothing is dropped.
+        // All classes alike: without a bound on the queue, as figures are, nothing is dropped.
         Metric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
         _ => None,
     }

@@ -31,7 +31,7 @@ fn in_order(name: &str) -> (usize, String, u64, String) {
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
     let order = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
     let digits = figure.bytes().take_while(u8::is_ascii_digit).count();
-    // What has no number (a table, a sensitivity) comes after the figures.
+    // Tables and sensitivities, which have no number, come after the figures.
     let number = figure[..digits].parse().unwrap_or(u64::MAX);
     (order, paper.to_owned(), number, figure[digits..].to_owned())
 }
@@ -40,7 +40,7 @@ fn in_order(name: &str) -> (usize, String, u64, String) {
 mod tests {
     use super::*;
 
-    /// What `coreward-lab figure --all` makes.
+    /// Figures of `coreward-lab figure --all`.
     const FIGURES: [&str; 31] = [
         "crossrss-2a",
         "crossrss-2b",

@@ -23,7 +23,7 @@ use super::run::{self, Value, table_of};
 use super::scenario::{Panel, Scenario};
 use super::table::Table;
 
-/// How far a measurement is: this many of so many steps.
+/// Progress of a measurement: steps done, and all steps.
 pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 /// A figure that can be measured.
@@ -34,8 +34,8 @@ pub struct LiveFigure {
     /// Measures everything that the scenario's panels want: as many runs as it has seeds. Series that are simulated are
     /// not its affair: it gets the scenario without them.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
-    /// What SIGINT and SIGTERM do meanwhile: called from a thread of its own, it lets `measure` tidy up and fail soon.
-    /// `None`: there is nothing to tidy up, the process ends.
+    /// Called at SIGINT and SIGTERM from a thread of its own: lets `measure` tidy up and fail soon. `None`: the process
+    /// ends.
     pub interrupt: Option<fn()>,
 }
 
@@ -45,7 +45,7 @@ pub struct Sample {
     /// The panel's title.
     pub panel: String,
     pub series: String,
-    /// What was swept, or when; in the unit of `x.values`.
+    /// Swept value or time; in the unit of `x.values`.
     pub x: f64,
     /// From 1.
     pub run: u64,

@@ -40,7 +40,7 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
     )
 }
 
-/// Where the numbers come from.
+/// Source of the numbers.
 fn made(some_live: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if some_live {
@@ -103,7 +103,7 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
     )
 }
 
-/// What the seeds (or runs, where it is measured) are, for people.
+/// Text of the seeds (or runs, where it is measured).
 pub fn seeds(scenario: &Scenario) -> String {
     match (scenario.live.is_some(), scenario.seeds.get_ref()) {
         (false, 1) => "One seed: 1".to_owned(),

@@ -9,9 +9,8 @@ use super::table::{Table, number};
 /// A figure that was simulated.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureResult {
-    /// As in `coreward-lab figure --list`.
+    /// Name in `coreward-lab figure --list`.
     pub name: String,
-    /// What made it.
     pub provenance: Provenance,
     /// Its numbers.
     pub table: Table,
@@ -19,22 +18,22 @@ pub struct FigureResult {
     pub claims: Vec<Verdict>,
 }
 
-/// What is needed to make a figure again.
+/// All that is needed to make a figure again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
-    /// What to type.
+    /// Command that makes it.
     pub command: String,
-    /// Of coreward.
+    /// Version of coreward.
     pub version: String,
-    /// Of the scenario's text (FNV-1a, 64 bits): whether it is still the same.
+    /// FNV-1a (64 bits) of the scenario's text: whether it is still the same.
     pub scenario: String,
-    /// What machine was measured; nothing for a simulation, which gives the same on every one.
+    /// Measured machine; `None` for a simulation, which gives the same on every one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_on: Option<String>,
 }
 
 impl Provenance {
-    /// Of the figure that `command` makes from a scenario's `text`.
+    /// Provenance of the figure that `command` makes from a scenario's `text`.
     pub fn new(command: String, text: &str) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())), measured_on: None }
@@ -63,7 +62,7 @@ impl FigureResult {
         Self { name: name.to_owned(), provenance, table, claims }
     }
 
-    /// How many claims hold.
+    /// Number of claims that hold.
     pub fn holding(&self) -> usize {
         self.claims.iter().filter(|claim| claim.holds).count()
     }
@@ -83,7 +82,7 @@ impl Verdict {
         if self.holds { "holds" } else { "does not hold here" }
     }
 
-    /// What was measured, what it had to be, and what was published.
+    /// Measured value, its bound and the published value.
     pub fn numbers(&self) -> String {
         let measured = match self.measured {
             None => "not reached here".to_owned(),

@@ -47,11 +47,11 @@ fn table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
 /// One seed's (or run's) value at one x.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Value {
-    /// As shown.
+    /// x as shown.
     pub x: f64,
     /// From 1.
     pub seed: u64,
-    /// As measured, not yet as shown.
+    /// y as measured, not yet as shown.
     pub y: f64,
 }
 

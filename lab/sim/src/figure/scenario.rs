@@ -24,11 +24,11 @@ pub struct Scenario {
     pub title: String,
     /// Authors, name and venue.
     pub paper: String,
-    /// Where in the paper: "Figure 2b".
+    /// Place in the paper: "Figure 2b".
     pub figure: String,
     /// The paper's sentences that the claims judge, quoted.
     pub statement: String,
-    /// What this simulation models, and in what it differs from the paper's experiment.
+    /// Model of this simulation, and its differences from the paper's experiment.
     pub modelled: String,
     /// Seeds 1 to this number; every point is the median over them.
     pub seeds: Spanned<u64>,
@@ -47,11 +47,11 @@ pub struct Scenario {
     /// This machine is measured ([`super::live`]): every series but those that are marked as simulated beside it.
     #[serde(default)]
     pub live: Option<Live>,
-    /// What is compared.
+    /// Compared curves.
     pub series: Vec<Series>,
-    /// What is drawn side by side.
+    /// Panels, drawn side by side.
     pub panel: Vec<Panel>,
-    /// What the paper's figure shows.
+    /// Values of the paper's figure.
     #[serde(default)]
     pub published: Vec<Published>,
     /// The statements, as checks.
@@ -59,16 +59,16 @@ pub struct Scenario {
     pub claim: Vec<Assertion>,
 }
 
-/// Of a figure whose numbers are measured on this machine; its `seeds` are runs.
+/// Figure whose numbers are measured on this machine; its `seeds` are runs.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Live {
     /// About how long it takes, for `coreward-lab figure --list`.
     pub minutes: f64,
-    /// How long each point is measured in each run, where the figure leaves that open (s).
+    /// Measured time of each point in each run, where the figure leaves that open (s).
     #[serde(default)]
     pub seconds: Option<f64>,
-    /// How long the simulated unit of time is here, where there is one (us).
+    /// Simulated unit of time here, where there is one (us).
     #[serde(default)]
     pub unit_us: Option<f64>,
 }
@@ -83,13 +83,13 @@ impl fmt::Display for Live {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Series {
-    /// As the paper calls it.
+    /// Name as the paper has it.
     pub label: Spanned<String>,
     /// In a live figure: not measured but simulated, to stand beside the measured. It looks like the last measured
     /// series before it, open and dashed.
     #[serde(default)]
     pub simulated: bool,
-    /// What this series has different from the common parameters; of the scenario's kind.
+    /// Parameters of this series that differ from the common ones; of the scenario's kind.
     #[serde(default)]
     pub rpc: Option<Rpc>,
     /// See `rpc`.
@@ -110,10 +110,10 @@ pub struct Panel {
     /// Stands above it; claims and published values name it.
     pub title: Spanned<String>,
     pub measure: Spanned<Metric>,
-    /// How it is drawn.
+    /// Style of drawing.
     #[serde(default)]
     pub draw: Draw,
-    /// What is swept; without it each series has one value.
+    /// Sweep; without it each series has one value.
     #[serde(default)]
     pub x: Option<Sweep>,
     pub y: Axis,
@@ -123,7 +123,7 @@ pub struct Panel {
     /// Horizontal lines with their names, as service level objectives.
     #[serde(default)]
     pub mark: Vec<Mark>,
-    /// What this panel has different from the common parameters.
+    /// Parameters of this panel that differ from the common ones.
     #[serde(default)]
     pub rpc: Option<Rpc>,
     /// See `rpc`.
@@ -150,12 +150,12 @@ pub enum Draw {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sweep {
-    /// What changes from point to point.
+    /// Parameter that changes from point to point.
     pub parameter: Spanned<SweepAxis>,
     /// Its values; none for `time`, whose values come out of the run.
     #[serde(default)]
     pub values: Vec<f64>,
-    /// Of the axis, with its unit.
+    /// Label of the axis, with its unit.
     pub label: String,
     /// A value is shown (and named by claims and published points) times this.
     #[serde(default = "one")]
@@ -176,7 +176,7 @@ pub struct Axis {
     /// Logarithmic.
     #[serde(default)]
     pub log: bool,
-    /// What is drawn; from the data when left out. Points outside stay in the tables.
+    /// Drawn range; from the data when left out. Points outside stay in the tables.
     #[serde(default)]
     pub range: Option<[f64; 2]>,
 }
@@ -187,11 +187,10 @@ pub struct Axis {
 pub struct Mark {
     /// At this height.
     pub y: f64,
-    /// What stands at it.
     pub label: String,
 }
 
-/// What the paper's figure or text shows for one series of one panel.
+/// Values of the paper's figure or text for one series of one panel.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Published {
@@ -199,7 +198,7 @@ pub struct Published {
     #[serde(default)]
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,
-    /// Where the numbers come from.
+    /// Source of the numbers.
     pub source: String,
     /// In the panel's shown units.
     pub points: Vec<PublishedPoint>,

@@ -9,7 +9,7 @@ use crate::seed_summary::SeedSummary;
 /// Everything that was measured for one figure, in shown units.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// How many seeds each point has.
+    /// Seeds of each point.
     pub seeds: u64,
     /// In the order of the scenario.
     pub panels: Vec<PanelTable>,
@@ -17,7 +17,7 @@ pub struct Table {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PanelTable {
-    /// As in the scenario.
+    /// Title in the scenario.
     pub title: String,
     /// In the order of the scenario.
     pub curves: Vec<Curve>,
@@ -26,11 +26,11 @@ pub struct PanelTable {
 /// The numbers of one series in one panel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Curve {
-    /// As in the scenario.
+    /// Label in the scenario.
     pub label: String,
     /// By ascending x.
     pub cells: Vec<Cell>,
-    /// What the paper has.
+    /// Values of the paper.
     pub published: Vec<PublishedCell>,
 }
 
@@ -67,7 +67,7 @@ impl Table {
         curves.flat_map(|(panel, curve)| rows(panel, curve)).collect()
     }
 
-    /// As [`COLUMNS`] and [`Table::rows`].
+    /// [`COLUMNS`] and [`Table::rows`] as CSV.
     pub fn csv(&self) -> String {
         csv(&COLUMNS, &self.rows())
     }

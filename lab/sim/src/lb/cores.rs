@@ -8,7 +8,7 @@ const ROUNDING: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Capacity {
-    /// As fast as packets come; each counts as `cost_ns` of busy time.
+    /// No limit; each packet counts as `cost_ns` of busy time.
     Unlimited {
         /// Busy time per packet (ns).
         cost_ns: f64,
@@ -17,7 +17,7 @@ pub enum Capacity {
     Limited {
         /// Busy time per packet (ns), above 0.
         cost_ns: f64,
-        /// How many wait at most; `None`: as many as come.
+        /// Most packets that wait; `None`: no limit.
         queue: Option<u32>,
     },
 }
@@ -33,7 +33,7 @@ pub struct Cores {
     entered: Vec<u64>,
     /// Packets that found the queue full, per core.
     dropped: Vec<u64>,
-    /// When the core will have served all that it took (ns), per core.
+    /// End of the service of all taken packets (ns), per core.
     free_ns: Vec<f64>,
     /// Bytes of the packets that were taken, of all cores.
     bytes: u64,

@@ -1,4 +1,4 @@
-//! What cores did before the first packet: a trace's history knows flows and their rates, no packets.
+//! Load of the cores before the first packet: a trace's history knows flows and their rates, no packets.
 
 use super::cores::Capacity;
 

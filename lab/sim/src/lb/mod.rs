@@ -31,7 +31,7 @@ pub use oracle::ORACLE;
 pub use outcome::{Measured, Outcome, PolicyOutcome};
 pub use run::run;
 
-/// What to simulate. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
+/// Configuration of a simulation. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// The traffic.
@@ -52,20 +52,20 @@ pub struct Config {
     /// its own the traffic too.
     pub seeds: Vec<u64>,
     pub read: ReadOptions,
-    /// How many copies of the trace run at once, shifted in time, each with addresses of its own; at least 1.
+    /// Copies of the trace that run at once, shifted in time, each with addresses of its own; at least 1.
     pub overlay: u32,
     /// Packets/s that a core serves; what finds 128 packets waiting is dropped. `None`: as fast as they come.
     pub core_capacity: Option<f64>,
-    /// How indirection tables are drawn.
+    /// Draw of indirection tables.
     pub tables: TableDraw,
     /// Length of the windows in which variance is measured (ms), 1 to 3,600,000; the paper's are 1 s.
     pub window_ms: u32,
-    /// How much faster than it was recorded the trace runs: 1.1 is 10 % faster. Above 0.
+    /// Speed of the trace over the recorded one: 1.1 is 10 % faster. Above 0.
     pub replay_speed: f64,
     /// Rack controllers, each with as many servers (+-1); at most as many as servers. `None`: agents report to the
     /// controller.
     pub racks: Option<u16>,
-    /// How many candidates a rack passes up for each bucket at most, 1 to 8; 8 lose nothing.
+    /// Most candidates that a rack passes up for each bucket, 1 to 8; 8 lose nothing.
     pub rack_candidates: u8,
     /// From the moment of the reports until the table that is made of them is in force (ms), below `report_ms`.
     pub table_delay_ms: u32,
@@ -98,7 +98,7 @@ impl Default for Config {
 /// Cores of all servers at most: a core's number has 16 bits.
 pub const MAX_CORES: u32 = 65_536;
 
-/// What cannot be simulated.
+/// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A number of the configuration is out of its range.
@@ -119,7 +119,7 @@ pub enum Error {
          at least {} ms; a shorter --window-ms helps", 2 * window_ms
     )]
     TooShort {
-        /// How long it lasts.
+        /// Length of the trace.
         seconds: f64,
         window_ms: u32,
     },

@@ -1,4 +1,4 @@
-//! What a simulation gives.
+//! Results of a simulation.
 
 use serde::Serialize;
 
@@ -9,9 +9,9 @@ use crate::trace::Skipped;
 /// One policy and seed: means over the measured windows, that is all whole ones but the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Measured {
-    /// Of the packets that came to each server.
+    /// Variance of the servers' packets.
     pub server_variance_pct: f64,
-    /// Of the packets that each core served.
+    /// Variance of the packets that cores served.
     pub core_variance_pct: f64,
     /// The busiest core's packets over the cores' mean.
     pub max_over_mean: f64,
@@ -68,7 +68,7 @@ pub struct Outcome {
     pub packets: u64,
     /// Flows that began, likewise.
     pub flows: u64,
-    /// How long the trace lasts (s), likewise.
+    /// Length of the trace (s), likewise.
     pub seconds: f64,
     /// Packets that were left out, by reason, likewise.
     pub skipped: Skipped,

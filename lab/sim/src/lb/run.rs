@@ -10,7 +10,7 @@ use super::{Config, Error};
 use crate::par_map_ordered;
 use crate::trace::{Batch, Skipped, Trace};
 
-/// What a packet costs a core that serves as fast as packets come (ns). Policies compare loads and do not mind the unit; 1 us
+/// Cost of a packet where cores serve as fast as packets come (ns). Policies compare loads and ignore the unit; 1 us
 /// keeps a core with a few packets/s above the resolution of the loads, and one with millions in their range.
 const UNLIMITED_COST_NS: f64 = 1_000.0;
 

@@ -21,13 +21,13 @@ const PURPOSE_FLEET: u64 = 21;
 /// and no report changes anything. A capture with a hole of a year would otherwise take a day.
 const REPORTS_OF_A_PAUSE: u64 = 1_000;
 
-/// How connections are placed.
+/// Placement of connections.
 enum Placer {
     Policy(Box<dyn Policy>),
     Oracle(Oracle),
 }
 
-/// What the windows gave so far.
+/// Results of the windows so far.
 #[derive(Debug, Default)]
 struct Windows {
     server_variance_pct: Vec<f64>,
@@ -57,7 +57,7 @@ pub struct Simulation {
     report_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
-    /// How long after the reports their table comes into force, and the one that has yet to.
+    /// Time from reports until their table is in force, and the table that waits for it.
     table_delay_ns: u64,
     coming: Option<(u64, PlacementTable)>,
     next_window_ns: u64,

@@ -28,7 +28,7 @@ use crate::rpc::ticks::{Tick, ticks};
 use crate::rpc::{self, Policy, Service};
 use simulation::Simulation;
 
-/// What to simulate. Times without a unit in their name are in units of service time (see [`Service`]).
+/// Configuration of a simulation. Times without a unit in their name are in units of service time (see [`Service`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// Servers, at least 1.
@@ -40,9 +40,8 @@ pub struct Config {
     /// Policies inside the servers; each is combined with each of `policies`. Under [`Policy::Rss`] the core is the one that
     /// the load balancer predicts.
     pub dispatch: Vec<Policy>,
-    /// How long requests take.
     pub service: Service,
-    /// How long the unit of service time is (us), 0.001 to 1,000,000,000: it relates requests to reports.
+    /// Unit of service time (us), 0.001 to 1,000,000,000: it relates requests to reports.
     pub unit_us: f64,
     /// Latency of the interface between NIC and cores, one way.
     pub latency: f64,
@@ -52,27 +51,26 @@ pub struct Config {
     pub requests_per_connection: f64,
     /// Mean time between two requests of a connection (exponential).
     pub request_gap: f64,
-    /// How different connections are: each has a mean gap of its own, lognormal with this sigma; 0 to 3.
+    /// Difference of connections: each has a mean gap of its own, lognormal with this sigma; 0 to 3.
     pub rate_sigma: f64,
     /// Buckets of the placement table, and entries of the indirection tables.
     pub buckets: BucketCount,
-    /// How indirection tables are drawn.
+    /// Draw of indirection tables.
     pub tables: TableDraw,
     /// Time between two reports, and between two tables (ms), 0.001 to 10,000.
     pub report_ms: f64,
     /// Weight of the newest report.
     pub alpha: Alpha,
-    /// When agents read their cores.
     pub readings: Readings,
     /// Length of the windows in which variance is measured (ms), 0.001 to 3,600,000.
     pub window_ms: f64,
-    /// How long new requests come (s). The first tenth is warm-up, and at least as long as two mean connections.
+    /// Time of new requests (s). The first tenth is warm-up, and at least two mean connections.
     pub seconds: f64,
     /// Each draws the traffic, server ids, indirection tables and keys; the combinations see the same traffic.
     pub seeds: Vec<u64>,
 }
 
-/// When agents read their cores.
+/// Moment of agents' readings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Readings {
@@ -108,7 +106,7 @@ impl Default for Config {
     }
 }
 
-/// What cannot be simulated.
+/// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A number of the configuration is out of its range.
@@ -125,12 +123,7 @@ pub enum Error {
         "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and two \
          windows after it"
     )]
-    TooShort {
-        /// As given.
-        seconds: f64,
-        /// What would do.
-        needed: f64,
-    },
+    TooShort { seconds: f64, needed: f64 },
 }
 
 impl Config {
@@ -138,7 +131,7 @@ impl Config {
         ticks(seconds * 1e6 / self.unit_us)
     }
 
-    /// How long measuring is put off (s).
+    /// Length of the warm-up (s).
     fn warm_up_seconds(&self) -> f64 {
         let life = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
         (self.seconds / 10.0).max(2.0 * life)

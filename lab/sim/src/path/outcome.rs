@@ -1,4 +1,4 @@
-//! What a simulation gives.
+//! Results of a simulation.
 
 use serde::Serialize;
 
@@ -9,11 +9,12 @@ use crate::seed_summary::SeedSummary;
 /// One combination of policies, and one seed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measured {
-    /// Of all requests after the warm-up, from the NIC of the server in to the NIC out, in units of service time.
+    /// Latency of all requests after the warm-up, from the NIC of the server in to the NIC out, in units of service
+    /// time.
     pub latency: Quantiles,
-    /// Of the time that the servers were busy, mean over the windows.
+    /// Variance of the time that the servers were busy, mean over the windows.
     pub server_variance_pct: f64,
-    /// Of the time that the cores were busy, mean over the windows.
+    /// Variance of the time that the cores were busy, mean over the windows.
     pub core_variance_pct: f64,
     pub requests: u64,
 }
@@ -21,7 +22,6 @@ pub struct Measured {
 /// One combination of policies over all seeds. Latencies are in units of service time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Combination {
-    /// Of the load balancer.
     pub policy: String,
     /// Inside the servers.
     pub dispatch: String,
@@ -64,7 +64,7 @@ pub struct Outcome {
     pub combinations: Vec<Combination>,
     /// Requests that came, mean over the seeds.
     pub requests: u64,
-    /// How long the unit of service time is (us).
+    /// Unit of service time (us).
     pub unit_us: f64,
 }
 

@@ -38,11 +38,11 @@ pub struct Simulation<'a> {
     windows: Windows,
 }
 
-/// What a server's agent last read of its cores.
+/// Last reading of the cores by a server's agent.
 #[derive(Debug, Clone)]
 struct Reading {
     next: Tick,
-    /// When it last did.
+    /// Time of the last reading.
     measured: Option<Tick>,
     busy: Vec<Tick>,
 }
@@ -241,7 +241,7 @@ impl<'a> Simulation<'a> {
         self.requests += 1;
     }
 
-    /// What every core has been busy for until now.
+    /// Busy time of each core until now.
     fn busy(&mut self, now: Tick) -> Vec<Tick> {
         let mut busy = Vec::with_capacity(self.windows.busy_before.len());
         for server in &mut self.servers {

@@ -12,7 +12,7 @@ use super::Config;
 use crate::random::{exponential, log_normal, unit};
 use crate::rpc::ticks::{NEVER, Tick, ticks};
 
-/// What happens next.
+/// Next event.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Event {
     /// A connection is opened, with its first request.

@@ -1,4 +1,4 @@
-//! When connections begin, and of which kind they are.
+//! Starts of connections, and their kinds.
 
 use std::collections::VecDeque;
 
@@ -21,9 +21,9 @@ pub enum Arrivals {
         /// Mean number of open connections.
         connections: f64,
     },
-    /// As the generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments): every
-    /// client has the whole mix as a list of requests, each of which it sends again only when it has ended. Long
-    /// requests so come to stand still, and most that begin are short.
+    /// The generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
+    /// has the whole mix as a list of requests, and sends each again only when it has ended. So long requests come to
+    /// stand still, and most that begin are short.
     Recycled { clients: u32, per_second: RateStep },
 }
 
@@ -80,7 +80,7 @@ impl Source {
         source
     }
 
-    /// When the next connection begins.
+    /// Start of the next connection.
     pub fn next(&self) -> Nanoseconds {
         self.next
     }

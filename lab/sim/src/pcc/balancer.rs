@@ -1,10 +1,10 @@
-//! What every method does.
+//! Interface of all methods.
 
 use super::clock::Nanoseconds;
 use super::cluster::Cluster;
 use super::connections::{Connection, Connections};
 
-/// Where a first packet goes.
+/// Decision on a first packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placed {
     pub server: u16,
@@ -38,7 +38,7 @@ pub trait Balancer {
     /// The servers report, and new tables are computed.
     fn report(&mut self, _cluster: &Cluster) {}
 
-    /// When packets of the connection, at any time from its start until now, first went to another server than its own;
-    /// `None`: never. Without [`super::Config::by_second`] no history is kept, and the moment given is now.
+    /// First time at which packets of the connection went to another server than its own, from its start until now;
+    /// `None`: never. Without [`super::Config::by_second`] no history is kept, and the time given is now.
     fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

@@ -23,7 +23,7 @@ use super::hashed::bucket_count;
 /// [`seeded_rng`]'s stream for which buckets move.
 const PURPOSE_MOVES: u64 = 204;
 
-/// What a server is to the table.
+/// State of a server in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EntryState {
     /// Not in the pool.

@@ -22,7 +22,7 @@ const PURPOSE_COOKIE_KEYS: u64 = 203;
 /// Entries of each server's indirection table.
 const INDIRECTION_ENTRIES: usize = 128;
 
-/// What the mean load of all cores is shown to policies as. Only ratios count.
+/// Mean load of all cores as policies see it. Only ratios count.
 const MEAN_LOAD: f64 = 0.5;
 
 /// The load balancers, with one policy.
@@ -40,7 +40,7 @@ pub struct Cheetah {
     cores: u16,
     /// Connections by server and core.
     open: Vec<u32>,
-    /// Where the server stands in the table's members, or among its core slots.
+    /// Position of each server in the table's members, or among its core slots.
     position: Vec<usize>,
 }
 
@@ -78,7 +78,7 @@ impl Cheetah {
         }
     }
 
-    /// What the policy sees of the servers.
+    /// The policy's view of the servers.
     fn pool(&self, cluster: &Cluster) -> Pool {
         let total: u64 = self.open.iter().map(|count| u64::from(*count)).sum();
         let mean = (total as f64 / self.open.len() as f64).max(f64::MIN_POSITIVE);
@@ -146,7 +146,7 @@ impl Cheetah {
         }
     }
 
-    /// What a load balancer reads out of a later packet.
+    /// Cookie that a load balancer reads out of a later packet.
     pub fn cookie_of(&self, connection: &Connection) -> Cookie {
         recognise(&self.keys, &tuple(connection.identity), connection.mark as u32)
     }

@@ -23,7 +23,7 @@ pub enum Change {
 /// Load balancers are told apart by a bit of 64.
 pub const LOAD_BALANCERS_MAX: usize = 64;
 
-/// Who takes part at this moment.
+/// Present servers and load balancers.
 #[derive(Debug)]
 pub struct Cluster {
     /// The moment.
@@ -36,7 +36,7 @@ pub struct Cluster {
     total_of_members: u64,
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
-    /// Of the servers of the pool.
+    /// Imbalance of the servers of the pool.
     pub imbalance: Imbalance,
 }
 
@@ -71,7 +71,7 @@ impl Cluster {
         self.open.len()
     }
 
-    /// How many connections a server has.
+    /// Number of connections of a server.
     pub fn open(&self, server: u16) -> u32 {
         self.open[usize::from(server)]
     }

@@ -7,13 +7,12 @@ use super::mix::Mix;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
-    /// What tells it from others: the 4-tuple, as 64 random bits.
+    /// Identity: 64 random bits for the 4-tuple.
     pub identity: u64,
-    /// What the load balancers or its packets remember of it; the method's own.
+    /// State of the load balancers or of its packets; the method's own.
     pub mark: u64,
-    /// When it began.
     pub start: Nanoseconds,
-    /// When a packet of it first went to another server, if a change of the load balancers was to blame.
+    /// First time at which a packet of it went to another server, if a change of the load balancers was to blame.
     pub rerouted: Option<Nanoseconds>,
     /// The server that got its first packet.
     pub server: u16,
@@ -54,7 +53,7 @@ impl Connections {
         }
     }
 
-    /// How many are open.
+    /// Number of open connections.
     pub fn len(&self) -> usize {
         self.open
     }

@@ -67,7 +67,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn run(mut self) -> Run {
         loop {
-            // Of what happens at one moment connections end first: they cannot be broken any more.
+            // At one moment connections end first: they cannot be broken any more.
             let ends = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
             let begins = self.source.next();
             let changes = self.schedule.next().unwrap_or(Nanoseconds::MAX);
@@ -150,8 +150,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    /// When the client notices that its packets go elsewhere: with the first acknowledgement that it sends afterwards,
-    /// at the latest when the connection should end.
+    /// Time when the client notices the break: with the first acknowledgement that it sends afterwards, at the latest
+    /// when the connection should end.
     fn noticed(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
         let packets = u128::from(kind.packets);
@@ -171,7 +171,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         self.run.imbalance = self.cluster.imbalance.average();
         self.run.open_at_end = self.connections.len();
         if !self.run.seconds.is_empty() {
-            // Those that are still open may have been broken in a second that is shown.
+            // Connections that are still open may have been broken in a second that is shown.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(at) = self.balancer.broken(&connection, &self.cluster) {
                     let noticed = self.noticed(&connection, at);

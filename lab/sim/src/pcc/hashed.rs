@@ -55,7 +55,7 @@ impl Hashed {
         Self { layout, table: BucketTable::new(size, false, config.by_second) }
     }
 
-    /// Where packets go now.
+    /// Current server of packets.
     pub fn server_of(&self, identity: u64) -> u16 {
         self.table.server(self.table.bucket(identity))
     }
@@ -93,7 +93,7 @@ impl Stateful {
         Self { hashed: Hashed::new(layout, config), running: 0 }
     }
 
-    /// Where a load balancer that does not know the connection sends its packets now.
+    /// Current server of packets at a load balancer that does not know the connection.
     #[cfg(test)]
     pub fn server_of(&self, identity: u64) -> u16 {
         self.hashed.server_of(identity)
@@ -116,7 +116,7 @@ impl Balancer for Stateful {
 
     /// Checks all connections, because each may reach another load balancer now. Hashed ones keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
-        // What was stopped, or starts anew, knows nothing.
+        // A load balancer that stops or starts anew knows nothing.
         let kept = self.running & bits_of(cluster.load_balancers());
         self.running = bits_of(cluster.load_balancers());
         let hashed = &self.hashed;

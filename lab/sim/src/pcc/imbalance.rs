@@ -6,7 +6,7 @@ use super::clock::Nanoseconds;
 /// Follows the counts of the servers that are in the pool; every change is O(1).
 #[derive(Debug)]
 pub struct Imbalance {
-    /// How many servers have so many connections.
+    /// Number of servers by their number of connections.
     servers_with: Vec<u32>,
     servers: u64,
     connections: u64,

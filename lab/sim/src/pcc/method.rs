@@ -7,7 +7,7 @@ use coreward_model::policy;
 
 use crate::names::UnknownName;
 
-/// How load balancers find the server of a packet.
+/// Method by which load balancers find the server of a packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Method {
     /// By a table of buckets that depends on the pool only.
@@ -23,21 +23,21 @@ pub enum Method {
     /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie says by which of the last configurations its connection is
     /// hashed.
     HistoryTag {
-        /// Of the tag, 0 to [`TAG_BITS_MAX`].
+        /// Bits of the tag, 0 to [`TAG_BITS_MAX`].
         bits: u8,
         /// Whether connections get fresher tags while they are open.
         fresh: bool,
-        /// Of the table of buckets.
+        /// Layout of the table of buckets.
         layout: HashLayout,
     },
     /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie says by which hash function its server, the least loaded of
     /// all that they named, was found.
     HashIndex {
-        /// Of the index, 0 to [`INDEX_BITS_MAX`].
+        /// Bits of the index, 0 to [`INDEX_BITS_MAX`].
         bits: u8,
-        /// Of a history tag beside it, 0 to [`TAG_BITS_MAX`].
+        /// Bits of a history tag beside it, 0 to [`TAG_BITS_MAX`].
         tag_bits: u8,
-        /// Of the table of buckets.
+        /// Layout of the table of buckets.
         layout: HashLayout,
     },
     /// `cheetah:POLICY`: the cookie names the server, which a policy of the load balancer chose.
@@ -52,7 +52,7 @@ pub const TAG_BITS_MAX: u8 = 12;
 /// 16 hash functions.
 pub const INDEX_BITS_MAX: u8 = 4;
 
-/// How a table of buckets is filled.
+/// Layout of a table of buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HashLayout {
     /// `hash`: bucket i goes to server i modulo their number.
@@ -82,7 +82,7 @@ impl HashLayout {
         Self::named(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
-    /// As a method's last parameter, which may be left out for `hash`.
+    /// A method's last parameter, which may be left out for `hash`.
     fn suffix(self) -> String {
         if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }

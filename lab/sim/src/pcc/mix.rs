@@ -51,7 +51,7 @@ const WEB_SERVER: [(u64, f64, u16); 33] = [
     (150_403_355, 54_783.396, 28),
 ];
 
-/// What the experiment's server writes at a time (`includes/httpserver.py`).
+/// Bytes of one write of the experiment's server (`includes/httpserver.py`).
 const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
@@ -120,7 +120,7 @@ mod tests {
     fn the_web_servers_mix_is_the_published_one() {
         let mix = Mix::web_server();
         assert_eq!(mix.every().len(), 908);
-        // Of the file: mean 26.3013 s, median 0.544234 s, longest 150.403355 s, mean size 6.2 KB.
+        // The file's: mean 26.3013 s, median 0.544234 s, longest 150.403355 s, mean size 6.2 KB.
         assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
         assert_eq!(mix.kinds()[usize::from(mix.every()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest(), 150_403_355_000);

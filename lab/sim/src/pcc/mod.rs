@@ -35,7 +35,7 @@ use small_cookies::{Fields, SmallCookies};
 
 use crate::par_map_ordered;
 
-/// What a policy under `cheetah` knows of the servers' connections.
+/// Knowledge of a policy under `cheetah` about the servers' connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadInfo {
     /// pow2 and least compare the counts of the moment; awrr, crossrss and crossrss-plus have reports
@@ -53,7 +53,7 @@ pub struct Config {
     pub arrivals: Arrivals,
     /// Changes of servers and load balancers. They happen during the warm-up, too, if they come at random.
     pub updates: Updates,
-    /// How long is measured, after the warm-up.
+    /// Measured time, after the warm-up.
     pub minutes: f64,
     /// Nominal number of load balancers, 1 to 32.
     pub load_balancers: usize,
@@ -61,7 +61,7 @@ pub struct Config {
     pub methods: Vec<Method>,
     /// Seeds 1 to this one.
     pub seeds: u64,
-    /// What policies know.
+    /// Policies' knowledge.
     pub knowledge: LoadInfo,
     /// Time between two reports, and between two tables computed from them: 10 to 60000 ms.
     pub report_ms: u64,
@@ -127,11 +127,11 @@ impl Config {
     }
 }
 
-/// What is compared when nothing is said.
+/// Compared methods when none are given.
 pub const DEFAULT_METHODS: [&str; 8] =
     ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
 
-/// What is wrong with a configuration.
+/// Fault of a configuration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     /// None, or more than there are ids and counters for.

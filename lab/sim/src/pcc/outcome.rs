@@ -1,4 +1,4 @@
-//! What simulations gave.
+//! Results of simulations.
 
 use serde::Serialize;
 
@@ -11,7 +11,7 @@ use crate::seed_summary::SeedSummary;
 pub struct Run {
     /// Connections that ended after the warm-up.
     pub ended: u64,
-    /// How many of them were broken.
+    /// Number of broken connections.
     pub broken: u64,
     /// Max over mean of the servers' connections, averaged over time.
     pub imbalance: f64,
@@ -81,7 +81,7 @@ impl MethodOutcome {
     }
 }
 
-/// What a configuration gave.
+/// Result of a configuration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
     /// In the order of [`super::Config::methods`].

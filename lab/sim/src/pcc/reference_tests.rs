@@ -19,7 +19,7 @@ use super::mix::Mix;
 use super::small_cookies::{Fields, SmallCookies};
 use super::{Arrivals, Config, HashLayout, Run, Updates};
 
-/// Where packets of a connection go, said as plainly as can be.
+/// Destination of a connection's packets, in the simplest words.
 trait Network<B> {
     /// The tables may have changed. `stopped` load balancers are no more.
     fn observe(&mut self, balancer: &B, cluster: &Cluster);

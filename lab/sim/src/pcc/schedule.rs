@@ -1,4 +1,4 @@
-//! When servers and load balancers come and go.
+//! Arrivals and departures of servers and load balancers.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -24,7 +24,7 @@ pub enum Updates {
     At(Vec<(f64, Change)>),
 }
 
-/// How far the number of servers or load balancers strays from the nominal one.
+/// Deviation of the number of servers or load balancers from the nominal one.
 pub fn stray(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
@@ -35,7 +35,7 @@ pub struct Schedule {
     updates: Updates,
     rng: Xoshiro256PlusPlus,
     next: Option<Nanoseconds>,
-    /// Of [`Updates::At`].
+    /// Position in [`Updates::At`].
     position: usize,
     nominal: (usize, usize),
     warm_up: Nanoseconds,
@@ -51,7 +51,7 @@ impl Schedule {
         schedule
     }
 
-    /// When the next change is due.
+    /// Time of the next change.
     pub fn next(&self) -> Option<Nanoseconds> {
         self.next
     }

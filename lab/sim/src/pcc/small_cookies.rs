@@ -36,7 +36,7 @@ pub struct Fields {
 /// The pool between two changes.
 #[derive(Debug)]
 struct Configuration {
-    /// When it came into force.
+    /// Time when it came into force.
     at: Nanoseconds,
     /// By bucket, over and over: `hash` repeats itself, and a large table need not be kept for it.
     servers: Vec<u16>,
@@ -49,7 +49,7 @@ pub struct SmallCookies {
     fields: Fields,
     layout: HashLayout,
     buckets: usize,
-    /// Those that an open connection may have seen, the present one last.
+    /// Configurations that an open connection may have seen, the present one last.
     configurations: VecDeque<Configuration>,
     /// The number of the first of them.
     first: u32,
@@ -72,7 +72,7 @@ impl SmallCookies {
         }
     }
 
-    /// How many configurations have a tag of their own.
+    /// Number of configurations with a tag of their own.
     pub fn tags(&self) -> u32 {
         1 << self.fields.tag_bits
     }
@@ -87,7 +87,7 @@ impl SmallCookies {
         self.first + self.configurations.len() as u32 - 1
     }
 
-    /// Where a connection goes by its hash function of this index in this configuration, which is still kept.
+    /// Server of a connection by its hash function of this index in this configuration, which is still kept.
     pub fn server(&self, configuration: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.configuration(configuration).servers;

@@ -7,7 +7,7 @@ use coreward_model::dispatch::ClassBounds;
 
 use crate::names::UnknownName;
 
-/// Who may go where; as `coreward dispatch --policy jbsrq` when nothing is said.
+/// Cores of each class; as `coreward dispatch --policy jbsrq` when nothing is said.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
     /// `reserved`: the first cores, which are the shortest class's

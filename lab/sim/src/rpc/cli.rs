@@ -10,7 +10,7 @@ use super::{
 };
 use crate::output::{Format, Printed};
 
-/// What `rpc` and `peak` have in common.
+/// Common arguments of `rpc` and `peak`.
 #[derive(Debug, clap::Args)]
 struct ServerArgs {
     /// How requests get to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss, rss-rebalanced:T,

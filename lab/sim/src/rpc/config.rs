@@ -1,4 +1,4 @@
-//! What is simulated, and what can be wrong with it.
+//! Configuration of a simulation, and its faults.
 
 use std::num::NonZeroU32;
 
@@ -10,11 +10,9 @@ use super::{Policy, Service};
 /// One simulation. Times are in units of service time (see [`Service`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// How requests get to cores.
     pub policy: Policy,
     /// Cores of the server, at least 1.
     pub cores: u16,
-    /// How long requests take.
     pub service: Service,
     /// Latency of the interface between NIC and cores, one way.
     pub latency: f64,
@@ -22,7 +20,7 @@ pub struct Config {
     pub load: f64,
     /// Requests to simulate; the first tenth is warm-up and is not counted.
     pub requests: u64,
-    /// The same seed gives the same result.
+    /// Seed; the same gives the same result.
     pub seed: u64,
     /// Connections that the requests belong to; `None`: every request is a connection of its own.
     pub connections: Option<NonZeroU32>,
@@ -52,7 +50,7 @@ impl Default for Config {
     }
 }
 
-/// What is wrong with a simulation.
+/// Fault of a simulation.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     /// No cores.
@@ -68,7 +66,7 @@ pub enum Error {
     )]
     Overload {
         load: f64,
-        /// What the policy can carry.
+        /// Capacity of the policy.
         capacity: f64,
         policy: Policy,
     },
@@ -77,11 +75,7 @@ pub enum Error {
     Latency(f64),
     /// Too few requests for any quantile, or too many for 64 bits of time.
     #[error("{requests} requests: expected 10 to {most} at this load")]
-    Requests {
-        /// As given.
-        requests: u64,
-        most: u64,
-    },
+    Requests { requests: u64, most: u64 },
     /// Not a skew.
     #[error("skew {0}: expected a number from 0 to 10")]
     Skew(f64),

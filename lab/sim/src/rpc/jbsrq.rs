@@ -33,7 +33,7 @@ pub struct JbsrqOptions {
     pub reserved: NonZeroU16,
 }
 
-/// Which request is served first.
+/// Order of service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priorities {
     /// `classes`: a shorter class has priority over a longer one

@@ -30,7 +30,7 @@ pub use service::{LongClass, Sampler, Service, ServiceError};
 use ticks::{NEVER, ticks};
 use workload::Workload;
 
-/// What a simulation gave.
+/// Result of a simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     /// Latencies of all requests after the warm-up.

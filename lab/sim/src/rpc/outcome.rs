@@ -1,4 +1,4 @@
-//! What a simulation gave: latencies, as quantiles.
+//! Latencies of a simulation, as quantiles.
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -33,7 +33,7 @@ pub struct Class {
 /// The latencies of the responses that left within one window.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Window {
-    /// When the window begins, in units of service time.
+    /// Begin of the window, in units of service time.
     pub from: f64,
     pub responses: u64,
     /// Their latencies.

@@ -21,13 +21,13 @@ pub struct PeakConfig {
     pub seeds: RangeInclusive<u64>,
     /// Steps of bisection, 1 to 30: the load is found to 2^-steps.
     pub steps: u32,
-    /// Whose 99th percentile.
+    /// Requests whose 99th percentile the SLO bounds.
     pub measure: SloMetric,
-    /// What the bound is a multiple of.
+    /// Unit of the bound.
     pub unit: SloUnit,
 }
 
-/// Whose latency an SLO bounds.
+/// Requests whose latency an SLO bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum SloMetric {
     /// The requests of the shortest class
@@ -37,7 +37,7 @@ pub enum SloMetric {
     All,
 }
 
-/// What an SLO is a multiple of.
+/// Unit of an SLO.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum SloUnit {
     /// The service time of the shortest class

@@ -8,7 +8,7 @@ use super::class_bounds::ClassBoundOptions;
 use super::jbsrq::{JbsrqOptions, Priorities};
 use crate::names::UnknownName;
 
-/// How a server gives requests to its cores. Times are in units of service time.
+/// Policy by which a server gives requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Policy {
     /// `cfcfs`: one queue at the NIC; a core gets a request when it has said that it is free
@@ -71,9 +71,9 @@ pub const FORMS: [&str; 13] = [
     "dfcfs:X,Y",
 ];
 
-/// What a stolen request takes longer when nothing is said. ZygOS (SOSP'17, Sect. 6.1) comes within 50-60 % of ideal
-/// with 5 us requests and within 15 % from 20 us on, which a few microseconds of cost explain; half a service time is
-/// the same order for requests of a few microseconds.
+/// Added time of a stolen request when nothing is said. ZygOS (SOSP'17, Sect. 6.1) comes within 50-60 % of ideal with 5
+/// us requests and within 15 % from 20 us on, which a few microseconds of cost explain. Half a service time is the same
+/// order for requests of a few microseconds.
 const STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {

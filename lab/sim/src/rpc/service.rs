@@ -1,4 +1,4 @@
-//! How long requests take.
+//! Service times of requests.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,7 +43,7 @@ pub enum ServiceError {
     #[error("service {given:?}: expected {expected}")]
     Parameters {
         given: String,
-        /// What the distribution takes.
+        /// Expected parameters of the distribution.
         expected: &'static str,
     },
     /// A share outside 0 to 1.
@@ -57,7 +57,7 @@ pub enum ServiceError {
     #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
     Sum {
         given: String,
-        /// Of the shares.
+        /// Sum of the shares.
         sum: f64,
     },
     /// A long class that is shorter than the short one, or not a number.

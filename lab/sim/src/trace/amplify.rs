@@ -13,7 +13,7 @@ use coreward_model::FourTuple;
 
 use super::{Batch, Event, Opening, Packet, Service, Skipped, Trace, TraceError};
 
-/// How many packets a merged batch holds.
+/// Packets of a merged batch.
 const BATCH: usize = 16_384;
 
 /// Part of a trace: from one time to another, as a trace of its own that starts at 0.
@@ -90,7 +90,7 @@ impl Trace for Cut {
             self.cut(&whole, batch);
         }
         if self.ended {
-            // Whoever is open when the part ends will not be heard of again.
+            // Flows that are open when the part ends send nothing more.
             let mut open: Vec<u32> = self.open.drain().map(|(flow, ())| flow).collect();
             open.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
@@ -237,7 +237,7 @@ fn fresh_address(address: IpAddr, copy: u32) -> IpAddr {
             Ipv4Addr::from_bits(x ^ x >> 16).into()
         }
         IpAddr::V6(v6) => {
-            // The same of 64 bits, on the interface's half with the network's mixed in.
+            // The 64 bits of the interface's half, with the network's mixed in.
             let (network, interface) = ((v6.to_bits() >> 64) as u64, v6.to_bits() as u64);
             let mut x = interface ^ u64::from(copy).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ network.rotate_left(32);
             x = (x ^ x >> 33).wrapping_mul(0xff51_afd7_ed55_8ccd);

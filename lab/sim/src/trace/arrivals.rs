@@ -4,13 +4,13 @@ use coreward_model::arrivals::ArrivalLog;
 
 use super::{Batch, Event, Opening, Packet, Service, Trace, TraceError};
 
-/// How many packets a batch holds.
+/// Packets of a batch.
 const BATCH: usize = 16_384;
 
 /// An arrival log, request by request.
 pub struct ArrivalTrace {
     log: ArrivalLog,
-    /// When each request is due (us), its connection and its number there.
+    /// Time of each request (us), its connection and its number there.
     requests: Vec<(u64, u32, u32)>,
     next: usize,
     service: Service,

@@ -16,12 +16,12 @@ const WIDTH_NS: u64 = 100_000_000;
 /// Packets are drawn and sorted this much at a time (ns).
 const SLICE_NS: u64 = 20_000_000;
 
-/// What to generate.
+/// Parameters of a burst.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Burst {
     /// Draws everything; `None`: each run draws traffic of its own from its own seed.
     pub seed: Option<u64>,
-    /// How many connections are opened, 1 to 1,000,000.
+    /// Opened connections, 1 to 1,000,000.
     pub connections: u32,
     /// Duration (s), 2 to 3,600.
     pub seconds: u64,

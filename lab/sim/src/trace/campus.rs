@@ -69,19 +69,19 @@ const HIGHEST_RATE: f64 = 4_000.0;
 /// The rate that half of the flows are below (packets/s), and the spread of its logarithm.
 const MEDIAN_RATE: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
-/// What the limits of the rate leave room for (packets).
+/// Most packets by the limits of the rate.
 const LONGEST: f64 = LONGEST_LIFE_S * HIGHEST_RATE;
 /// The mean over the hour's packets: 547 GB in 681 million packets.
 const PACKET_BYTES: u16 = 803;
 /// Packets are drawn and sorted this much at a time (ns).
 const SLICE_NS: u64 = 20_000_000;
-/// The same for the history, where a flow has two events and not some hundred.
+/// Slice of the history, where a flow has two events and not some hundred.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
 /// [`seeded_rng`]'s stream for this generator.
 const PURPOSE_CAMPUS: u64 = 20;
 
-/// What to generate.
+/// Parameters of the generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Campus {
     /// Draws everything; `None`: each run draws traffic of its own from its own seed.
@@ -122,7 +122,7 @@ impl FromStr for Campus {
 
 /// A flow that has packets left. Times are in ns after the start of the history.
 pub(super) struct Active {
-    /// When its next packet is due.
+    /// Time of its next packet.
     next_ns: f64,
     interval_ns: f64,
     left: u32,
@@ -140,7 +140,7 @@ impl Active {
         Opening { tuple: self.tuple, rate: Some(1e9 / self.interval_ns) }
     }
 
-    /// When it has sent its packets, each of which fills one interval.
+    /// End of the flow: each packet fills one interval.
     fn end_ns(&self) -> f64 {
         self.next_ns + f64::from(self.left) * self.interval_ns
     }
@@ -149,7 +149,7 @@ impl Active {
 /// The traffic of one seed.
 pub struct CampusTrace {
     draw: Draw,
-    /// When the flow that has not come yet arrives (s after the end of the history).
+    /// Arrival of the next flow (s after the end of the history).
     next_arrival_s: f64,
     mean_gap_s: f64,
     history_ns: u64,
@@ -242,7 +242,7 @@ impl CampusTrace {
 impl Trace for CampusTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        // Of a quiet generator many slices are empty, and an empty batch would mean the end.
+        // Many slices of a quiet generator are empty, and an empty batch would mean the end.
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
             if self.slice_start_ns < self.history_ns {
                 self.read_history(batch);
@@ -316,7 +316,7 @@ pub(super) fn emit(flow: &mut Active, until_ns: f64, packets: &mut Vec<Packet>, 
 pub(super) struct Draw {
     rng: Xoshiro256PlusPlus,
     rate: LogNormal<f64>,
-    /// Of each part of the mixture: the sum of the weights up to it, and its distribution.
+    /// Parts of the mixture: the sum of the weights up to each, and its distribution.
     parts: Vec<(f64, Sampler)>,
 }
 
@@ -459,8 +459,7 @@ mod tests {
         let (cold, begun, under_way, highest) = checked(campus);
         assert!(cold > 10_000 && (600..900).contains(&begun) && under_way == 0 && highest < 900, "{cold} {begun}");
         let (packets, begun, under_way, highest) = checked(Campus { history_s: 300, ..campus });
-        // The same flows: only who has met them before differs. A packet that is due at time 0 to the ns may fall on
-        // either side.
+        // The same flows: only who has met them before differs. A packet at time 0, to the ns, may fall on either side.
         assert!(packets.abs_diff(cold) <= 2, "{packets} and {cold} packets");
         assert!((58_000..63_000).contains(&begun) && (80..200).contains(&under_way) && highest < 900, "{under_way}");
     }

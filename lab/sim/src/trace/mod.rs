@@ -34,11 +34,11 @@ pub struct Packet {
     pub flow: u32,
     /// Bytes on the wire, Ethernet header included; 0 when the trace does not say.
     pub bytes: u16,
-    /// What else happens.
+    /// Event of the flow.
     pub event: Event,
 }
 
-/// What a [`Packet`] does to its flow.
+/// Effect of a [`Packet`] on its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Event(u8);
 
@@ -100,7 +100,7 @@ impl Batch {
 /// Packets that were left out, by reason.
 pub type Skipped = BTreeMap<&'static str, u64>;
 
-/// How fast a trace's own servers are.
+/// Speed of a trace's own servers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Service {
     /// Packets (requests) that a core serves per second.
@@ -113,7 +113,7 @@ pub trait Trace: Send {
     /// and its place.
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError>;
 
-    /// What was left out so far.
+    /// Packets that were left out so far.
     fn skipped(&self) -> Skipped {
         Skipped::new()
     }
@@ -123,16 +123,16 @@ pub trait Trace: Send {
         0
     }
 
-    /// How long a history precedes the packets (ns): flows that begin and expire, each with its rate, but no packets.
+    /// Length of the history before the packets (ns): flows that begin and expire, each with its rate, but no packets.
     /// A load balancer that ran all the time has placed the flows that are open at the first packet.
     fn history_ns(&self) -> u64 {
         0
     }
 
-    /// Where the packets end (ns after the trace's start) if that is known beforehand.
+    /// End of the packets (ns after the trace's start) if that is known beforehand.
     fn end_ns(&self) -> Option<u64>;
 
-    /// How fast cores serve, where the trace itself says so: requests then wait as long as they must.
+    /// Speed of the cores, where the trace itself says so: requests then wait as long as they must.
     fn service(&self) -> Option<Service> {
         None
     }
@@ -142,35 +142,19 @@ pub trait Trace: Send {
 pub enum TraceError {
     /// The file cannot be opened or read.
     #[error("{path}: {error}")]
-    File {
-        /// As given.
-        path: String,
-        /// What the system says.
-        error: std::io::Error,
-    },
+    File { path: String, error: std::io::Error },
     /// It is no capture, or a damaged one.
     #[error("{path}: {error}")]
-    Capture {
-        /// As given.
-        path: String,
-        /// What is wrong with it.
-        error: capture::CaptureError,
-    },
+    Capture { path: String, error: capture::CaptureError },
     /// It begins as an arrival log and is not one.
     #[error("{path}: {error}")]
-    ArrivalLog {
-        /// As given.
-        path: String,
-        /// What is wrong with it.
-        error: coreward_model::arrivals::ArrivalLogError,
-    },
+    ArrivalLog { path: String, error: coreward_model::arrivals::ArrivalLogError },
     /// Requests of an arrival log take unlike times.
     #[error(
         "{path}: requests of {first} us and of {other} us: expected the same service time throughout, as packets of a \
          trace cost the same"
     )]
     MixedServiceTimes {
-        /// As given.
         path: String,
         /// The first connection's.
         first: u32,

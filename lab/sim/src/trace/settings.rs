@@ -9,11 +9,7 @@ use crate::names::UnknownName;
 pub enum SettingError {
     /// Not `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
-    NotAPair {
-        generator: &'static str,
-        /// What stands there.
-        text: String,
-    },
+    NotAPair { generator: &'static str, text: String },
     /// There is no such name.
     #[error("{generator}: {name}")]
     Name {

@@ -1,4 +1,4 @@
-//! Where a trace comes from.
+//! Sources of traces.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
 use super::settings::SettingError;
 use super::{Batch, Trace, TraceError};
 
-/// What `--trace` names.
+/// Value of `--trace`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Source {
     /// The generator.

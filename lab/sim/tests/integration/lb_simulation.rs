@@ -51,7 +51,7 @@ fn a_burst_is_spread_no_worse_than_by_turns() {
     assert!(core(&outcome, "crossrss-plus") <= 1.05 * core(&outcome, "rr"));
     let max = |policy| of(&outcome, policy).max_over_mean.median;
     assert!(max("crossrss-plus") <= 1.05 * max("rr"));
-    // As published it sends the whole burst to one server: what crossrss-plus is for.
+    // The published policy sends the whole burst to one server: the reason for crossrss-plus.
     assert!(core(&outcome, "crossrss") > 10.0 * core(&outcome, "rr"));
 }
 
@@ -67,7 +67,7 @@ fn balanced_cores_serve_more_of_a_load_that_is_nearly_too_much() {
     assert!(crossrss.throughput_pps.median > 1.02 * hash.throughput_pps.median);
     assert!(crossrss.dropped_pct.median < hash.dropped_pct.median);
     for (hash, crossrss) in hash.seeds.iter().zip(&crossrss.seeds) {
-        // What is offered is served or dropped; queues hold 128 packets of 16 cores at most.
+        // Every packet is served or dropped; queues hold 128 packets of 16 cores at most.
         let offered = |seed: &coreward_sim::lb::Measured| seed.throughput_pps / (1.0 - seed.dropped_pct / 100.0);
         assert!((offered(hash) - offered(crossrss)).abs() < 2.0 * 128.0 * 16.0 / 3.0, "{hash:?} {crossrss:?}");
         assert!(crossrss.throughput_pps <= 16.0 * 19_500.0 * 1.001);

@@ -102,9 +102,9 @@ fn load_balancers_that_come_and_go_break_what_connection_tables_hold() {
     let both = broken(&config);
     config.updates = Updates::PerMinute { servers: 0.0, load_balancers: 6.0 };
     let only_load_balancers = broken(&config);
-    // As long as the same load balancer gets a connection's packets, its table keeps the server.
+    // The same load balancer's table keeps the server of a connection.
     assert_eq!(alone[2..], [0.0, 0.0, 0.0]);
-    // As long as the servers stay, any load balancer hashes to the same one.
+    // Any load balancer hashes to the same server while the servers stay.
     assert_eq!(only_load_balancers, [0.0; 5]);
     assert!(both[2] > 5.0 && both[3] > 0.3 && both[3] < both[2] && both[2] < both[0] && both[4] == 0.0, "{both:?}");
 }

@@ -168,7 +168,7 @@ fn invalid_configurations_are_rejected() {
     assert!(error(Config { latency: 0.5, ..with("cfcfs") }).contains("expected less than 0.5, which is what cfcfs"));
     assert!(error(Config { requests: 5, ..with("jsq") }).starts_with("5 requests: expected 10 to"));
     assert!(error(Config { window: Some(0.0), ..with("jsq") }).starts_with("window 0: expected"));
-    // Of 300 cores most have 2 of the 512 buckets: each of those gets 1/256 of the requests.
+    // Most of 300 cores have 2 of the 512 buckets: each of those gets 1/256 of the requests.
     assert!(error(Config { cores: 300, load: 0.9, ..with("rss") }).contains("expected less than 0.853"));
     assert!(error(with("dfcfs:3,4")).contains("its groups have 12 cores, the server has 16"));
     assert!(error(with("jbsrq:assignment=hybrid")).contains("1 services on 16 cores: expected two services"));

@@ -21,7 +21,7 @@ impl Sink for Responses {
     }
 }
 
-/// What the engine answers: when which request left.
+/// Departure of each request by the engine.
 fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
     let mut responses = Responses::default();
@@ -35,7 +35,7 @@ fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Core
     responses.0
 }
 
-/// How the reference chooses among cores: (requests under way, work under way) of each.
+/// Choice of the reference among cores: (requests under way, work under way) of each.
 type Choose = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 /// Every step an event of its own in one heap, every choice a search over all cores.

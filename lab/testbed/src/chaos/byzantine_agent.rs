@@ -33,7 +33,7 @@ const STREAM_LIMIT: Duration = Duration::from_secs(2);
 /// Connections that are open at a time and say nothing, or nonsense.
 const FLOOD: usize = 64;
 
-/// How many lies were told.
+/// Counts of false reports.
 #[derive(Debug, Default)]
 pub struct FalseReports {
     pub reports: AtomicU64,

@@ -13,7 +13,7 @@ use crate::topology::Testbed;
 pub struct Operator<'a> {
     testbed: &'a Testbed,
     controllers: u16,
-    /// Which answered last, counted from 0.
+    /// Controller that answered last, counted from 0.
     newest: AtomicUsize,
     limit_s: &'static str,
 }
@@ -24,8 +24,8 @@ impl<'a> Operator<'a> {
         Self { testbed, controllers, newest: AtomicUsize::new(0), limit_s }
     }
 
-    /// What `coreward ARGUMENTS` prints. Fails when no controller answers, or none does what it is asked for; as the
-    /// last one says.
+    /// Output of `coreward ARGUMENTS`. Fails when no controller answers or does what it is asked for; with the last
+    /// one's error.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let (first, count) = (self.newest.load(Ordering::Relaxed), usize::from(self.controllers));
         let mut outcome = None;

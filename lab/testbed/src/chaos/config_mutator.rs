@@ -32,14 +32,14 @@ const LAST_LIMIT: Duration = Duration::from_secs(20);
 /// Longer than the command's own patience with a controller that does not answer.
 const LIMIT_S: &str = "8";
 
-/// What was asked for, and what became of it.
+/// Attempted writes and their outcomes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Writes {
     /// Changes that the controller said are in force.
     pub acknowledged: u64,
     /// Changes that came to nothing or whose answer did not come.
     pub unanswered: u64,
-    /// Of these, the ones that turned out to be in force.
+    /// Those that turned out to be in force.
     pub unanswered_in_force: u64,
     /// Documents with a mistake; all must be refused.
     pub wrong: u64,
@@ -47,15 +47,15 @@ pub struct Writes {
     pub rotations: u64,
     /// Servers that the controller said are drained by command, or no more.
     pub drains: u64,
-    /// The same of those whose answer did not come, or that it refused.
+    /// Drains whose answer did not come, or that the controller refused.
     pub drains_unanswered: u64,
-    /// How often the controller was asked for what is in force.
+    /// Questions to the controller for what is in force.
     pub looks: u64,
-    /// What did not hold, in words.
+    /// Violations, in words.
     pub violations: Vec<String>,
 }
 
-/// What must be in force.
+/// Model of the configuration in force.
 #[derive(Debug, Default)]
 pub struct Model {
     generation: u64,
@@ -80,7 +80,7 @@ impl<'a> Writer<'a> {
         Self { operator, file: testbed.directory().join("wanted.toml"), writes: Mutex::default() }
     }
 
-    /// What was done so far.
+    /// Writes so far.
     pub fn writes(&self) -> Writes {
         self.writes.lock().expect("no writer panics").clone()
     }
@@ -238,7 +238,7 @@ impl<'a> Writer<'a> {
                 first(&text)
             ));
         }
-        // Of the attempts before this one none can be in force any more: each names the generation that it replaces.
+        // No attempt before this one can be in force any more: each names the generation that it replaces.
         model.unanswered = after(std::mem::take(&mut model.unanswered), &text);
         (model.generation, model.text) = (generation, text);
         true

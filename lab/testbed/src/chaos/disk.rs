@@ -25,7 +25,6 @@ impl Disk {
         Ok(Self { path: path.to_owned() })
     }
 
-    /// Where it is mounted.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -11,11 +11,11 @@ use crate::topology::{rack_name, server_address};
 
 /// [`seeded_rng`]'s stream for what changes.
 const PURPOSE_CHANGES: u64 = 0x6368_6102;
-/// Of so many servers at least are active, whatever else changes.
+/// Least number of active servers, whatever else changes.
 const ACTIVE_MIN: usize = 2;
 const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
-/// What a document says of a server that is in it.
+/// A document's entry of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
     draining: bool,
@@ -24,10 +24,10 @@ struct Entry {
     by_itself: bool,
 }
 
-/// As at the beginning.
+/// State at the beginning.
 const ACTIVE: Entry = Entry { draining: false, weight: 1, by_itself: false };
 
-/// What the newest document says, and what the next will.
+/// The newest document and the next.
 #[derive(Debug, Clone)]
 pub struct Documents {
     rng: Xoshiro256PlusPlus,

@@ -10,7 +10,7 @@ use serde_json::Value;
 /// A command whose answer did not come may be carried out as long after it was given up: by a controller that stood still.
 const LATE: Duration = Duration::from_secs(3);
 
-/// What is known of each server; of those that are not here, that nobody drains them.
+/// Knowledge of each server's drain; a server that is absent is drained by nobody.
 #[derive(Debug, Default)]
 pub struct Drains(BTreeMap<u16, Known>);
 
@@ -27,7 +27,7 @@ impl Drains {
         self.0.keys().copied().collect()
     }
 
-    /// Of which nobody knows.
+    /// Whether the server's drain is uncertain.
     pub fn doubtful(&self, server: u16) -> bool {
         matches!(self.0.get(&server), Some(Known::Doubtful(_)))
     }

@@ -1,4 +1,4 @@
-//! What can go wrong.
+//! Faults.
 
 use std::fmt;
 use std::ops::Range;
@@ -42,7 +42,7 @@ impl FaultKind {
         Self::Liar,
     ];
 
-    /// As on the command line.
+    /// Name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kill => "kill",
@@ -62,29 +62,28 @@ impl FaultKind {
 /// switch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// Of a daemon.
+    /// A daemon's process is killed.
     Kill(String),
-    /// Of a daemon.
+    /// A daemon's process is stopped.
     Stop(String),
-    /// Of a daemon.
+    /// A daemon is upgraded.
     Upgrade(String),
     /// Between two machines.
     Partition {
-        /// What it sends is lost.
         from: String,
         /// On its way to this one.
         to: String,
         /// And the other way.
         both: bool,
     },
-    /// Of a machine.
+    /// A machine's link is down.
     Link(String),
     /// The controller's.
     Disk {
         /// No write succeeds; otherwise those that need no room do.
         every_write: bool,
     },
-    /// Of a member of etcd.
+    /// A member of etcd fails.
     Etcd {
         /// The one that leads, whichever it is.
         leader: bool,
@@ -93,21 +92,20 @@ pub enum Fault {
         /// It stands still; otherwise it is killed.
         stop: bool,
     },
-    /// Of a daemon.
+    /// A daemon's clock is wrong.
     Clock {
-        /// Whose.
         daemon: String,
         /// By how much.
         seconds: i64,
     },
-    /// Of a server.
+    /// A server's agent sends false reports.
     Liar(u16),
 }
 
-/// How long a fault lasts that clients do not notice (ms).
+/// Duration of a fault that clients do not notice (ms).
 const LASTS_MS: Range<u32> = 300..6_000;
-/// The same where packets of clients are lost meanwhile: TCP must send them again before the client's patience ends,
-/// after 10 s.
+/// Duration of a fault that loses clients' packets: TCP must send them again before the client's patience ends, after
+/// 10 s.
 const LASTS_WITH_LOSS_MS: Range<u32> = 200..2_500;
 
 impl Fault {
@@ -125,7 +123,7 @@ impl Fault {
         }
     }
 
-    /// How long it may last.
+    /// Range of its duration.
     pub fn lasts_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,

@@ -16,9 +16,9 @@ use serde_json::Value;
 use super::cli_probe::Operator;
 use crate::topology::{Testbed, load_balancer_name, rack_name};
 
-/// Where every load balancer serves its metrics, in its own namespace.
+/// Address of every load balancer's metrics, in its own namespace.
 pub const METRICS: &str = "127.0.0.1:9440";
-/// How often it is looked.
+/// Interval of the checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A status costs the controller more than a scrape costs a load balancer.
 const STATUS_EVERY: u32 = 5;
@@ -26,20 +26,20 @@ const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
 /// A status that comes no sooner is of no use.
 const STATUS_LIMIT_S: &str = "3";
 
-/// What was seen.
+/// Observations.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Watched {
     /// Statuses that the controller gave.
     pub statuses: u64,
-    /// How often a load balancer's tables were looked at.
+    /// Number of checks of a load balancer's tables.
     pub scrapes: u64,
     /// The longest time in which a load balancer got no new table (s), and when that ended (second of the run).
     pub longest_without_table_s: f64,
     /// See there.
     pub longest_without_table_at_s: f64,
-    /// How often a load balancer's checks found a server down that they had not found so before: they met a fault.
+    /// Number of servers newly found down by a load balancer's checks: they met a fault.
     pub found_down: u64,
-    /// What did not hold, in words.
+    /// Violations, in words.
     pub violations: Vec<String>,
 }
 
@@ -60,11 +60,11 @@ struct Known {
     names: BTreeMap<u64, String>,
     /// Counters by (load balancer or server, counter).
     counters: BTreeMap<(String, String), u64>,
-    /// What load balancers find down now: load balancer, service, server.
+    /// Servers that load balancers find down now: load balancer, service, server.
     down: BTreeSet<[String; 3]>,
     /// By load balancer: the generations of its tables, and since when.
     tables: BTreeMap<u16, (f64, Instant)>,
-    /// Which cookie key stamps, of which generation, and how far a rotation is.
+    /// The stamping cookie key, its generation, and the progress of a rotation.
     keys: Option<[Value; 3]>,
 }
 
@@ -78,7 +78,7 @@ impl<'a> Watch<'a> {
         Self { testbed, operator, start: Instant::now(), seen: Mutex::default() }
     }
 
-    /// What was seen so far.
+    /// Observations so far.
     pub fn watched(&self) -> Watched {
         self.known().watched.clone()
     }
@@ -104,9 +104,9 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Which load balancer got no new table since that moment; `None`: all did. `status`: of the controller. Where no
-    /// service's policy reads loads, no table is new while nothing else changes: then those that the controller has are
-    /// in force.
+    /// A load balancer without a new table since that moment; `None`: all have one. `status`: of the controller.
+    /// Without a policy that reads loads, no table is new while nothing else changes: then those that the controller
+    /// has are in force.
     pub fn without_table(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array(&status["services"]);
         let reads_loads = services.iter().any(|service| READ_LOADS.iter().any(|policy| service["policy"] == *policy));
@@ -121,7 +121,7 @@ impl<'a> Watch<'a> {
         self.testbed.load_balancer_numbers().into_iter().find_map(lacks)
     }
 
-    /// What `coreward status` says. Fails when no controller answers in time.
+    /// `coreward status`. Fails when no controller answers in time.
     pub fn status(&self) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
     }
@@ -283,7 +283,7 @@ fn scrape() -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// What a process takes.
+/// Resources of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ResourceUsage {
     /// Memory that is its own and in RAM (kB).
@@ -291,7 +291,7 @@ pub struct ResourceUsage {
     pub files: u64,
 }
 
-/// What a process takes now. Fails when it has ended.
+/// Present resources of a process. Fails when it has ended.
 pub fn taken(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));

@@ -98,11 +98,11 @@ const WEB_MORE: &str =
 const STREAMS_MORE: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STEP: Duration = Duration::from_millis(20);
-/// Of the run so much is for the changes; the rest is what faults cost.
+/// Part of the run for the changes; the rest is for the faults.
 const CHANGES_SHARE: f64 = 0.7;
 /// A daemon may take this much more than at the beginning: what is under way, and what an allocator keeps (kB).
 const MEMORY_GROWTH_KB: u64 = 32 << 10;
-/// The same of open files.
+/// Allowed growth of open files.
 const FILES_GROWTH: u64 = 16;
 
 /// Runs it and prints what was seen. Fails when something cannot be set up, or something did not hold.
@@ -217,7 +217,7 @@ impl<'a> Run<'a> {
             self.rounds(&traffic, &writer, &watch)?;
             faults_done.store(true, Ordering::Relaxed);
             let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            // What was acknowledged must outlive the process that acknowledged it.
+            // A change that was acknowledged must outlive the process that acknowledged it.
             self.say("at last: SIGKILL of every controller");
             self.site.restart_controllers()?;
             self.wait_until_converged(&["kill"], &watch)?;
@@ -351,7 +351,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// What is pinned, and what the daemons take, is what it was.
+    /// Checks that pins and resources of the daemons are as before.
     fn check_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
         let pins = count_files(&self.testbed.pin_directory());
         if pins != self.pins {

@@ -1,4 +1,4 @@
-//! What was seen, for people and as JSON.
+//! Observations, for people and as JSON.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,15 +13,14 @@ use super::config_mutator::Writes;
 use super::invariants::{ResourceUsage, Watched};
 use super::traffic::TrafficCounts;
 
-/// What was seen.
+/// Observations.
 #[derive(Debug, Clone, Serialize)]
 pub struct Outcome {
-    /// How long it took.
+    /// Length of the run.
     pub seconds: f64,
-    /// What it was drawn from.
     pub seed: u64,
     pub faults: BTreeMap<String, u64>,
-    /// What was told by those who lie.
+    /// False reports.
     pub lies: FalseReportCounts,
     /// Connections drawn by a server whose agent reported idle cores; `None`: no lies.
     pub byzantine_share: Option<ByzantineShare>,
@@ -29,11 +28,11 @@ pub struct Outcome {
     pub recoveries: Vec<Recovery>,
     /// Changes of the configuration.
     pub writes: Writes,
-    /// What is to grow or to stay.
+    /// Values that must grow or stay.
     pub watched: Watched,
-    /// What the clients saw.
+    /// The clients' counts.
     pub seen: TrafficCounts,
-    /// What daemons took at the beginning.
+    /// Resources of the daemons at the beginning.
     pub taken_before: BTreeMap<String, ResourceUsage>,
     /// And at the end.
     pub taken_after: BTreeMap<String, ResourceUsage>,
@@ -41,20 +40,19 @@ pub struct Outcome {
     pub violations: Vec<String>,
 }
 
-/// How long it took from the end of a round's last fault until everything was whole.
+/// Time from the end of a round's last fault until everything was whole.
 #[derive(Debug, Clone, Serialize)]
 pub struct Recovery {
     /// Second of the run.
     pub at: f64,
     /// The round's kinds of fault.
     pub faults: Vec<String>,
-    /// How long.
     pub seconds: f64,
-    /// What was missing last.
+    /// Last missing condition.
     pub waited_for: Option<String>,
 }
 
-/// How many lies were told.
+/// Counts of false reports.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct FalseReportCounts {
     pub reports: u64,

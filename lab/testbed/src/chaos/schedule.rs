@@ -29,7 +29,7 @@ pub struct Planned {
     pub fault: Fault,
 }
 
-/// Who can be hit.
+/// Parts that can be hit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parts {
     /// Numbers 1 to this; several have an etcd.

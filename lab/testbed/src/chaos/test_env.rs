@@ -37,14 +37,14 @@ pub struct TestEnv<'a> {
     preload: Preload,
     etcd: Option<Etcd<'a>>,
     etcd_away: Option<u16>,
-    /// What upgrades alternate with; `None`: a new process of the same.
+    /// Executable that upgrades alternate with; `None`: a new process of the same.
     other_command: Option<PathBuf>,
     /// Daemons that run the other command.
     other: BTreeSet<String>,
     down: BTreeSet<String>,
     liars: BTreeMap<u16, Lying>,
     lies: Arc<FalseReports>,
-    /// What did not hold, in words.
+    /// Violations, in words.
     pub violations: Vec<String>,
 }
 
@@ -82,7 +82,7 @@ impl<'a> TestEnv<'a> {
         })
     }
 
-    /// What was told by those who lie.
+    /// False reports.
     pub fn lies(&self) -> &FalseReports {
         &self.lies
     }
@@ -147,7 +147,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// What each daemon takes now, by name. Fails when one has ended.
+    /// Present resources of each daemon, by name. Fails when one has ended.
     pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemons().into_iter();
         daemons.map(|name| Ok((name.clone(), taken(self.fleet.daemon(&name)?.pid())?))).collect()

@@ -21,7 +21,7 @@ use crate::nginx::WHO;
 use crate::stream::client::{StreamClient, Streams};
 use crate::topology::{SERVICE, Testbed, VIP};
 
-/// Where the stream servers listen; the service of nginx is [`SERVICE`].
+/// Address of the stream servers; the service of nginx is [`SERVICE`].
 pub const STREAM_SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 9000);
 /// Downloads at a time, at [`DOWNLOAD_RATE`].
 const DOWNLOADERS: u32 = 3;
@@ -42,7 +42,7 @@ const FAILURES_TOLD: usize = 20;
 /// After the end of the run, for connections that are under way.
 const STREAMS_LIMIT: Duration = Duration::from_secs(60);
 
-/// What the clients saw.
+/// The clients' counts.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
     /// Downloads of a megabyte by curl, each with a connection of its own.
@@ -55,13 +55,13 @@ pub struct TrafficCounts {
     pub kept: Count,
     /// Connections of up to minutes whose bytes are checked.
     pub streams: Count,
-    /// How those of them broke that did.
+    /// Broken streams by the kind of their end.
     pub streams_broken: Broken,
     /// The first failures, in words, with the second of the run.
     pub failures: Vec<String>,
 }
 
-/// Of one kind of client.
+/// Counts of one kind of client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Count {
     pub well: u64,
@@ -106,7 +106,7 @@ impl<'a> Traffic<'a> {
         Ok(Self { testbed, start: Instant::now(), seen: Mutex::default(), streams: Some(streams), delay_script })
     }
 
-    /// What was seen so far; of the streams nothing before [`Traffic::finish`].
+    /// Counts so far; of the streams nothing before [`Traffic::finish`].
     pub fn seen(&self) -> TrafficCounts {
         self.seen.lock().expect("no client panics").clone()
     }

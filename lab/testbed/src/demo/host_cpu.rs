@@ -1,4 +1,4 @@
-//! How busy the machine itself was: on one that is short of CPU, latencies and paced cores say nothing.
+//! CPU load of the machine itself: on one that is short of CPU, latencies and paced cores mean nothing.
 
 use anyhow::Context as _;
 

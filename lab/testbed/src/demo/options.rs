@@ -44,16 +44,16 @@ pub struct DemoOptions {
     pub out: PathBuf,
 }
 
-/// When tables are made.
+/// Moment at which tables are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Tables {
     /// Once per report interval.
     Interval,
-    /// As soon as what they are made of has changed.
+    /// At once when their input has changed.
     OnChange,
 }
 
-/// What to print.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// A table for people.

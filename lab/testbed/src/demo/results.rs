@@ -1,4 +1,4 @@
-//! What the demo found: as JSON for programs, as a table for people.
+//! Results of the demo: as JSON for programs, as a table for people.
 
 use std::path::Path;
 
@@ -80,7 +80,7 @@ impl PolicyRuns {
 pub struct DemoResults {
     /// In the order of the registry of policies.
     pub runs: Vec<PolicyRuns>,
-    /// The same policies in the simulator.
+    /// Results of the simulator under the same policies.
     pub simulated: Vec<Simulated>,
     /// Per-core variance % of the best placement there is; median over the seeds.
     pub noise_floor_pct: f64,
@@ -88,7 +88,7 @@ pub struct DemoResults {
     pub seconds: u64,
     pub servers: u16,
     pub cores: u16,
-    /// What happened when.
+    /// Events of the run.
     pub timeline: Timeline,
     /// Share of the machine's CPU time that was not idle during the runs.
     pub machine_busy_pct: f64,

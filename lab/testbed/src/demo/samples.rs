@@ -16,16 +16,16 @@ pub type Sample = BTreeMap<u16, Vec<u64>>;
 pub struct Window {
     /// From this second of the run to the next.
     pub second: u64,
-    /// Of the work that servers served; `None` when nothing was.
+    /// Variance of the servers' served work; `None` when nothing was served.
     pub server_pct: Option<f64>,
-    /// Of the work that cores served; `None` when nothing was.
+    /// Variance of the cores' served work; `None` when nothing was served.
     pub core_pct: Option<f64>,
 }
 
-/// What was measured in one seed's run under one policy.
+/// Measures of one seed's run under one policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SeedMeasures {
-    /// Of the arrival log.
+    /// Seed of the arrival log.
     pub seed: u64,
     /// All seconds of the run.
     pub windows: Vec<Window>,
@@ -33,12 +33,12 @@ pub struct SeedMeasures {
     pub server_variance_pct: f64,
     /// Mean over the windows that count.
     pub core_variance_pct: f64,
-    /// What the client saw.
+    /// The client's report.
     pub load: LoadReport,
 }
 
 impl SeedMeasures {
-    /// Of the samples at the beginning of each second and at the end of the last.
+    /// Measures by the samples at the beginning of each second and at the end of the last.
     pub fn new(seed: u64, samples: &[Sample], timeline: &Timeline, load: LoadReport) -> Self {
         let windows = windows(samples);
         let Variances { server_pct, core_pct } = Variances::of(&windows, timeline);
@@ -49,14 +49,14 @@ impl SeedMeasures {
 /// Means over the windows that count.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variances {
-    /// Of the work that servers served.
+    /// Variance of the servers' served work.
     pub server_pct: f64,
-    /// Of the work that cores served.
+    /// Variance of the cores' served work.
     pub core_pct: f64,
 }
 
 impl Variances {
-    /// Of a run's windows.
+    /// Measures of a run's windows.
     pub fn of(windows: &[Window], timeline: &Timeline) -> Self {
         let of_counted = |value: fn(&Window) -> Option<f64>| {
             let counted = windows.iter().filter(|window| timeline.counts(window.second));

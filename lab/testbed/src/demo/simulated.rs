@@ -67,8 +67,8 @@ fn draw_of(options: &DemoOptions, policy: &str, draw: u64, logs: &[&ArrivalLog],
     Variances { core_pct: median_of(|one| one.core_pct), server_pct: median_of(|one| one.server_pct) }
 }
 
-/// What happens to the pool while the log at this position of the demo's is replayed. Servers wait and join in a
-/// circle; the next in it was there first.
+/// Changes of the pool while the log at this position of the demo's is replayed. Servers wait and join in a circle; the
+/// next in it was there first.
 fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
     let waiting = (servers + position) % (servers + 1);
     let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];
@@ -82,7 +82,7 @@ fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> 
     changes
 }
 
-/// What the demo would have sampled at this second, before a change that is due at the same moment.
+/// The demo's sample at this second, before a change that is due at the same moment.
 fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> Sample {
     let made = |change: &&PoolChange| change.at_us == 0 || change.at_us < second * 1_000_000;
     let eligible = |server: u16| {

@@ -1,4 +1,4 @@
-//! What happens when in a seed's run, and which of its seconds count.
+//! Events of a seed's run, and the seconds that count.
 
 /// After the start and after every change of the pool so many seconds are left out of the variances.
 pub const SETTLE_SECONDS: u64 = 5;
@@ -15,7 +15,7 @@ pub enum Event {
 }
 
 impl Event {
-    /// What the server does, in a word.
+    /// The server's action, in a word.
     pub fn verb(self) -> &'static str {
         match self {
             Self::Join => "joins",

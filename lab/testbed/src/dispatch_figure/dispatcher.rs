@@ -91,12 +91,12 @@ impl<'a> Dispatcher<'a> {
         status["services"].get(0).cloned().context("a status without a service")
     }
 
-    /// What `coreward dispatch --status` says of each worker. Fails when it says nothing.
+    /// Workers in `coreward dispatch --status`. Fails when it prints nothing.
     pub fn workers(&self) -> anyhow::Result<Vec<Value>> {
         self.status()?["workers"].as_array().cloned().context("a status without workers")
     }
 
-    /// How many requests it has dispatched so far. Fails when its status cannot be had.
+    /// Number of dispatched requests. Fails when its status cannot be had.
     pub fn dispatched(&self) -> anyhow::Result<u64> {
         self.workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }

@@ -17,7 +17,7 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
 
-/// What may wait in a worker's socket (bytes).
+/// Most bytes that wait in a worker's socket.
 const RECEIVE_BUFFER: &str = "16000000";
 
 /// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of one

@@ -1,4 +1,4 @@
-//! Which measurements a scenario asks for, in which order, and what of them goes where.
+//! Measurements of a scenario, their order, and the place of each value.
 
 use std::collections::HashMap;
 
@@ -32,7 +32,7 @@ pub fn samples(
     plan.places.iter().map(sample).collect()
 }
 
-/// What a figure finds its measurements by.
+/// Key of a measurement.
 pub fn key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }

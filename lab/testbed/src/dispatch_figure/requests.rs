@@ -18,11 +18,11 @@ use crate::topology::{SERVICE, Testbed};
 /// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every
 /// request would.
 const FLOWS: u16 = 8192;
-/// The same in every run.
+/// First source port, the same in every run.
 const FIRST_PORT: u16 = 20_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
-/// When the generator sends every hundredth request so late (us), the machine did something else meanwhile: the
+/// The generator's 99th percentile of lateness (us) above which the machine did something else meanwhile: such a
 /// measurement is no evidence about the servers, and is made again. Usual is a tenth of it.
 const MAX_LATENESS_US: f64 = 500.0;
 /// In the environment: another [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
@@ -33,10 +33,10 @@ const ATTEMPTS: u32 = 12;
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// What is sent, and for how long.
+/// Load of a run.
 #[derive(Debug, Clone)]
 pub struct Requests {
-    /// How long they take, in units.
+    /// Service times, in units.
     pub service: Service,
     /// The unit (us).
     pub unit_us: f64,
@@ -44,7 +44,7 @@ pub struct Requests {
     pub rate: f64,
     /// Measured time (s).
     pub seconds: f64,
-    /// Of arrivals and demands.
+    /// Seed of arrivals and demands.
     pub seed: u64,
 }
 
@@ -67,20 +67,20 @@ pub struct Class {
     pub latency_us: Latency,
 }
 
-/// What `coreward-lab load --format json` says, as far as it is wanted here.
+/// The used part of the output of `coreward-lab load --format json`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Report {
     /// Responses a second of the measured time.
     pub completed_rps: f64,
     /// Due in the measured time.
     pub requests: u64,
-    /// Of these, not answered.
+    /// Requests without an answer.
     pub lost: u64,
     /// Answered with an error.
     pub failed: u64,
-    /// Of all classes.
+    /// Latency of all classes.
     pub latency_us: Latency,
-    /// How late the generator was.
+    /// Lateness of the generator.
     pub lateness_us: Latency,
     /// In the order of the mix.
     pub classes: Vec<Class>,
@@ -92,7 +92,7 @@ pub struct Measurement {
     unit_us: f64,
 }
 
-/// As many sockets as may be: every source port is one. Fails when there may not be enough.
+/// Allows as many sockets as possible: every source port is one. Fails when there may not be enough.
 pub fn allow_sockets() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let needed = u64::from(FLOWS) + 100;

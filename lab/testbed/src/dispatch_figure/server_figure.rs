@@ -18,7 +18,7 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
 
-/// What may wait in a worker's socket (bytes): all that comes in the longest run.
+/// Most bytes that wait in a worker's socket: all that comes in the longest run.
 const RECEIVE_BUFFER: &str = "16000000";
 
 /// Measures every series of `scenario`, which says what the simulator would simulate. Fails without root, when the
@@ -76,7 +76,7 @@ impl TestEnv {
     /// The present one, or a new one where there is none with so many workers.
     fn with_workers(present: &mut Option<Self>, workers: u16) -> anyhow::Result<&Self> {
         if present.as_ref().is_none_or(|site| site.workers != workers) {
-            // Of the old one first all must be gone.
+            // The old dispatcher's must be gone first.
             *present = None;
             *present = Some(Self::start(workers)?);
         }

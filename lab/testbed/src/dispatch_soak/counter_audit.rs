@@ -54,7 +54,7 @@ impl Reading {
         found
     }
 
-    /// Of all workers.
+    /// Sum over all workers.
     fn sum(&self, count: &str) -> u64 {
         let workers = self.books["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[count].as_u64()).sum()
@@ -73,16 +73,16 @@ impl Reading {
     }
 }
 
-/// What happened in a segment, as differences of what was counted before and after.
+/// A segment's events, as differences of the counts before and after.
 #[derive(Debug, Serialize)]
 pub struct Segment {
     /// From 0.
     pub number: u32,
-    /// What was made to go wrong.
+    /// Faults that were made.
     pub troubles: FaultCounts,
     /// Datagrams that the client sent to the service.
     pub sent: u64,
-    /// Of these: read by workers.
+    /// Requests that workers read.
     pub read: u64,
     /// Dropped at full receive buffers.
     pub dropped: u64,
@@ -97,24 +97,24 @@ pub struct Segment {
     /// The books; `None` when they began anew.
     pub books: Option<RequestLedger>,
     pub load_requests: u64,
-    /// Of these, without a response.
+    /// Requests without a response.
     pub load_lost: u64,
-    /// What did not hold.
+    /// Violations.
     pub violations: Vec<String>,
 }
 
-/// What the books say of a segment.
+/// The counters of a segment.
 #[derive(Debug, Serialize)]
 pub struct RequestLedger {
     /// Requests that went to workers.
     pub dispatched: u64,
-    /// Whose response was seen.
+    /// Requests with a response.
     pub completed: u64,
     /// Given up.
     pub repaired: u64,
     /// Datagrams from the service's port that answered nothing.
     pub unmatched: u64,
-    /// Of these, responses to requests that had been given up.
+    /// Responses to requests that had been given up.
     pub late: i64,
 }
 

@@ -1,4 +1,4 @@
-//! What goes wrong, at random but the same for every run of a seed.
+//! Faults, at random but the same for every run of a seed.
 
 use std::time::{Duration, Instant};
 
@@ -15,16 +15,16 @@ use crate::interrupt;
 
 /// Between two events (ms).
 const PAUSE_MS: std::ops::Range<u32> = 100..600;
-/// How long a worker is stopped (ms).
+/// Time for which a worker is stopped (ms).
 const STOPPED_MS: std::ops::Range<u32> = 1_000..3_000;
 /// Datagrams of a flood: several times what the workers' receive buffers hold.
 const FLOOD: u32 = 3_000;
-/// Of a flood, datagrams that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
+/// Datagrams of a flood that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
 const FLOOD_BURST: u32 = 100;
 /// After this a request is at its worker.
 const ON_ITS_WAY: Duration = Duration::from_millis(20);
 
-/// How often something was done.
+/// Counts of faults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub struct FaultCounts {
     /// One worker killed; the server starts another.
@@ -40,7 +40,7 @@ pub struct FaultCounts {
     pub floods: u64,
     /// Requests that get no response, floods included.
     pub without_response: u64,
-    /// Of these, those that another process answered.
+    /// Those that another process answered.
     pub answered_by_others: u64,
     /// Responses that nobody asked for.
     pub spoofed: u64,
@@ -62,7 +62,7 @@ impl FaultCounts {
     }
 }
 
-/// What makes trouble in one segment.
+/// Faults of one segment.
 #[derive(Debug)]
 pub struct FaultInjector<'a> {
     site: &'a mut TestEnv,
@@ -71,7 +71,7 @@ pub struct FaultInjector<'a> {
     anew: bool,
     nuisance: UnansweredClient,
     spoofer: Spoofer,
-    /// When each goes on.
+    /// Stopped workers and the time at which each goes on.
     stopped: Vec<(u32, Instant)>,
     made: FaultCounts,
 }
@@ -84,7 +84,6 @@ impl<'a> FaultInjector<'a> {
         Ok(Self { site, rng, anew, nuisance, spoofer, stopped: Vec::new(), made: FaultCounts::default() })
     }
 
-    /// Where it is made.
     pub fn site(&self) -> &TestEnv {
         self.site
     }

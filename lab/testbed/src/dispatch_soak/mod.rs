@@ -45,7 +45,7 @@ pub struct Options {
     pub settle_ms: u32,
 }
 
-/// What was seen.
+/// Observations.
 #[derive(Debug, Serialize)]
 pub struct Outcome {
     /// Segment by segment.
@@ -58,7 +58,7 @@ pub struct Outcome {
     pub load_requests: u64,
     /// See `load_requests`.
     pub load_lost: u64,
-    /// What did not hold, in words.
+    /// Violations, in words.
     pub violations: Vec<String>,
 }
 

@@ -40,7 +40,7 @@ impl UnansweredClient {
         (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
     }
 
-    /// Where its requests come from. Fails when the kernel does not say.
+    /// Source address of its requests. Fails when the kernel does not say.
     pub fn address(&self) -> anyhow::Result<SocketAddrV4> {
         match self.socket.local_addr()? {
             std::net::SocketAddr::V4(address) => Ok(address),

@@ -124,7 +124,7 @@ impl TestEnv {
         self.testbed.run(self.testbed.server(1)?, command).map(drop)
     }
 
-    /// What `coreward dispatch --status` says of the service. Fails when nothing is dispatched.
+    /// The service in `coreward dispatch --status`. Fails when nothing is dispatched.
     pub fn ledger(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch()?;
         command.args(["--status", "--format", "json"]);
@@ -157,7 +157,7 @@ impl TestEnv {
     }
 }
 
-/// How many workers get requests.
+/// Number of workers that get requests.
 pub fn eligible(books: &Value) -> Option<u64> {
     let workers = books["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
@@ -175,7 +175,7 @@ fn count_purged(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     Ok(((&loaded.maps.bss).try_into()?, link))
 }
 
-/// What identifies the network namespace of this thread to BPF programs.
+/// Cookie of this thread's network namespace for BPF programs.
 fn namespace_cookie() -> anyhow::Result<u64> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut cookie = 0u64;

@@ -39,7 +39,7 @@ pub fn asking(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> 
     asking_of(testbed, [1], arguments)
 }
 
-/// The same, of whichever of these controllers leads. Fails when there is no `coreward`.
+/// A command that asks whichever of these controllers leads. Fails when there is no `coreward`.
 pub fn asking_of(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,

@@ -14,7 +14,7 @@ use super::names::{api_address_of, controller_address, controller_address_of, co
 use super::options::{AdminState, FleetOptions, LoadSource};
 use crate::topology::{DEVICE, Testbed, load_balancer_name, rack_name, server_address};
 
-/// Where the paced server of a server publishes the busy time of its workers.
+/// File in which the paced server of a server publishes the busy time of its workers.
 pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
@@ -122,12 +122,12 @@ pub(super) fn fleet_name() -> anyhow::Result<Name> {
     "testbed".parse().map_err(anyhow::Error::msg)
 }
 
-/// Where the testbed's authority is.
+/// Directory of the testbed's authority.
 pub fn certificates(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
 
-/// Where the certificate and key of somebody are.
+/// Files of somebody's certificate and key.
 pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
     certificates(testbed).join(format!("{role}-{name}"))
 }

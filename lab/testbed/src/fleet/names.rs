@@ -1,4 +1,4 @@
-//! What daemons are called, and where controllers are.
+//! Names of daemons, and addresses of controllers.
 
 use anyhow::Context as _;
 
@@ -12,17 +12,17 @@ pub fn controller_address() -> String {
     controller_address_of(1)
 }
 
-/// Where controller `number` listens, counted from 1.
+/// Address of controller `number`, counted from 1.
 pub fn controller_address_of(number: u16) -> String {
     format!("{CONTROLLER_ADDRESS}:{}", CONTROLLER_PORT + number - 1)
 }
 
-/// Where rack controller `number` listens, counted from 1.
+/// Address of rack controller `number`, counted from 1.
 pub fn rack_listens_at(number: u16) -> String {
     format!("{}:{CONTROLLER_PORT}", rack_address(number))
 }
 
-/// Where the HTTP API of controller `number` is, for who is beside it.
+/// Address of the HTTP API of controller `number`, for clients on its host.
 pub fn api_address_of(number: u16) -> String {
     format!("127.0.0.1:{}", API_PORT + number - 1)
 }

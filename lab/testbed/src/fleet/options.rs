@@ -1,4 +1,4 @@
-//! How a fleet is set up.
+//! Options of a fleet.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,41 +12,41 @@ use crate::preload::Preload;
 pub struct FleetOptions {
     /// Policy of every service.
     pub policy: String,
-    /// How packets of every service find their server.
+    /// Consistency of every service.
     pub consistency: Consistency,
-    /// Who stamps cookies, for every service.
+    /// Stamper of the cookies of every service.
     pub timestamps: Timestamps,
     /// Time between two reports.
     pub report_interval_ms: u32,
     /// Whether tables are made once per report interval, as in the simulator, and not as soon as a report comes.
     pub tables_by_interval: bool,
-    /// Where agents find the load of a server's cores.
+    /// Agents' source of the load of a server's cores.
     pub load: LoadSource,
     /// Whether agents steer connections to the workers of their cores.
     pub steer: bool,
     /// Whether servers have agents; without them nobody reports, and only load balancers can stamp.
     pub agents: bool,
-    /// What else is to stand in the fleet's file, as it is: more services, for one.
+    /// Added text of the fleet's file: more services, for one.
     pub more: String,
-    /// What else is to stand in load balancers' files.
+    /// Added text of load balancers' files.
     pub more_of_load_balancers: String,
-    /// The same for the file of every agent.
+    /// Added text of every agent's file.
     pub agents_more: String,
     pub json_logs: bool,
     /// Whether daemons run with no more rights than their systemd units leave them.
     pub confined: bool,
-    /// What stands in the controller's file in place of a store of its own and the fleet's file.
+    /// Text of the controller's file in place of a store of its own and the fleet's file.
     pub shared_store: Option<String>,
-    /// Where other controllers listen, for the files of agents and load balancers.
+    /// Addresses of other controllers, for the files of agents and load balancers.
     pub other_controllers: Vec<String>,
     /// The fleet's document, put in force by `coreward apply`; `None`: it stands in a file of the controller's, which
     /// [`Fleet::set_pool`] writes.
     pub applied: Option<String>,
-    /// Where the controller keeps its records; `None`: in the testbed's directory.
+    /// Directory of the controller's records; `None`: in the testbed's directory.
     pub store: Option<PathBuf>,
-    /// How many controllers there are. Several keep their records in etcd, and the document is `applied`.
+    /// Number of controllers. Several keep their records in etcd, and the document is `applied`.
     pub controllers: u16,
-    /// Where etcd's members are, for several controllers.
+    /// Addresses of etcd's members, for several controllers.
     pub etcd: Vec<String>,
     /// Lease of the controller that leads, in etcd (s). It is lost when the machine stalls for that long.
     pub lease_s: u32,
@@ -94,7 +94,7 @@ impl Default for FleetOptions {
 }
 
 impl FleetOptions {
-    /// As it stands in the files of load balancers and racks.
+    /// Controllers in the files of load balancers and racks.
     pub(super) fn controllers(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
@@ -111,7 +111,7 @@ impl FleetOptions {
     }
 }
 
-/// Where an agent finds the load of the cores.
+/// An agent's source of the load of the cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadSource {
     /// Busy time of the machine's CPUs.
@@ -120,7 +120,7 @@ pub enum LoadSource {
     PacedServer,
 }
 
-/// What the controller's file says of a server.
+/// State of a server in the controller's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
     /// Takes new connections.

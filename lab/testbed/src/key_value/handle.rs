@@ -41,7 +41,7 @@ impl KeyValueServer {
         self.worker_pids().into_iter().find(is_it).with_context(|| format!("there is no worker {worker}"))
     }
 
-    /// What each worker has done. Fails when the counter file cannot be read.
+    /// Counts of each worker. Fails when the counter file cannot be read.
     pub fn counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
         let numbers = read_busy_file(&self.counter_file)?;
         let (each, _) = numbers.as_chunks::<{ Counters::COUNT }>();

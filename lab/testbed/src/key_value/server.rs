@@ -24,7 +24,7 @@ use crate::interrupt;
 /// Further keys that clients may add to those that are there from the start.
 const MORE_PAIRS: usize = 1_000_000;
 
-/// How often the master looks for workers that have ended and for signals.
+/// Interval at which the master looks for workers that have ended and for signals.
 const LOOK_FOR_ENDED: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
@@ -71,7 +71,7 @@ pub struct KeyValueServerArgs {
     pub busy_file: Option<PathBuf>,
 }
 
-/// What a worker has done.
+/// Counts of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct WorkerCounters {
     /// Datagrams that it read.

@@ -21,11 +21,11 @@ use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 use super::store::Store;
 use crate::core_load_file::VirtualCore;
 
-/// How far behind the clock a core may be and still catch up (ns). The machine wakes us microseconds to milliseconds late,
-/// which is none of the core's time; a worker that was stopped for longer has lost that time.
+/// Delay behind the clock that a core catches up (ns). The machine wakes us microseconds to milliseconds late, which is
+/// none of the core's time; a worker that was stopped for longer has lost that time.
 const CATCH_UP_NS: u64 = 20_000_000;
 
-/// What a worker has counted, in memory that the master and the readers of the counter file share.
+/// A worker's counts, in memory that the master and the readers of the counter file share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Counters(pub(crate) &'static [AtomicU64; Counters::COUNT]);
 
@@ -49,10 +49,10 @@ impl Counters {
     }
 }
 
-/// What a worker takes requests to be.
+/// A worker's pace.
 #[derive(Debug, Clone)]
 pub(crate) enum Pace {
-    /// As long as they take.
+    /// Their real time.
     Work,
     /// By the clock: as long as the request says or, if it does not, as this table says.
     Clock(ServiceTimes),
@@ -77,7 +77,7 @@ pub(crate) struct Worker<'a> {
     pub store: &'a Store,
     pub pace: &'a Pace,
     pub counters: Counters,
-    /// Where an agent reads how long it has been busy (ns).
+    /// Busy time (ns), read by an agent.
     pub busy_ns: Option<&'a AtomicU64>,
 }
 

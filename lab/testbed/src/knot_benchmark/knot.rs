@@ -12,13 +12,13 @@ use coreward_load::dns::{self, Query};
 use crate::topology::{Testbed, VIP};
 use crate::{Process, TIMEOUT};
 
-/// Where it listens, on every server.
+/// Address of the service, on every server.
 pub const DNS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
 /// A query that is answered from memory.
 pub const PLAIN: &str = "www.plain.test/A";
 /// A query whose answer is signed when it is asked for (RSA, 2048 bits).
 pub const SIGNED: &str = "www.signed.test/A/dnssec";
-/// Where Debian has it; `/usr/sbin` is not in every PATH.
+/// Debian's path; `/usr/sbin` is not in every PATH.
 pub const PROGRAM: &str = "/usr/sbin/knotd";
 
 const ZONE: &str = "$TTL 300

@@ -17,7 +17,7 @@ use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_ad
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
 
-/// What stands for the kernel's own choice among [`KnotBenchmarkArgs::policies`].
+/// Name of the kernel's own choice in [`KnotBenchmarkArgs::policies`].
 const KERNEL: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
@@ -63,7 +63,7 @@ fn seconds(text: &str) -> Result<f64, String> {
     between(text, 0.1, 600.0)
 }
 
-/// Of one policy; spreads are over the runs.
+/// Results of one policy; spreads are over the runs.
 #[derive(Debug, Clone, Serialize)]
 pub struct Measured {
     /// The policy, or `kernel`.
@@ -80,7 +80,7 @@ pub struct Measured {
     pub lost: u64,
 }
 
-/// Of all policies.
+/// Results of all policies.
 #[derive(Debug, Clone, Serialize)]
 pub struct Comparison {
     /// UDP workers of knotd.

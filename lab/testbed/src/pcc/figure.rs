@@ -54,7 +54,7 @@ fn sample(panel: &Panel, run: &Run, x: f64, y: f64) -> Sample {
     Sample { panel: panel.title.get_ref().clone(), series: run.method.to_owned(), x, run: run.seed, y }
 }
 
-/// What a panel shows of a run: (x, y). What a second counts is known at its end.
+/// A panel's values of a run: (x, y). The value of a second is known at its end.
 fn values(panel: &Panel, run: &Run) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends = (1..).map(f64::from);
     let seconds = run.seconds.iter();

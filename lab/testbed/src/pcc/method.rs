@@ -2,19 +2,19 @@
 
 use coreward_model::consistency::Consistency;
 
-/// How packets find their servers.
+/// Method by which packets find their servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Method {
     /// For the command line and the series of the figure.
     pub name: &'static str,
-    /// As the controller's file has it.
+    /// Consistency in the controller's file.
     pub consistency: Consistency,
-    /// As the controller's file has it.
+    /// Policy in the controller's file.
     pub policy: &'static str,
 }
 
-/// What is compared. The paper has AWRR under Cheetah; a hash table is as good as what it falls back on, and the best that
-/// others use is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
+/// Compared methods. The paper has AWRR under Cheetah; a hash table is as good as what it falls back on, and the best
+/// that others use is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
 pub const METHODS: [Method; 6] = [
     Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
     Method { name: "stateful", consistency: Consistency::Stateful, policy: "awrr" },

@@ -40,13 +40,13 @@ pub struct Run {
     pub warm_up: StreamSecond,
     /// Connections that were still open, and well, at the end.
     pub open_at_end: u64,
-    /// How late the client began its connections.
+    /// Lateness of the client's connections.
     pub lateness_us: Latency,
     /// Share of CPU time that was not idle during the run.
     pub machine_busy_pct: f64,
-    /// What the load balancers did that were there at the end, by counter (those above 0).
+    /// Counters above 0 of the load balancers that were there at the end.
     pub load_balancers: BTreeMap<String, u64>,
-    /// The same of the servers that were in the controller's file at the end.
+    /// Counters above 0 of the servers that were in the controller's file at the end.
     pub servers: BTreeMap<String, u64>,
 }
 
@@ -135,7 +135,7 @@ struct TestEnv {
     _servers: StreamServers,
     seed: u64,
     next_server: u16,
-    /// How many servers have gone.
+    /// Number of servers that left.
     gone: u64,
     testbed: Testbed,
 }
@@ -171,7 +171,7 @@ impl TestEnv {
         Ok(Self { fleet, _servers: servers, seed, next_server, gone: 0, testbed })
     }
 
-    /// What happens at one moment: one new file for the controller, whatever becomes of how many servers.
+    /// Events of one moment: one new file for the controller, whatever becomes of how many servers.
     fn change(&mut self, changes: &[Change]) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         for change in changes {

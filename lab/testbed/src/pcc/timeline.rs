@@ -1,4 +1,4 @@
-//! What happens when: the servers of the paper's experiment, and load balancers.
+//! Events: the servers of the paper's experiment, and load balancers.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 
@@ -9,14 +9,14 @@ const PURPOSE_SERVERS_THAT_GO: u64 = 6;
 pub const SERVERS: u16 = 24;
 pub const LOAD_BALANCERS: u16 = 2;
 
-/// What happens to the pool.
+/// Change of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// A server that was not in the pool joins.
     AddServer,
     /// A server takes no more new connections.
     DrainServer,
-    /// The same by leaving the controller's file altogether.
+    /// A server leaves the controller's file altogether.
     RemoveServer,
     AddLoadBalancer,
     KillLoadBalancer,
@@ -41,7 +41,7 @@ pub const CHANGES: [(u64, &[Change]); 11] = [
     (61, &[Change::KillLoadBalancer]),
 ];
 
-/// How often a kind of change is there.
+/// Number of changes of a kind.
 pub fn count(change: Change) -> u16 {
     CHANGES.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
@@ -56,7 +56,7 @@ pub fn servers_after(second: u64) -> u16 {
     })
 }
 
-/// Of these servers the one that goes as number `turn`: the same under every method.
+/// The server of these that goes as number `turn`: the same under every method.
 pub fn server_that_goes(pool: &[u16], seed: u64, turn: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | turn, PURPOSE_SERVERS_THAT_GO);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]

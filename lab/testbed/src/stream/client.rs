@@ -38,14 +38,14 @@ const SECOND_NS: u64 = 1_000_000_000;
 const LATE_NS: u64 = 10 * SECOND_NS;
 /// The run goes on beyond its end until it is known what becomes of connections that are so late (ns).
 const DOUBTFUL_NS: u64 = SECOND_NS / 2;
-/// How often to look for those (ns).
+/// Interval of that search (ns).
 const SWEEP_NS: u64 = SECOND_NS / 4;
 /// Source ports: above the well-known ones. Each address has so many.
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 50_000;
 /// Connections one after the other are not neighbours: coprime to the number of ports.
 const PORT_STEP: u64 = 7_919;
-/// How long a client goes on that nobody ends (s): two addresses have ports for so long at 150 connections per second.
+/// Time that a client runs without an end (s): two addresses have ports for so long at 150 connections per second.
 const ENDLESS_SECONDS: u32 = 600;
 
 /// Options of `coreward-lab testbed stream-client`.
@@ -68,7 +68,7 @@ pub struct StreamClientArgs {
     pub streams: Streams,
 }
 
-/// Which connections there are, and when.
+/// Connections and their times.
 #[derive(Debug, Clone, PartialEq, clap::Args)]
 pub struct Streams {
     /// Clients of the experiment: each has the whole mix (908 requests) under way at most once
@@ -107,13 +107,13 @@ impl Streams {
         Self { low: per_second, high: per_second, warm_up_seconds: 0, seconds, ..Self::default() }
     }
 
-    /// The same until [`StreamClient::end`].
+    /// Streams until [`StreamClient::end`].
     pub fn endless(per_second: f64) -> Self {
         Self::steady(per_second, ENDLESS_SECONDS)
     }
 }
 
-/// What became of a run; printed as JSON.
+/// Result of a run; printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct StreamReport {
     /// By second, from the beginning of the warm-up.
@@ -130,14 +130,14 @@ impl StreamReport {
     }
 }
 
-/// What happened in one second.
+/// Events of one second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct StreamSecond {
     /// Connections begun.
     pub opened: u64,
     /// Connections of which all bytes came.
     pub completed: u64,
-    /// Those that broke.
+    /// Broken connections.
     pub broken: Broken,
 }
 
@@ -176,7 +176,7 @@ pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
 struct Connection {
     stream: TcpStream,
     request: Request,
-    /// Of the mix, so that it is sent again.
+    /// Kind in the mix, so that it is sent again.
     kind: u8,
     opened_ns: u64,
     connected: bool,
@@ -184,7 +184,7 @@ struct Connection {
 }
 
 impl Connection {
-    /// When the next byte is to be there.
+    /// Time of the next byte.
     fn due_ns(&self) -> u64 {
         let next = self.received / super::PACKET_BYTES as u64;
         self.opened_ns + self.request.due_ns(next as u32)
@@ -268,7 +268,7 @@ impl<'a> Client<'a> {
         Ok(now_ns < self.end_ns() || (now_ns < decided_ns && self.connections.values().any(doubtful)))
     }
 
-    /// When the next connection begins; `None` when that is after the run's end.
+    /// Start of the next connection; `None` when that is after the run's end.
     fn next_open_ns(&self) -> Option<u64> {
         Some(self.start_ns + self.source.next()).filter(|due_ns| *due_ns < self.end_ns())
     }
@@ -397,8 +397,8 @@ impl Testbed {
         self.start_stream_client_at(SERVICE, 0..self.options().client_addresses, streams, start_ns)
     }
 
-    /// The same to another service, from some of the client host's addresses: others may bind the rest. Fails when it
-    /// cannot be started.
+    /// Starts a client of another service, from some of the client host's addresses: others may bind the rest. Fails
+    /// when it cannot be started.
     pub fn start_stream_client_at(
         &self,
         service: SocketAddrV4,

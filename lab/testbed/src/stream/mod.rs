@@ -13,16 +13,16 @@ pub mod server;
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// What the server sends at a time.
+/// Bytes of one write of the server.
 pub const PACKET_BYTES: usize = 125;
 
-/// What the client asks for. All of the answer is [`content`].
+/// The client's request. All of the answer is [`content`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Request {
-    /// What the content follows from.
+    /// Seed of the content.
     pub seed: U32,
-    /// How many packets, at least 1.
+    /// Number of packets, at least 1.
     pub packets: U32,
     /// From the request to the last packet (us).
     pub duration_us: U32,
@@ -31,7 +31,7 @@ pub struct Request {
 pub const REQUEST_BYTES: usize = size_of::<Request>();
 
 impl Request {
-    /// When packet `index` is to be sent, from 0, after the request (ns).
+    /// Time of packet `index`, from 0, after the request (ns).
     pub fn due_ns(&self, index: u32) -> u64 {
         let (duration_ns, packets) = (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packets.get().max(1)));
         // 2^32 us in ns times 2^32 would not fit 64 bits.

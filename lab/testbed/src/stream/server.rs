@@ -26,9 +26,9 @@ use crate::topology::{SERVICE, Testbed};
 use coreward_load::event_loop::{Epoll, accept, now_ns};
 
 const BACKLOG: i32 = 4096;
-/// What a packet or an accepted connection costs the emulated core (ns).
+/// Cost of a packet or an accepted connection to the emulated core (ns).
 const WORK_NS: u64 = 1_000_000;
-/// How often the busy times are published (ns).
+/// Interval at which the busy times are published (ns).
 const PUBLISH_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
@@ -207,7 +207,7 @@ impl Testbed {
         self.start_stream_servers_at(SERVICE, |number| fleet::busy_file(self, number))
     }
 
-    /// The same at another address; `busy`: by a server's number, the file for its busy time.
+    /// Starts stream servers at another address; `busy`: by a server's number, the file for its busy time.
     pub fn start_stream_servers_at(
         &self,
         listen: SocketAddrV4,

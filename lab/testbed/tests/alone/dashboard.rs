@@ -25,7 +25,7 @@ const DASHBOARD: &str = "http://127.0.0.1:7401/";
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVERS: u16 = 6;
 const CORES: u16 = 4;
-/// What is looked at lasts so long at most (s).
+/// Most seconds of the watched traffic.
 const TRAFFIC: u64 = 90;
 /// For the picture: until lines and heat map have something to show.
 const POSE: Duration = Duration::from_secs(45);

@@ -103,7 +103,7 @@ impl TestEnv {
 struct Kept(Vec<(Connection, Answerer)>);
 
 impl Kept {
-    /// How many are not answered any more, or by another worker.
+    /// Number of connections that are not answered any more, or by another worker.
     fn broken(&mut self) -> usize {
         let broken =
             |(connection, before): &mut (Connection, Answerer)| connection.who().map_or(true, |now| now != *before);
@@ -115,7 +115,7 @@ impl Kept {
     }
 }
 
-/// What wrk counted as errors; and that it was answered.
+/// Errors by wrk's count; checks that it was answered.
 fn wrk_errors(mut wrk: Process) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());
@@ -155,7 +155,8 @@ fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
     assert_eq!((oldest.broken(), older.broken(), ours.broken()), (0, 0, 0));
     assert_eq!(wrk_errors(wrk), Vec::<String>::new());
 
-    // Those of before the agents end; what came through the director since then has cookies and no need of it.
+    // Connections of before the agents end; those that came through the director since then have cookies and no need of
+    // it.
     drop(oldest);
     older.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
     site.set(&mut fleet, "");
@@ -192,7 +193,7 @@ fn a_vip_is_taken_over_from_haproxy_and_given_back() {
     }
     let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy");
     let mut theirs = site.connect(40);
-    // What plain DNS is: clients connect to servers' own addresses.
+    // Plain DNS: clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());
     let mut direct = Kept(
         site.testbed

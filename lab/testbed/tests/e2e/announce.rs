@@ -25,7 +25,7 @@ fn router_file() -> String {
     )
 }
 
-/// The same as in docs/deployment.md, but for the times.
+/// The file of docs/deployment.md, but for the times.
 fn load_balancer_file(number: u16) -> String {
     let address = load_balancer_address(number);
     format!(

@@ -28,7 +28,7 @@ fn ask(testbed: &Testbed) {
     testbed.client().within(ask).unwrap();
 }
 
-/// What a daemon has said from `from` on.
+/// A daemon's log from `from` on.
 fn log(testbed: &Testbed, daemon: &str, from: usize) -> String {
     let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
     text.get(from..).unwrap_or_default().to_owned()
@@ -69,7 +69,7 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
         assert_eq!(status(pid, "NoNewPrivs:"), "1", "{name}");
     }
 
-    // Who signs, whose it is, from when: what the agent's own files are to be.
+    // Signer, owner and start: as the agent's own files are to be.
     let foreign = certificates(&testbed).join("foreign");
     let foreign = Authority::init(&foreign, &name("testbed"), 30 * DAY).unwrap();
     let now = unix_now();

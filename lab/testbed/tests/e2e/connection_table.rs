@@ -1,4 +1,4 @@
-//! Which connections leave a load balancer's connection table: those that are gone, and never one that is only silent.
+//! Connections leave a load balancer's connection table when they are gone, and never when they are only silent.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
@@ -28,7 +28,7 @@ fn connect(site: &TestEnv) -> TcpStream {
     site.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
 }
 
-/// How many connections `coreward connections` counts.
+/// Count of `coreward connections`.
 fn connections(site: &TestEnv) -> usize {
     let directory = site.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());

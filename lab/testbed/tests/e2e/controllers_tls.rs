@@ -119,7 +119,7 @@ impl TestEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// What `coreward doctor` says of a machine that is not fit.
+    /// Output of `coreward doctor` for a machine that is not fit.
     fn doctor(&self, file: &Path) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_command().unwrap()).arg(file);
@@ -154,7 +154,7 @@ impl TestEnv {
         Some(names)
     }
 
-    /// Which of these leads, by asking each alone; and the answers of the others. `None`: not exactly one does.
+    /// The one of these that leads, by asking each alone; and the answers of the others. `None`: not exactly one does.
     fn leader(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {

@@ -16,7 +16,7 @@ fn dispatch(testbed: &Testbed, policy: &str) -> String {
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
 }
 
-/// What the server's agent says of its dispatch, as `coreward status` has it.
+/// The server's dispatch in `coreward status`.
 fn dispatched(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
@@ -71,7 +71,7 @@ fn changes_and_ends(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> 
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
     eventually(*TIMEOUT, "the policy has changed", || dispatched(fleet, testbed)[0]["policy"] == "rr");
     assert_eq!(sum(&dispatched(fleet, testbed), "completed"), completed, "the books go on");
-    // What makes no sense changes nothing.
+    // A senseless change changes nothing.
     std::fs::write(&file, before.replace("\"jsq\"", "\"jsk\""))?;
     fleet.daemon("agent-s1")?.signal(Signal::SIGHUP)?;
     let load = report(start_load(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;

@@ -49,7 +49,7 @@ struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx: Option<Process>,
-    /// What was not as expected: all of it is told at the end.
+    /// Differences from the expectation: all are told at the end.
     wrong: RefCell<Vec<String>>,
 }
 
@@ -207,7 +207,7 @@ impl Patient {
         self.is_well(site, inject);
     }
 
-    /// The same, and mended by `--fix`, which says so.
+    /// A check that fails, and is mended by `--fix`, which says so.
     fn mends(&self, site: &TestEnv, check: &str, inject: &str, how: How) -> Said {
         self.has(site, inject, check, how, &[]);
         let said = site.doctor(&self.host, &self.config, how, &["--fix"]);

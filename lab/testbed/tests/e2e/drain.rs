@@ -51,7 +51,7 @@ impl TestEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// The same beside what goes on.
+    /// Begins a command beside what goes on.
     fn begin(&self, name: &str, arguments: &[&str]) -> Begun {
         let said = self.testbed.directory().join(format!("{name}.txt"));
         let file = File::create(&said).unwrap();

@@ -124,7 +124,7 @@ impl TestEnv {
         fs::read_to_string(self.testbed.directory().join(format!("lb{load_balancer}.log"))).unwrap()
     }
 
-    /// How much both load balancers have logged so far.
+    /// Length of both load balancers' logs.
     fn log_lengths(&self) -> [usize; 2] {
         [1, 2].map(|number| self.log(number).len())
     }
@@ -193,7 +193,7 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
     });
     pause(500);
     assert!((1..=3).all(|number| site.state(number).0 == "active"), "{}", site.status()["servers"]);
-    // What one that sees finds is believed all the same.
+    // One that sees is believed all the same.
     site.set_well(3, false);
     site.wait_for(3, "down");
     site.only_go_to(&[1, 2]);
@@ -258,7 +258,7 @@ fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
     }
 }
 
-/// Who answers so many new connections; `None`: one is refused, or nobody answers.
+/// Servers that answer so many new connections; `None`: one is refused, or nobody answers.
 fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
     let one = || Connection::open(None).and_then(|mut connection| connection.who()).ok().map(|who| who.server);
     site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| one()).collect())).unwrap()
@@ -279,7 +279,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     if skip_without_privilege("without_a_controller_servers_that_are_down_get_no_new_connections") {
         return;
     }
-    // What a load balancer begins with; it raises it as far as it may.
+    // The load balancer's first limit; it raises it as far as it may.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
     let mut site = TestEnv::start("static", 2, CHECK);

@@ -34,12 +34,12 @@ fn site(instance: &str, tcp_timestamps: &[&str]) -> TestEnv {
     site
 }
 
-/// What load balancer 1 says.
+/// State of load balancer 1.
 fn state(site: &TestEnv) -> Value {
     site.fleet.status(&site.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
-/// How far the clock of a server is known: by its state, and what is wrong.
+/// Knowledge of a server's clock: its state, and its fault.
 fn clock(site: &TestEnv, server: &str) -> (String, String) {
     let state = state(site);
     let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();

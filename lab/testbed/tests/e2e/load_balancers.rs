@@ -62,7 +62,8 @@ fn the_connection_tables_of_load_balancers_that_are_gone_are_not_missed() {
     }
     let mut site = site("lbsfull", Consistency::Stateful);
     everything(&mut site);
-    // What reached another load balancer than the one with the entry, and what had to go to all once that one was gone.
+    // Packets that reached another load balancer than the one with the entry, and packets that had to go to all once
+    // that one was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
         eventually(*TIMEOUT, counter, || site.counters(counter) > 0);
     }

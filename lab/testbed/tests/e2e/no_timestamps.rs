@@ -47,7 +47,7 @@ fn a_load_balancer_without_the_flow_finds_its_server() {
     let mut site = site("notslb", 2);
     let client = site.streams(150.0);
     site.connections(300);
-    // Of a bucket that changed hands once, the load balancer that takes over knows the server before.
+    // The load balancer that takes over knows the server before of a bucket that changed hands once.
     site.set(5, Some(AdminState::Active));
     site.connections(300);
     site.fleet.kill_load_balancer(&mut site.testbed, 1, Duration::from_millis(150)).unwrap();

@@ -45,7 +45,7 @@ fn small_mtu(instance: &str, client_timestamps: &str) {
     let _nginx: Vec<Nginx> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
-    // Which server is asked is the hash's affair: 12 connections pass over one of three once in 43 runs.
+    // The hash chooses the server: 12 connections pass over one of three once in 43 runs.
     for _ in 0..ROUNDS {
         download(&testbed);
         if told(&testbed).iter().all(|errors| *errors > 0) {

@@ -159,7 +159,7 @@ impl TestEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// What a daemon has said from `from` on.
+    /// A daemon's log from `from` on.
     fn log(&self, daemon: &str, from: usize) -> String {
         let text = fs::read_to_string(self.testbed.directory().join(format!("{daemon}.log"))).unwrap();
         text.get(from..).unwrap_or_default().to_owned()
@@ -190,7 +190,7 @@ impl TestEnv {
     }
 }
 
-/// As it stands of a server in the fleet's file.
+/// Text of a server in the fleet's file.
 fn named(racks: &[u16]) -> String {
     let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {names:?}\n")

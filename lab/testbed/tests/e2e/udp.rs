@@ -59,7 +59,7 @@ impl Drop for Echoes {
     }
 }
 
-/// How often a client repeats a question that has no answer.
+/// Interval at which a client repeats a question that has no answer.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// A client's socket.
@@ -135,7 +135,7 @@ fn datagrams_of_a_flow_stay_with_their_server() {
             assert_eq!(used.len(), 4, "64 flows at servers {used:?}: once in 10^7 runs were it by lot");
             let all_stay = || flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(100).unwrap(), *server));
             all_stay();
-            // What is longer than a frame comes in fragments, the later ones without ports.
+            // Datagrams longer than a frame come in fragments, the later ones without ports.
             flows.iter().for_each(|(flow, server)| assert_eq!(flow.ask(5_000).unwrap(), *server));
             site.set(1, Some(AdminState::Draining));
             eventually(*TIMEOUT, "server 1 drains", || (0..8).all(|_| Flow::open().ask(10).unwrap() != 1));

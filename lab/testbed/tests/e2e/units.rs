@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Whoever `User=` names, on a machine that need not have the user.
+/// User id of `User=`, on a machine that need not have the user.
 const USER: &str = "65534";
 
 /// Makes a root of its own from the machine's (an overlay, which is gone with the mount namespace), puts binary and files into it,
@@ -129,7 +129,7 @@ impl Started {
     }
 }
 
-/// Where a daemon pins; removed with this value, however the test ends.
+/// Directory of a daemon's pins; removed with this value, however the test ends.
 struct Pins(String);
 
 impl Pins {
@@ -168,7 +168,7 @@ fn every_unit_starts_with_what_it_leaves_its_daemon() {
     let controller = "listen = \"10.1.1.1:7400\"\n";
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");
     Started::start("controller", &[("controller.toml", &alone)]).says("event=\"listening\" address=10.1.1.1:7400");
-    // As docs/deployment.md has it: no token_directory, and here no etcd that answers.
+    // The file of docs/deployment.md: no token_directory, and here no etcd that answers.
     let of_several = format!("{controller}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
     Started::start("controller", &[("controller.toml", &of_several)]).says("event=\"listening\" address=10.1.1.1:7400");
     let rack = "name = \"rack1\"\nlisten = \"10.1.1.1:7500\"\ncontroller = \"10.1.0.1:7400\"\n";

@@ -141,7 +141,7 @@ impl TestEnv {
         });
     }
 
-    /// How many are not answered any more, or by another server.
+    /// Number of connections that are not answered any more, or by another server.
     fn broken(&self, connections: &mut [(Connection, u16)]) -> usize {
         let ask = || {
             let broken = |(connection, server): &mut (Connection, u16)| {

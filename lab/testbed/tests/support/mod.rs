@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: a fleet whose servers stream, connections that go on while things change, and
+//! Common parts of the end-to-end tests: a fleet whose servers stream, connections that go on while things change, and
 //! counters.
 
 #![allow(dead_code, reason = "two executables have it, and each uses a part")]

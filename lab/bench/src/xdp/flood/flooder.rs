@@ -17,7 +17,7 @@ use crate::xdp::workload::{XDP_TX, syn};
 /// Between two looks whether to stop: about 1 ms.
 const AT_ONCE: u32 = 1 << 13;
 
-/// What the other CPU does.
+/// Task of the other CPU.
 pub enum Order {
     /// It sends SYNs through the empty program: as busy, and nothing to do with the load balancer.
     Idle,
@@ -25,7 +25,7 @@ pub enum Order {
     Flood(OwnedFd),
 }
 
-/// What it has done.
+/// Its work so far.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Sent {
     pub syns: u64,

@@ -1,4 +1,4 @@
-//! What memory the load balancer's program has.
+//! Memory of the load balancer's program.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 
@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
-/// Of all maps of a program together.
+/// Sum over all maps of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
     /// Maps whose entries are all there from the start: arrays.

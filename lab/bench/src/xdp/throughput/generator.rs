@@ -53,9 +53,9 @@ pub enum Floor {
 pub struct Traffic<'a> {
     /// A packet of an open connection, and a SYN.
     pub frames: [&'a Frame; 2],
-    /// Of open connections, [`LIVE_PACKETS`] of them.
+    /// Packets of open connections, [`LIVE_PACKETS`] of them.
     pub packets: &'a [Packet],
-    /// Which of them are SYNs instead.
+    /// Whether a packet is a SYN instead.
     pub is_new: &'a dyn Fn(usize) -> bool,
 }
 

@@ -13,13 +13,13 @@ pub use crate::xdp::workload::OWN_MAC;
 
 /// The pair. It goes with the network namespace.
 pub struct Wire {
-    /// Where frames are redirected, and where they come back.
+    /// Device at which frames are redirected, and come back.
     pub generator_end: String,
-    /// Where the program under test is attached.
+    /// Device of the program under test.
     pub tested_end: String,
 }
 
-/// What a NAPI thread has done since its device exists.
+/// Work of a NAPI thread since its device exists.
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
     /// Frames that its device has received.

@@ -56,7 +56,7 @@ impl Directory {
         of_papers.chain(own.cloned()).collect()
     }
 
-    /// What a run says at its end.
+    /// Summary at the end of a run.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
         let holding: usize = figures.iter().map(|(result, _)| result.holding()).sum();

@@ -7,7 +7,7 @@ use crate::figure::point::same_point;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 
-/// What is to be different from the scenario; for live figures only.
+/// Differences from the scenario; for live figures only.
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
@@ -40,7 +40,7 @@ impl Overrides {
         if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
     }
 
-    /// As it was given, for whoever makes the figure again.
+    /// Options as given, for the command that makes the figure again.
     pub fn words(&self) -> String {
         let list = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
@@ -130,7 +130,6 @@ mod tests {
 
     #[derive(clap::Parser)]
     struct Cli {
-        /// What the options go with or exclude.
         #[arg(long)]
         all: bool,
         #[arg(long)]

@@ -1,4 +1,4 @@
-//! What the panels draw with: lines, markers and text in pixels.
+//! Lines, markers and text in pixels.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;

@@ -24,7 +24,7 @@ pub struct Legend {
 }
 
 impl Legend {
-    /// Of everything that any panel shows, in rows of `width` pixels.
+    /// Legend of everything that any panel shows, in rows of `width` pixels.
     pub fn of(scenario: &Scenario, table: &Table, width: i32) -> Self {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {

@@ -27,7 +27,7 @@ const BARS_WITH_VALUES: usize = 18;
 pub struct Frame<'a> {
     panel: &'a Panel,
     numbers: &'a PanelTable,
-    /// Of each curve, the index of the series whose colour and shape it has, and whether it is drawn open.
+    /// Each curve's series whose colour and shape it has, and whether it is drawn open.
     styles: Vec<(usize, bool)>,
     x: Scale,
     y: Scale,
@@ -236,7 +236,7 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// As few digits as tell one bar from another, for its top.
+/// Bar's value in as few digits as distinguish it from the others.
 fn short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),

@@ -35,7 +35,7 @@ impl Scale {
         Self { low, high, log, pixels }
     }
 
-    /// The same axis, longer by this part of it.
+    /// This axis, longer by this part of it.
     pub fn with_room_above(self, part: f64) -> Self {
         Self { high: self.value(1.0 + part), ..self }
     }

@@ -13,9 +13,9 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 0, 0),
 ];
 
-/// Of text and axes.
+/// Text and axes.
 pub const INK: RGBColor = RGBColor(40, 40, 40);
-/// Of lines behind the data.
+/// Lines behind the data.
 pub const GRID: RGBColor = RGBColor(225, 225, 225);
 pub const MARK: RGBColor = RGBColor(110, 110, 110);
 
@@ -82,7 +82,7 @@ pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
     lines
 }
 
-/// As [`wrapped`], with lines of about the same length: no word alone in the last one.
+/// [`wrapped`] with lines of about the same length: no word alone in the last one.
 pub fn balanced(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let lines = wrapped(text, size, pixels).len() as i32;
     let narrowest = width(text, size) / lines;

@@ -12,7 +12,7 @@ use crate::trace::Source;
 /// The name of this kind in scenario files.
 pub const KIND: &str = "lb";
 
-/// How an indirection table is drawn.
+/// Draw of the servers' indirection tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndirectionTables {
@@ -25,7 +25,7 @@ pub enum IndirectionTables {
 parameters! {
     /// `[lb]`: see `coreward-lab sim lb --help`, which has the same names.
     pub struct Lb {
-        /// Who places connections.
+        /// Policy that places connections.
         pub policy: String,
         /// The traffic.
         pub trace: Text<Source>,
@@ -34,9 +34,9 @@ parameters! {
         pub cores: u16,
         /// Packets a second that a core serves; without it cores have no limit.
         pub core_capacity: f64,
-        /// How the servers' indirection tables are drawn: `balanced` unless said.
+        /// Draw of the servers' indirection tables: `balanced` unless said.
         pub indirection_tables: IndirectionTables,
-        /// How much faster than recorded the trace runs.
+        /// Speed of the trace over the recorded one.
         pub replay_speed: f64,
         /// Rack controllers between servers and controller; none unless said.
         pub racks: u16,

@@ -26,7 +26,7 @@ pub enum Unfit {
     Missing {
         /// The kind of simulation.
         kind: &'static str,
-        /// What is missing.
+        /// Missing parameter.
         parameter: &'static str,
     },
     /// Nothing that this kind has.
@@ -34,7 +34,6 @@ pub enum Unfit {
     NotSwept {
         /// The kind of simulation.
         kind: &'static str,
-        /// What was to be swept.
         swept: SweepAxis,
         /// Why not, if there is more to say.
         detail: &'static str,
@@ -42,7 +41,6 @@ pub enum Unfit {
     /// Not a value that it can have.
     #[error("`{}` cannot be {value}", word(swept))]
     Value {
-        /// What was to be swept.
         swept: SweepAxis,
         /// The value.
         value: f64,
@@ -52,7 +50,6 @@ pub enum Unfit {
     NotMeasured {
         /// The kind of simulation.
         kind: &'static str,
-        /// What was to be measured.
         measure: Metric,
     },
     /// The simulator's own words.

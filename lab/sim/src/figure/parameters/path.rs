@@ -13,7 +13,7 @@ parameters! {
     /// `[path]`: see `coreward-lab sim path --help`, which has the same names. Times without a unit are in short
     /// service times.
     pub struct Path {
-        /// Of the load balancer.
+        /// Policy of the load balancer.
         pub policy: String,
         /// Inside the servers.
         pub dispatch: Text<Policy>,
@@ -22,7 +22,7 @@ parameters! {
         pub cores: u16,
         /// Distribution of service times.
         pub service: Text<Service>,
-        /// How long a short service time is (us).
+        /// Short service time (us).
         pub unit_us: f64,
         /// One-way latency between NIC and cores.
         pub latency: f64,
@@ -33,11 +33,11 @@ parameters! {
         pub request_gap: f64,
         /// Time between two reports.
         pub report_ms: f64,
-        /// When agents read their cores: `ideal` or `drawn`.
+        /// Moment of agents' readings: `ideal` or `drawn`.
         pub readings: Readings,
         /// Length of the windows in which variance is measured.
         pub window_ms: f64,
-        /// How long requests come.
+        /// Time of new requests (s).
         pub seconds: f64,
     }
 }

@@ -10,7 +10,7 @@ use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MA
 /// The name of this kind in scenario files.
 pub const KIND: &str = "pcc";
 
-/// What holds where a scenario says nothing.
+/// Set of defaults of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Experiment {
@@ -24,9 +24,9 @@ pub enum Experiment {
 parameters! {
     /// `[pcc]`: see `coreward-lab sim pcc --help`, which has the same names.
     pub struct Pcc {
-        /// What holds where nothing is said.
+        /// Defaults of all that is not given.
         pub experiment: Experiment,
-        /// How load balancers find a connection's server.
+        /// Method by which load balancers find a connection's server.
         pub method: Text<Method>,
         /// Servers in the pool, on average.
         pub servers: usize,
@@ -40,7 +40,7 @@ parameters! {
         pub load_balancers: usize,
         /// Length of each run after its warm-up.
         pub minutes: f64,
-        /// What policies know of the servers' connections.
+        /// Policies' knowledge of the servers' connections.
         pub knowledge: Choice<LoadInfo>,
     }
 }

@@ -15,7 +15,7 @@ parameters! {
     /// `[rpc]`: see `coreward-lab sim rpc --help`, which has the same names. Times are in units of the short service
     /// time.
     pub struct Rpc {
-        /// How requests get to cores.
+        /// Policy that gives requests to cores.
         pub policy: Text<Policy>,
         pub cores: u16,
         /// Distribution of service times.
@@ -34,9 +34,9 @@ parameters! {
         pub dispatcher_limit: f64,
         /// Bound on p99, for peak loads.
         pub slo: f64,
-        /// Whose p99: that of the `short` requests (unless said) or of `all`.
+        /// Requests of the SLO's p99: `short` (unless said) or `all`.
         pub slo_of: Choice<rpc::SloMetric>,
-        /// What the bound is a multiple of: the `short` service time (unless said) or the `mean`.
+        /// Service time that the SLO is a multiple of: `short` (unless said) or `mean`.
         pub slo_unit: Choice<rpc::SloUnit>,
         /// Bisections of a search for a peak load.
         pub steps: u32,

@@ -1,4 +1,4 @@
-//! What the types of a scenario cannot say: names that must exist, values that must fit together.
+//! Checks that types cannot express: names that must exist, values that must fit together.
 
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ fn seeds(scenario: &Scenario) -> Result<(), Wrong> {
     Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MOST_SEEDS}")))
 }
 
-/// Which of the kinds rpc, lb, pcc and path are there.
+/// Kinds that the scenario has, of rpc, lb, pcc and path.
 fn present(kinds: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
@@ -35,7 +35,7 @@ fn present(kinds: [bool; 4]) -> Vec<&'static str> {
 fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
     let common =
         present([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
-    // What is measured may be simulated, too.
+    // Measured metrics may be simulated, too.
     let kind = match (&common[..], &scenario.live) {
         ([kind], _) => *kind,
         ([], Some(_)) => "live",

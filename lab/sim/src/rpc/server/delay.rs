@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// What is on its way, in one direction.
+/// Items under way, in one direction.
 #[derive(Debug)]
 pub struct DelayLine<T> {
     latency: Tick,

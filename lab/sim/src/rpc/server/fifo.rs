@@ -13,7 +13,7 @@ use crate::rpc::ticks::{NEVER, Tick};
 pub struct FifoCores {
     latency: Tick,
     cores: Vec<Core>,
-    /// When the first response of each core passes the NIC.
+    /// Time when the first response of each core passes the NIC.
     next_response: LeastTree<Tick>,
 }
 

@@ -31,9 +31,9 @@ use super::ticks::Tick;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// When it came in at the NIC.
+    /// Arrival at the NIC.
     pub arrived: Tick,
-    /// How long a core works on it.
+    /// Service time.
     pub work: Tick,
     pub hash: u32,
     /// The hash of its connection, as RSS takes it.
@@ -56,9 +56,8 @@ impl Request {
 /// A response that passes the NIC on its way out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Response {
-    /// When it does.
+    /// Departure.
     pub left: Tick,
-    /// What it answers.
     pub request: Request,
 }
 
@@ -82,12 +81,12 @@ pub trait Server<S: Sink> {
     fn busy(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// What stands behind the NIC.
+/// Cores behind the NIC.
 pub trait Cores {
     /// The NIC sends `request` to `core` at `now`.
     fn dispatch(&mut self, now: Tick, core: u16, request: Request);
 
-    /// When something happens next; [`super::ticks::NEVER`]: nothing is under way.
+    /// Time of the next event; [`super::ticks::NEVER`]: nothing is under way.
     fn next_event(&self) -> Tick;
 
     /// Lets the next event happen; the response and its core, when the event is that one passes the NIC.

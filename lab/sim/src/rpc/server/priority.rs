@@ -20,7 +20,7 @@ pub struct PriorityCores {
 #[derive(Debug, Clone)]
 struct Core {
     runs: Option<Job>,
-    /// When it began to, after any switch.
+    /// Begin of the service, after any switch.
     since: Tick,
     last_service: u8,
     /// By service.

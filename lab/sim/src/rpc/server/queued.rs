@@ -7,7 +7,7 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// What the cores do with the requests that they have.
+/// The cores' treatment of their requests.
 pub trait Discipline {
     fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
 

@@ -1,4 +1,4 @@
-//! Which server a policy makes.
+//! Server of a policy.
 
 use std::num::NonZeroU16;
 
@@ -18,7 +18,6 @@ use crate::rpc::{JbsrqOptions, Policy};
 
 #[derive(Debug, Clone, Copy)]
 pub struct ServerSpec<'a> {
-    /// How requests get to cores.
     pub policy: &'a Policy,
     /// Cores, at least 1.
     pub cores: u16,
@@ -26,13 +25,13 @@ pub struct ServerSpec<'a> {
     pub classes: u8,
     /// Latency of the interface between NIC and cores, one way.
     pub latency: Tick,
-    /// Where RSS delivers, for the policies that start from it.
+    /// RSS delivery, for the policies that start from it.
     pub indirection_table: &'a IndirectionTable,
 }
 
 /// Does something with a server, whichever type it is: each type gets code of its own, without calls through tables.
 pub trait WithServer<S: Sink> {
-    /// What comes of it.
+    /// Result.
     type Output;
 
     /// Does it.

@@ -15,7 +15,7 @@ use super::headers::{FLAG_ENDS, FLAG_IPV6, FLAG_OPENS};
 use super::records::{Record, Records};
 use crate::trace::{Batch, Event, Opening, Packet};
 
-/// How long a TCP flow may still send after its FIN or RST (ns).
+/// Time in which a TCP flow may still send after its FIN or RST (ns).
 const LINGER_NS: u64 = 2_000_000_000;
 
 /// An IPv4 flow: addresses, ports and protocol, packed.

@@ -57,7 +57,7 @@ impl LinkType {
         }
     }
 
-    /// Where the ports of an IPv4 packet without options end.
+    /// End of the ports of an IPv4 packet without options.
     pub fn least_snap_length(self) -> u32 {
         self.header_bytes() as u32 + 24
     }
@@ -89,7 +89,6 @@ impl LeftOut {
         LeftOut::Malformed,
         LeftOut::NoTime,
     ];
-    /// How many there are.
     pub const COUNT: usize = Self::ALL.len();
 
     /// The reason in words.
@@ -114,7 +113,7 @@ pub enum Addresses {
     V6([u8; 32]),
 }
 
-/// What a packet says about its flow.
+/// Packet's part in its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parsed {
     /// Source and destination.

@@ -12,7 +12,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use super::error::CaptureError;
 use crate::trace::TraceError;
 
-/// What a file's first bytes say.
+/// Format by a file's first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileFormat {
     Pcap,
@@ -44,14 +44,14 @@ pub fn begins(mark: &[u8]) -> FileFormat {
     }
 }
 
-/// What is read from. Not `Box<dyn Read>` over the file alone: the mark was read before.
+/// Input. Not `Box<dyn Read>` over the file alone: the mark was read before.
 pub type Reader = Box<dyn Read + Send>;
 
 /// A file that was recognised.
 pub struct Input {
     /// All its bytes, decompressed.
     pub reader: Reader,
-    /// What it is: never one of the compressed kinds.
+    /// Format: never one of the compressed kinds.
     pub begins: FileFormat,
 }
 

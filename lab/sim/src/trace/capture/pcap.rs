@@ -17,11 +17,11 @@ const RECORD_HEADER_BYTES: usize = 16;
 /// The most that a record may claim, as libpcap has it (MAXIMUM_SNAPLEN).
 const MOST_BYTES: u32 = 262_144;
 
-/// How the numbers of a file are written.
+/// Encoding of a file's numbers.
 #[derive(Clone, Copy)]
 struct Encoding {
     big_endian: bool,
-    /// What the fraction of a second counts (ns).
+    /// Unit of the fraction of a second (ns).
     unit_ns: u64,
 }
 
@@ -89,7 +89,7 @@ fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<u
         match reader.read(buffer) {
             Ok(read) => return Ok(read),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            // How a compressed file that was cut off shows itself.
+            // Errors of a compressed file that was cut off.
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(out.truncated().into()),
             Err(error) => return Err(CaptureError::Read { number: out.number(), error }.into()),
         }

@@ -10,7 +10,7 @@ use super::headers::{LeftOut, LinkType};
 use super::input::Reader;
 use super::records::{Frame, Recorder, Stop};
 
-/// What the library buffers at first, and the most that a block may have.
+/// The library's first buffer, and the most that a block may have.
 const BUFFER_BYTES: usize = 1 << 20;
 const MOST_BYTES: usize = 1 << 25;
 

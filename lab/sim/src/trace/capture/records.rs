@@ -1,4 +1,4 @@
-//! What a reader hands on: batches of parsed packets, in order of time, with what was left out.
+//! A reader's batches of parsed packets, in order of time, with what was left out.
 
 use std::sync::mpsc::{Receiver, SyncSender};
 
@@ -15,7 +15,7 @@ const CUT_OFF_BORNE: u64 = 100;
 pub enum Stop {
     /// Something is wrong.
     Error(CaptureError),
-    /// Whoever asked for the packets has gone.
+    /// The receiver of the packets has gone.
     NobodyListens,
 }
 
@@ -38,14 +38,14 @@ pub struct Record {
     pub bytes: u16,
     /// 6 or 17.
     pub protocol: u8,
-    /// Of [`FLAG_IPV6`] and the like.
+    /// Flags: [`FLAG_IPV6`] and the like.
     pub flags: u8,
 }
 
 /// Some packets, and what was left out among them.
 #[derive(Debug, Default)]
 pub struct Records {
-    /// Those that were taken.
+    /// Packets that were taken.
     pub packets: Vec<Record>,
     /// Source and destination of IPv6 packets.
     pub ipv6: Vec<[u8; 32]>,
