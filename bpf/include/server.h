@@ -61,7 +61,7 @@ struct rss_mapping {
 };
 
 /* Grows whenever a pinned layout or its meaning changes: an agent never takes over another layout. */
-#define SERVER_LAYOUT_VERSION 4
+#define SERVER_LAYOUT_VERSION 5
 
 /* 256 bytes: cache lines of its own. */
 struct server_counters {
@@ -94,6 +94,12 @@ struct connection_index {
 #define HOLD_GROUP_BITS 12
 #define HOLD_GROUPS (1 << HOLD_GROUP_BITS)
 
+/* Direct-mapped by a hash of the tail: of two services in one place the last SYN-ACK's counts. Power of two. */
+#define FORWARDED_SERVICES 256
+#define FORWARDED_SERVICE_SHIFT 56
+/* GOLDEN_RATIO_64 of linux/hash.h. */
+#define FORWARDED_SERVICE_FACTOR 0x61c8864680b583eb
+
 /*
  * Pinned state of server.bpf.c. Fields that packets write are in other cache lines than those that they read.
  * `layout_version`, `keys` and `time_key` have kept their offsets since version 3: a version with another layout copies
@@ -108,6 +114,11 @@ struct server_state {
 	struct service_directories directories;
 	/* By group of connections (clamp_group()): the newest TSval (the server's own) with a clamped one. */
 	__u32 last_hold_ms[HOLD_GROUPS];
+	/*
+	 * Tails of services whose last SYN-ACK was forwarded: their sockets are in another network namespace or machine
+	 * (DNAT, a bridge), so a connection without a socket here may be here all the same.
+	 */
+	__u64 forwarded_services[FORWARDED_SERVICES];
 	__u32 sample_sequence;
 	__u32 unused[15];
 	struct rss_sample samples[RSS_SAMPLES];

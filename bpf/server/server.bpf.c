@@ -58,6 +58,10 @@
  *    once at most. SYNs never do, nor does the end of a handshake that was answered with a SYN cookie: the kernel is asked
  *    whether the cookie is one of its own. A packet that is for nobody reaches the server before, which refuses it. While that
  *    one's MAC address is not known the packet is dropped: refusing it would end a connection that may well be there.
+ *    Forwarded services (forwarded.h). Behind DNAT or a bridge the sockets of a service are not of this host, and
+ *    none is found. A forwarded SYN-ACK shows it, and none of the service's packets go on from then on: new
+ *    connections work, and those that the server before has end. Such a connection carries the server's id, also where
+ *    the load balancer gave it an index: without a socket the index could neither be kept nor restored.
  *
  * 9. Stalls (stall.h). Something between client and server may drop what does not look like a timestamp. SYN-ACKs
  *    sent four times and segments sent five times are counted, and the agent compares them with the handshakes.
@@ -83,6 +87,7 @@
 #include "cookie.h"
 #include "intf.h"
 #include "daisy_chain.h"
+#include "forwarded.h"
 #include "icmp.h"
 #include "index.h"
 #include "rss.h"
@@ -137,9 +142,9 @@ static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, 
  * service's.
  */
 static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32 number, struct tcp_sock *socket,
-					    __u32 milliseconds)
+					    __u32 milliseconds, bool forwarded)
 {
-	if (number & SERVER_NUMBER_STATEFUL) {
+	if (number & SERVER_NUMBER_STATEFUL && !forwarded) {
 		__u32 index = index_to_send(segment, socket, milliseconds);
 
 		if (index != NO_CONNECTION_INDEX)
@@ -157,14 +162,19 @@ int server_egress(struct __sk_buff *skb)
 	struct bpf_sock *sk;
 	__u32 milliseconds, last_echo = 0, number, cookie;
 	struct time_part time;
+	__u64 tail;
 	/* A SYN-ACK of a SYN cookie has no socket either, but came from no device. */
 	bool forwarded = !skb->sk && skb->ingress_ifindex;
 
 	if (locate_pulled(skb, &segment) != LOCATED_TCP)
 		return TC_ACT_UNSPEC;
-	number =
-		find_service(&state.directories, service_tail_ipv4(segment.source_address, segment.ports, IPPROTO_TCP));
-	if (number >= SERVICE_ADDRESS_ONLY || number & SERVER_NUMBER_TIMESTAMPS_OFF)
+	tail = service_tail_ipv4(segment.source_address, segment.ports, IPPROTO_TCP);
+	number = find_service(&state.directories, tail);
+	if (number >= SERVICE_ADDRESS_ONLY)
+		return TC_ACT_UNSPEC;
+	if (segment.syn)
+		note_handshake(tail, forwarded);
+	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;
 	if (locate_timestamp_pulled(skb, &segment) != LOCATED_TCP || segment.timestamp == NO_TIMESTAMP) {
 		count(SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP);
@@ -198,7 +208,7 @@ int server_egress(struct __sk_buff *skb)
 	}
 	count(SERVER_COUNTER_STAMPED);
 	time = time_to_send(&segment, milliseconds, last_echo);
-	cookie = cookie_to_send(&segment, number, socket, time.original);
+	cookie = cookie_to_send(&segment, number, socket, time.original, forwarded);
 	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, cookie, time)));
 }
 
@@ -234,7 +244,7 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 }
 
 /* Processes TCP for a service. */
-static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u32 number,
+static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u64 tail, __u32 number,
 					  bool sent_to_all)
 {
 	int verdict;
@@ -243,7 +253,7 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
 		return TC_ACT_SHOT;
 	}
-	if (!segment->syn && !sent_to_all && carries_server_before(number, segment)) {
+	if (!segment->syn && !sent_to_all && carries_server_before(number, segment) && !is_forwarded_service(tail)) {
 		verdict = forward_to_previous(skb, segment, number & SERVER_NUMBER_ID_MASK);
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
@@ -263,14 +273,15 @@ int server_ingress(struct __sk_buff *skb)
 	struct segment segment = {};
 	bool sent_to_all;
 	__u32 number;
+	__u64 tail;
 
 	sent_to_all = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
 	if (locate_pulled(skb, &segment) != LOCATED_TCP)
 		return sent_to_all ? accept_icmp_error(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
-	number = find_service(&state.directories,
-			      service_tail_ipv4(segment.destination_address, high_half(segment.ports), IPPROTO_TCP));
+	tail = service_tail_ipv4(segment.destination_address, high_half(segment.ports), IPPROTO_TCP);
+	number = find_service(&state.directories, tail);
 	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	if (sent_to_all) {
@@ -285,7 +296,7 @@ int server_ingress(struct __sk_buff *skb)
 		count_established(skb, &segment);
 	else if (!sample_every_syn && !segment.ack)
 		sample_rss(skb, &segment);
-	return accept_segment(skb, &segment, number, sent_to_all);
+	return accept_segment(skb, &segment, tail, number, sent_to_all);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -27,7 +27,7 @@ use coreward_wire::{
 use crate::config::{self, Config};
 use crate::connection_counter::ConnectionCounter;
 use crate::daisy_chain::DaisyChain;
-use crate::forwarded::Forwarded;
+use crate::forwarded::{self, Forwarded};
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
 use crate::load::{LoadSource, queues};
@@ -298,6 +298,9 @@ impl Agent {
         self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
         let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
         self.warnings.extend(self.forwarded.observe(foreign, Instant::now()));
+        let services = self.configuration.iter().flat_map(|configuration| &configuration.services);
+        let forwarded = services.filter(|service| self.programs.is_forwarded(&service.address));
+        self.warnings.extend(forwarded.filter_map(forwarded::limitation));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(not_in_force);
         self.warnings.extend(self.connection_counter.warning());
@@ -372,7 +375,7 @@ impl Agent {
         (count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED), count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED))
     }
 
-    /// Which of these connections still have a socket here.
+    /// Which of these connections still have a socket here: all, if the service's sockets are not visible.
     ///
     /// # Errors
     /// When the service is not of TCP, or the kernel does not say.
@@ -380,7 +383,9 @@ impl Agent {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
         let tuples: Vec<FourTuple> = query.clients.iter().map(tuple).collect::<Result<_, _>>()?;
-        Ok(query.answer(open_sockets(&tuples)?))
+        let open =
+            if self.programs.is_forwarded(&query.service) { vec![true; tuples.len()] } else { open_sockets(&tuples)? };
+        Ok(query.answer(open))
     }
 
     /// Returns the warnings that `coreward status` prints; `more`: those of the connection to the controller.

@@ -4,6 +4,9 @@
 
 use std::time::{Duration, Instant};
 
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_wire::StampedService;
+
 /// The warning goes when for so long no SYN-ACK was left alone.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
@@ -34,9 +37,54 @@ impl Forwarded {
     }
 }
 
+/// Returns what does not work for a service whose SYN-ACKs are forwarded; `None`: all works.
+pub fn limitation(service: &StampedService) -> Option<String> {
+    let mode = service.mode;
+    let limitation = match mode.consistency {
+        _ if mode.transfer.is_some() => "connections at the other load balancer break (migration)",
+        Consistency::Beamer => "connections break when their bucket changes hands (`consistency = \"beamer\"`)",
+        _ if mode.has_cookies() && mode.timestamps == Timestamps::Off => {
+            "connections without a flow-table entry break when their bucket changes hands (`timestamps = \"off\"`)"
+        }
+        Consistency::Stateful => "connections are stateless (`consistency = \"stateful\"`)",
+        _ => return None,
+    };
+    Some(format!(
+        "service {:?} answers from another network namespace (DNAT or a bridge), whose sockets are not visible: \
+         {limitation}; expected `consistency = \"stateless\"` with `timestamps = \"server\"`, or workers in the \
+         server's own namespace (`docker run --network host`)",
+        service.name
+    ))
+}
+
 #[cfg(test)]
 mod tests {
+    use coreward_model::ServiceAddress;
+    use coreward_model::consistency::ServiceMode;
+    use coreward_model::tuple::Protocol;
+
     use super::*;
+
+    #[test]
+    fn limitation_is_named_for_modes_that_need_the_socket() {
+        let of = |consistency, timestamps| {
+            let address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+            let mode = ServiceMode { consistency, timestamps, ..ServiceMode::default() };
+            let server_id = 3.try_into().unwrap();
+            limitation(&StampedService { name: "web".to_owned(), address, server_id, mode }).unwrap_or_default()
+        };
+        for (consistency, timestamps, expected) in [
+            (Consistency::Stateless, Timestamps::Server, ""),
+            (Consistency::HashTable, Timestamps::Server, ""),
+            (Consistency::None, Timestamps::Server, ""),
+            (Consistency::Stateful, Timestamps::Server, "connections are stateless"),
+            (Consistency::Stateless, Timestamps::Off, "timestamps = \"off\""),
+            (Consistency::Beamer, Timestamps::Server, "consistency = \"beamer\""),
+        ] {
+            let found = of(consistency, timestamps);
+            assert!(found.contains(expected) && found.is_empty() == expected.is_empty(), "{consistency:?}: {found}");
+        }
+    }
 
     #[test]
     fn a_warning_ends_a_minute_after_the_last_one() {

@@ -235,6 +235,13 @@ impl ServerPrograms {
         self.commit_upgrade()
     }
 
+    /// Returns whether the service's last SYN-ACK was forwarded: its sockets are in another network namespace.
+    pub fn is_forwarded(&self, service: &ServiceAddress) -> bool {
+        let tail = service_slots::tail(&service.key());
+        let slot = service_slots::forwarded_slot(tail) * size_of::<u64>();
+        self.state.load(offset_of!(intf::server_state, forwarded_services) + slot) == tail
+    }
+
     fn active_half(&self) -> u64 {
         self.state.load(ACTIVE_HALF) & 1
     }

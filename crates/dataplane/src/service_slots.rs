@@ -37,8 +37,13 @@ pub enum DirectoryError {
 }
 
 /// Returns the 64 bits that identify an IPv4 service (`struct service_key` of `bpf/include/intf.h`).
-fn tail(key: &intf::service_key) -> u64 {
+pub(crate) fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
+}
+
+/// Returns the place of a service with that tail in `forwarded_services` of `bpf/include/server.h`.
+pub(crate) fn forwarded_slot(tail: u64) -> usize {
+    (tail.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
 fn slot(tail: u64, seed: u64) -> usize {

@@ -265,6 +265,8 @@ pub struct Chain {
     pub tracks: bool,
     /// Whether a rule exempts packets from connection tracking.
     pub untracks: bool,
+    /// Whether a rule changes destinations.
+    pub translates: bool,
 }
 
 /// Service.

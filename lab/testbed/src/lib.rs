@@ -25,6 +25,7 @@ pub mod chaos;
 pub mod cli;
 pub mod conformance;
 pub mod connection_errors;
+pub mod container;
 mod core_load_file;
 pub mod counters;
 pub mod demo;

@@ -1,69 +1,11 @@
 //! nginx in a network namespace of its own behind a bridge and nftables' DNAT, as Docker and kube-proxy make them.
 
-use std::fs;
-use std::net::Ipv4Addr;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use coreward_agent::agent::Agent;
-use coreward_testbed::process::Process;
-use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
+use coreward_testbed::topology::skip_without_privilege;
 
 use crate::support::{config, configuration, counter, get, testbed, wait_until};
-
-const CONTAINER: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
-const PORT: u16 = 8080;
-
-/// nginx in a network namespace that goes with it.
-fn start_container(testbed: &Testbed) -> anyhow::Result<Process> {
-    let directory = testbed.directory().join("container");
-    fs::create_dir_all(&directory)?;
-    let at = directory.display();
-    let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
-        .map(|kind| format!("{kind}_temp_path {at}/{kind}; "))
-        .concat();
-    let text = format!(
-        "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; lock_file {at}/lock; \
-         events {{ }} http {{ access_log off; {temporary} server {{ listen {PORT}; location / {{ return 200 \"contained\"; }} }} }}"
-    );
-    fs::write(directory.join("nginx.conf"), text)?;
-    let mut command = Command::new("unshare");
-    command.args(["--net", "nginx", "-c"]).arg(directory.join("nginx.conf")).arg("-e").arg(directory.join("error.log"));
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    let container = testbed.spawn(testbed.server(1)?, command)?;
-    let pid = container.pid();
-    let own = fs::read_link("/proc/self/ns/net")?;
-    wait_until("a network namespace of its own", || {
-        let namespace = fs::read_link(format!("/proc/{pid}/ns/net"))?;
-        Ok(namespace != own && namespace != fs::read_link("/proc/thread-self/ns/net")?)
-    })?;
-    let wires = format!(
-        "set -e
-        ip link add br0 type bridge
-        ip address add 172.17.0.1/16 dev br0
-        ip link set br0 up
-        ip link add port type veth peer name eth0 netns {pid}
-        ip link set port master br0 up
-        nsenter --net=/proc/{pid}/ns/net sh -c 'ip link set lo up; ip address add {CONTAINER}/16 dev eth0; ip link set eth0 up
-            ip route add default via 172.17.0.1'
-        sysctl -q -w net.ipv4.ip_forward=1
-        nft add table ip nat
-        nft 'add chain ip nat prerouting {{ type nat hook prerouting priority dstnat; }}'
-        nft add rule ip nat prerouting ip daddr {} tcp dport {} dnat to {CONTAINER}:{PORT}",
-        SERVICE.ip(),
-        SERVICE.port()
-    );
-    let mut command = Command::new("sh");
-    command.args(["-c", &wires]);
-    testbed.run(testbed.server(1)?, command)?;
-    Ok(container)
-}
-
-fn set_timestamps(testbed: &Testbed, container: &Process, value: u8) -> anyhow::Result<()> {
-    let mut command = Command::new("nsenter");
-    command.arg(format!("--net=/proc/{}/ns/net", container.pid()));
-    command.args(["sysctl", "-q", "-w", &format!("net.ipv4.tcp_timestamps={value}")]);
-    testbed.run(testbed.server(1)?, command).map(drop)
-}
 
 #[test]
 fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::Result<()> {
@@ -72,7 +14,7 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
     }
     let testbed = testbed("tcontainer")?;
     testbed.server(1)?.within(|| {
-        let container = start_container(&testbed)?;
+        let container = testbed.start_container(1)?;
         let mut agent = Agent::start(config(&testbed))?;
         agent.configure(configuration(), &[]);
         let mut port = 20_000;
@@ -82,7 +24,7 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
         };
         wait_until("the container answers", || Ok(ask().is_ok()))?;
 
-        set_timestamps(&testbed, &container, 1)?;
+        container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 1)?;
         let before = counter(&mut agent, "stamped");
         for _ in 0..8 {
             assert_eq!(ask()?, "contained");
@@ -93,7 +35,7 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("another network namespace"));
         assert!(named(&agent), "{:?}", agent.warnings());
 
-        set_timestamps(&testbed, &container, 2)?;
+        container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 2)?;
         let before =
             ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"].map(|name| counter(&mut agent, name));
         for _ in 0..8 {

@@ -103,6 +103,7 @@ pub const CHECKS: &[Check] = &[
     check("clock-source", ALL, "a clock that is read without leaving the CPU", clocks::source),
     check("clock-sync", ALL, "the wall clock is kept right (NTP)", clocks::synchronised),
     check("conntrack", BOTH, "connection tracking does not see the services' packets", netfilter::conntrack),
+    check("dnat", SERVER, "no rule forwards services to other network namespaces", netfilter::dnat),
     check("firewall", BOTH, "no chain drops what no rule accepts", netfilter::firewall),
     check(
         "listeners",

@@ -38,6 +38,22 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
+pub fn dnat(facts: &Facts) -> Vec<Finding> {
+    with_chains(facts, |chains| {
+        let translating: Vec<&str> =
+            chains.iter().filter(|chain| chain.translates).map(|chain| chain.name.as_str()).collect();
+        if translating.is_empty() {
+            return vec![Finding::ok("no rule changes destinations")];
+        }
+        let why = "sockets of services behind it are not visible: `consistency = \"stateful\"` is stateless there, and \
+                   with \"beamer\" or `timestamps = \"off\"` connections break when the pool changes";
+        vec![
+            Finding::warning(format!("{} change destinations (containers?)", translating.join(", ")), why)
+                .remedy("docker run --network host  # or `consistency = \"stateless\"` with `timestamps = \"server\"`"),
+        ]
+    })
+}
+
 pub fn firewall(facts: &Facts) -> Vec<Finding> {
     let stamps = facts.services.iter().any(|service| service.stamped_by_lb);
     let on_path = |hook: &str| match (facts.role, hook) {

@@ -427,6 +427,7 @@ fn firewalls_and_tracking() {
         accepts,
         tracks,
         untracks: false,
+        translates: false,
     };
     let with = |role: Role, chain: Chain, by_lb: bool| {
         found(role, |facts| {
@@ -442,6 +443,9 @@ fn firewalls_and_tracking() {
     assert_eq!(with(Role::Server, chain("input", false, true, true), false), [("conntrack", WARNING)]);
     let untracked = Chain { untracks: true, ..chain("prerouting", false, true, true) };
     assert_eq!(with(Role::Server, untracked, false), []);
+    let translates = Chain { translates: true, ..chain("", false, true, false) };
+    assert_eq!(with(Role::Server, translates.clone(), false), [("dnat", WARNING)]);
+    assert_eq!(with(Role::Lb, translates, false), []);
     let unseen = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
     assert_eq!(found(Role::Server, unseen), []);
 }

@@ -51,6 +51,10 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
         chain.accepts |= expressions.iter().any(|expression| has_key(expression, &["accept", "jump", "goto", "vmap"]));
         chain.untracks |= expressions.iter().any(|expression| has_key(expression, &["notrack"]));
+        // `DNAT` is the target of iptables-nft.
+        chain.translates |= expressions
+            .iter()
+            .any(|expression| expression["xt"]["name"] == "DNAT" || has_key(expression, &["dnat", "redirect"]));
         chain.tracks |= expressions.iter().any(|expression| {
             // `xt`: a match of iptables-nft.
             let by_match =
@@ -84,6 +88,8 @@ mod tests {
         {"chain": {"family": "ip", "table": "filter", "name": "out", "handle": 4, "type": "nat", "hook": "postrouting", "prio": 100, "policy": "accept"}},
         {"rule": {"family": "ip", "table": "filter", "chain": "input", "handle": 5, "expr": [{"match": {"op": "in", "left": {"ct": {"key": "state"}}, "right": ["established", "related"]}}, {"accept": null}]}},
         {"rule": {"family": "ip", "table": "filter", "chain": "raw", "handle": 6, "expr": [{"notrack": null}]}},
+        {"rule": {"family": "ip", "table": "filter", "chain": "out", "handle": 8,
+            "expr": [{"xt": {"type": "target", "name": "DNAT"}}]}},
         {"rule": {"family": "ip", "table": "filter", "chain": "own", "handle": 7, "expr": [{"xt": {"type": "match", "name": "conntrack"}}, {"drop": null}]}}]}"#;
 
     #[test]
@@ -98,7 +104,7 @@ mod tests {
         assert_eq!(of("input"), Chain { drops: true, accepts: true, tracks: true, ..chain("input", "input") });
         assert_eq!(of("raw"), Chain { untracks: true, ..chain("raw", "prerouting") });
         assert_eq!(of("own"), Chain { tracks: true, ..chain("own", "") });
-        assert_eq!(of("out"), Chain { tracks: true, ..chain("out", "postrouting") });
+        assert_eq!(of("out"), Chain { tracks: true, translates: true, ..chain("out", "postrouting") });
         assert!(chains(&Value::Null).is_empty());
     }
 }

@@ -5,6 +5,7 @@ mod announce;
 mod certificates;
 mod confined;
 mod connection_table;
+mod containers;
 mod controllers_tls;
 mod dispatch;
 mod doctor;

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/* Services whose sockets are elsewhere, behind DNAT or a bridge of this host (server.bpf.c, "Forwarded services"). */
+#ifndef COREWARD_SERVER_FORWARDED_H
+#define COREWARD_SERVER_FORWARDED_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "state.h"
+
+static __always_inline __u64 *forwarded_slot(__u64 tail)
+{
+	return &state.forwarded_services[tail * FORWARDED_SERVICE_FACTOR >> FORWARDED_SERVICE_SHIFT];
+}
+
+/* Keeps whether a SYN-ACK of the service came through this host or from it. */
+static __always_inline void note_handshake(__u64 tail, bool forwarded)
+{
+	volatile __u64 *slot = forwarded_slot(tail);
+
+	if (forwarded && *slot != tail)
+		*slot = tail;
+	else if (!forwarded && *slot == tail)
+		*slot = 0;
+}
+
+static __always_inline bool is_forwarded_service(__u64 tail)
+{
+	return *(volatile __u64 *)forwarded_slot(tail) == tail;
+}
+
+#endif

@@ -1,0 +1,93 @@
+//! nginx in a network namespace of its own behind a bridge and nftables' DNAT, as Docker and kube-proxy make them.
+
+use std::net::Ipv4Addr;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+use anyhow::ensure;
+
+use crate::TIMEOUT;
+use crate::process::Process;
+use crate::topology::{SERVICE, Testbed};
+
+const ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
+const PORT: u16 = 8080;
+/// Answer to every request.
+pub const ANSWER: &str = "contained";
+
+/// A container that serves the testbed's service at one server. Its network namespace ends with it.
+#[derive(Debug)]
+pub struct Container {
+    server: u16,
+    nginx: Process,
+}
+
+impl Testbed {
+    /// Starts a container at a server and forwards the service to it. Fails when there is no such server, or a command
+    /// fails.
+    pub fn start_container(&self, server: u16) -> anyhow::Result<Container> {
+        let directory = self.directory().join(format!("container-s{server}"));
+        fs::create_dir_all(&directory)?;
+        let at = directory.display();
+        let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+            .map(|kind| format!("{kind}_temp_path {at}/{kind}; "))
+            .concat();
+        let text = format!(
+            "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; \
+             lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary} \
+             server {{ listen {PORT}; location / {{ return 200 \"{ANSWER}\"; }} }} }}"
+        );
+        fs::write(directory.join("nginx.conf"), text)?;
+        let mut command = Command::new("unshare");
+        command.args(["--net", "nginx", "-c"]).arg(directory.join("nginx.conf"));
+        command.arg("-e").arg(directory.join("error.log"));
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let nginx = self.spawn(self.server(server)?, command)?;
+        let container = Container { server, nginx };
+        self.server(server)?.within(|| container.wait_for_namespace())?;
+        let mut connect = Command::new("sh");
+        connect.args(["-c", &container.connect()]);
+        self.run(self.server(server)?, connect)?;
+        Ok(container)
+    }
+}
+
+impl Container {
+    fn wait_for_namespace(&self) -> anyhow::Result<()> {
+        let end = Instant::now() + *TIMEOUT;
+        let outside = [fs::read_link("/proc/self/ns/net")?, fs::read_link("/proc/thread-self/ns/net")?];
+        while outside.contains(&fs::read_link(format!("/proc/{}/ns/net", self.nginx.pid()))?) {
+            ensure!(Instant::now() < end, "the container of server {} has no network namespace", self.server);
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Returns the commands that connect it to the server's bridge.
+    fn connect(&self) -> String {
+        let (pid, vip, port) = (self.nginx.pid(), SERVICE.ip(), SERVICE.port());
+        format!(
+            "set -e
+            ip link add br0 type bridge
+            ip address add 172.17.0.1/16 dev br0
+            ip link set br0 up
+            ip link add port type veth peer name eth0 netns {pid}
+            ip link set port master br0 up
+            nsenter --net=/proc/{pid}/ns/net sh -c 'ip link set lo up
+                ip address add {ADDRESS}/16 dev eth0; ip link set eth0 up; ip route add default via 172.17.0.1'
+            sysctl -q -w net.ipv4.ip_forward=1
+            nft add table ip nat
+            nft 'add chain ip nat prerouting {{ type nat hook prerouting priority dstnat; }}'
+            nft add rule ip nat prerouting ip daddr {vip} tcp dport {port} dnat to {ADDRESS}:{PORT}"
+        )
+    }
+
+    /// Sets a sysctl of its network namespace. Fails when the command does.
+    pub fn set_sysctl(&self, testbed: &Testbed, name: &str, value: u32) -> anyhow::Result<()> {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net=/proc/{}/ns/net", self.nginx.pid()));
+        command.args(["sysctl", "-q", "-w", &format!("{name}={value}")]);
+        testbed.run(testbed.server(self.server)?, command).map(drop)
+    }
+}

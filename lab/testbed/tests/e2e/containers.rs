@@ -1,0 +1,108 @@
+//! Services whose workers are containers behind a bridge and DNAT: the servers see no socket of any connection.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+
+use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_testbed::container::{ANSWER, Container};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
+use coreward_testbed::topology::SERVICE;
+use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+
+use crate::support::{TestEnv, eventually};
+
+/// So many connections miss all buckets that a third server gets once in 10^10 runs: (2/3)^60.
+const CONNECTIONS: usize = 60;
+
+struct Containers {
+    _containers: Vec<Container>,
+    site: TestEnv,
+}
+
+impl Containers {
+    fn start(instance: &str, options: FleetOptions) -> Self {
+        let testbed = TestbedOptions { instance: instance.to_owned(), servers: 3, ..TestbedOptions::default() };
+        let site = TestEnv::start(testbed, FleetOptions { policy: "hash".to_owned(), ..options });
+        let start = |server| {
+            let container = site.testbed.start_container(server).unwrap();
+            container.set_sysctl(&site.testbed, "net.ipv4.tcp_timestamps", 2).unwrap();
+            container
+        };
+        let containers = (1..=3).map(start).collect();
+        let containers = Self { _containers: containers, site };
+        eventually(*TIMEOUT, "every container answers", || (0..20).all(|_| containers.ask().is_ok()));
+        containers
+    }
+
+    fn set_client_timestamps(&self, value: &str) {
+        self.site.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
+    }
+
+    /// One connection with one request.
+    fn ask(&self) -> anyhow::Result<()> {
+        self.site.testbed.client().within(|| {
+            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE), *TIMEOUT)?;
+            stream.set_read_timeout(Some(*TIMEOUT))?;
+            stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer)?;
+            assert!(answer.ends_with(ANSWER), "{answer:?}");
+            Ok(())
+        })
+    }
+
+    /// New connections that break, of [`CONNECTIONS`].
+    fn broken(&self) -> Vec<anyhow::Error> {
+        (0..CONNECTIONS).filter_map(|_| self.ask().err()).collect()
+    }
+
+    /// Gives a third of the buckets to server 3.
+    fn move_buckets(&mut self) {
+        self.site.set(3, None);
+        self.site.set(3, Some(AdminState::Active));
+    }
+
+    fn is_warned(&self, words: &str) -> bool {
+        let status = self.site.fleet.status(&self.site.testbed).unwrap();
+        status["servers"].to_string().contains(words)
+    }
+}
+
+#[test]
+fn new_connections_to_containers_live_after_a_bucket_changed_hands() {
+    if skip_without_privilege("new_connections_to_containers_live_after_a_bucket_changed_hands") {
+        return;
+    }
+    let mut containers = Containers::start("dnat", FleetOptions::default());
+    for timestamps in ["0", "1"] {
+        containers.set_client_timestamps(timestamps);
+        containers.move_buckets();
+        let broken = containers.broken();
+        assert!(broken.is_empty(), "tcp_timestamps {timestamps}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
+    }
+    assert!(!containers.is_warned("another network namespace"), "all works");
+}
+
+#[test]
+fn modes_that_need_sockets_are_reported_for_containers() {
+    if skip_without_privilege("modes_that_need_sockets_are_reported_for_containers") {
+        return;
+    }
+    let cases = [
+        ("dnatbeamer", Consistency::Beamer, Timestamps::Server, "bucket changes hands (`consistency"),
+        ("dnatoff", Consistency::Stateless, Timestamps::Off, "connections without a flow-table entry"),
+        ("dnattable", Consistency::Stateful, Timestamps::Server, "connections are stateless"),
+    ];
+    for (instance, consistency, timestamps, warning) in cases {
+        let mut containers =
+            Containers::start(instance, FleetOptions { consistency, timestamps, ..FleetOptions::default() });
+        containers.move_buckets();
+        let broken = containers.broken();
+        assert!(broken.is_empty(), "{instance}: {} of {CONNECTIONS}: {}", broken.len(), broken[0]);
+        eventually(*TIMEOUT, warning, || containers.is_warned(warning));
+        if consistency == Consistency::Stateful {
+            eventually(*TIMEOUT, "cookies hold ids", || containers.site.counters("established") > 0);
+            assert_eq!(containers.site.counters("connection_table"), 0, "an index could not be restored");
+        }
+    }
+}
