@@ -125,7 +125,7 @@ impl Guard {
 
 /// Identifies a token without revealing it: the beginning of its SHA-256.
 pub fn token_id(token: &str) -> String {
-    Fingerprint::of_bytes(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
+    Fingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
 /// Checks before one endpoint.

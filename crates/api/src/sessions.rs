@@ -143,7 +143,7 @@ mod tests {
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
         assert!(!sessions.has(&headers, &revoked));
         let begin = |by| with(sessions.begin(by, false).split(';').next().unwrap());
-        let certificate = |n: u8, not_after| Shown::Certificate { fingerprint: Fingerprint::of_bytes(&[n]), not_after };
+        let certificate = |n: u8, not_after| Shown::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
             Shown::Token,
             certificate(1, Duration::MAX),
@@ -152,7 +152,7 @@ mod tests {
         ]
         .map(begin);
         assert!(sessions.has(&lost, &revoked) && !sessions.has(&expired, &revoked));
-        revoked.set([Fingerprint::of_bytes(&[1])]);
+        revoked.set([Fingerprint::sha256(&[1])]);
         assert!(!sessions.has(&lost, &revoked) && sessions.has(&kept, &revoked));
         sessions.end_by(false);
         assert!(sessions.has(&token, &revoked) && !sessions.has(&kept, &revoked));

@@ -49,11 +49,11 @@ fn shortened(text: String) -> String {
 impl Diagnostic {
     /// `message`: "found: expected ...".
     pub(crate) fn new(file: &Path, place: Location, key: String, message: &str) -> Self {
-        Self { place: Some(place), key: shortened(key), ..Self::of_file(file, message) }
+        Self { place: Some(place), key: shortened(key), ..Self::for_file(file, message) }
     }
 
     /// Returns a mistake of a whole file; `message` as in `new`.
-    pub fn of_file(file: &Path, message: &str) -> Self {
+    pub fn for_file(file: &Path, message: &str) -> Self {
         let (problem, expected) = match message.split_once(": expected ") {
             Some((problem, expected)) => (problem, Some(expected.into())),
             None => (message, None),

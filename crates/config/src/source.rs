@@ -64,7 +64,7 @@ impl Source {
     /// Reads a file. Fails if it is larger than 8 MiB or no UTF-8.
     pub fn read(path: &Path) -> Result<Self, Diagnostic> {
         let unreadable =
-            |reason: &dyn Display| Diagnostic::of_file(path, &format!("{reason}: expected a readable TOML file"));
+            |reason: &dyn Display| Diagnostic::for_file(path, &format!("{reason}: expected a readable TOML file"));
         let mut bytes = Vec::new();
         let file = File::open(path).map_err(|reason| unreadable(&reason))?;
         file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(|reason| unreadable(&reason))?;

@@ -39,7 +39,7 @@ impl Agents {
     }
 
     /// Returns the agent of the server with that name and id, a new one if needed.
-    pub fn of_server(&mut self, name: &str, id: ServerId) -> &mut Agent {
+    pub fn entry(&mut self, name: &str, id: ServerId) -> &mut Agent {
         let position = match self.by_name.get(name) {
             Some(position) => *position,
             None => {

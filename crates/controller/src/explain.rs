@@ -95,7 +95,7 @@ impl ServiceView {
             self.names.insert(id, name);
             members.extend(member);
         }
-        self.pool = self.pool.of_servers(members);
+        self.pool = self.pool.replace_servers(members);
         self
     }
 

@@ -252,7 +252,7 @@ impl Controller {
     ) -> Result<Session, Rejection> {
         let id = self.fleet.id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
         self.check_relay(id, relay.as_ref())?;
-        let agent = self.agents.of_server(server, id);
+        let agent = self.agents.entry(server, id);
         if !agent.allow_register(now) {
             return Err(Rejection::TooManyRegistrations(server.to_owned()));
         }

@@ -71,7 +71,7 @@ impl Controller {
         let fleet = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
         let pool = pool.behind_racks(self.racks.summaries(fleet.index, now).cloned().collect());
-        if places_requests(fleet) { pool.of_requests() } else { pool }
+        if places_requests(fleet) { pool.counting_requests() } else { pool }
     }
 
     /// Returns the pool of the newest table with its changes.

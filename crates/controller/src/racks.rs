@@ -95,7 +95,7 @@ pub enum SummaryRefused {
 }
 
 impl Racks {
-    fn of_session(&mut self, session: u64) -> Option<&mut Rack> {
+    fn by_session(&mut self, session: u64) -> Option<&mut Rack> {
         self.known.values_mut().find(|rack| rack.session == Some(session))
     }
 
@@ -128,14 +128,14 @@ impl Racks {
     }
 
     pub fn begin(&mut self, relay: &RackRelay, session: &Session) {
-        if let Some(rack) = self.of_session(relay.rack) {
+        if let Some(rack) = self.by_session(relay.rack) {
             rack.changes += 1;
             rack.agents.insert(relay.stream, session.clone());
         }
     }
 
     pub fn end(&mut self, relay: &RackRelay) {
-        if let Some(rack) = self.of_session(relay.rack) {
+        if let Some(rack) = self.by_session(relay.rack) {
             rack.changes += 1;
             rack.agents.remove(&relay.stream);
         }
@@ -223,7 +223,7 @@ impl Controller {
 
     /// Ends a rack's session. Its summaries remain valid for their time.
     pub fn rack_goodbye(&mut self, session: u64) {
-        if let Some(rack) = self.racks.of_session(session) {
+        if let Some(rack) = self.racks.by_session(session) {
             rack.session = None;
             rack.agents.clear();
         }
@@ -231,7 +231,7 @@ impl Controller {
 
     /// Records that a rack has sent a message.
     pub fn rack_heard(&mut self, session: u64, now: Now) {
-        if let Some(rack) = self.racks.of_session(session) {
+        if let Some(rack) = self.racks.by_session(session) {
             rack.heard = now.monotonic;
         }
     }
@@ -263,7 +263,7 @@ impl Controller {
             summaries.insert(service, Arc::new(summary));
         }
         let fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
-        if let Some(rack) = self.racks.of_session(session) {
+        if let Some(rack) = self.racks.by_session(session) {
             rack.summaries.retain(|_, passed_up| passed_up.holds(now));
             let passed_up = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
                 (*service, PassedUp { summary: summary.clone(), fresh_until })

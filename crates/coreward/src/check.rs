@@ -185,7 +185,7 @@ impl Kind {
             return Ok(kinds[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
-        let mut list = vec![Diagnostic::of_file(source.path(), message)];
+        let mut list = vec![Diagnostic::for_file(source.path(), message)];
         list.extend(source.syntax_errors());
         Err(Diagnostics { list, more: 0 })
     }
@@ -194,7 +194,7 @@ impl Kind {
 /// The files of `[etcd.tls]`, as the daemon uses them.
 fn etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
-    let wrong = |error| Diagnostic::of_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
+    let wrong = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::cluster(&etcd).map(drop).map_err(wrong)
 }
 

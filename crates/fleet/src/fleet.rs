@@ -203,7 +203,7 @@ impl Fleet {
     }
 
     /// Sets values of the controller's own file: the document's path, and an RSS key that replaces the stored one.
-    pub fn of_controller(self, file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
+    pub fn with_controller(self, file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
         Self { file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 

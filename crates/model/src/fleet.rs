@@ -142,7 +142,7 @@ impl SimulatedCluster {
         self.eligible[position] = eligible;
     }
 
-    /// Each placement is of one request ([`Pool::of_requests`]).
+    /// Each placement is of one request ([`Pool::counting_requests`]).
     pub fn place_requests(&mut self) {
         self.of_requests = true;
     }
@@ -217,7 +217,7 @@ impl SimulatedCluster {
             None => Pool::new(servers, 1),
         };
         let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
-        let pool = if self.of_requests { pool.of_requests() } else { pool };
+        let pool = if self.of_requests { pool.counting_requests() } else { pool };
         policy.place(&pool, self.plan.buckets, self.sequence)
     }
 

@@ -157,9 +157,9 @@ impl RssKey {
         let destination = halves(vip);
         let mut tables = Box::<intf::toeplitz_source_tables>::default();
         for ((table, (first, second)), vip_byte) in tables.byte.iter_mut().zip(SOURCE_BYTES).zip(destination) {
-            let without = self.of_pair(first, second, 0, vip_byte);
+            let without = self.pair_hash(first, second, 0, vip_byte);
             for (source, entry) in table.iter_mut().enumerate() {
-                *entry = self.of_pair(first, second, source as u8, vip_byte) ^ without;
+                *entry = self.pair_hash(first, second, source as u8, vip_byte) ^ without;
             }
         }
         tables
@@ -171,13 +171,13 @@ impl RssKey {
         SOURCE_BYTES
             .iter()
             .zip(destination)
-            .fold(0, |hash, ((first, second), vip_byte)| hash ^ self.of_pair(*first, *second, 0, vip_byte))
+            .fold(0, |hash, ((first, second), vip_byte)| hash ^ self.pair_hash(*first, *second, 0, vip_byte))
     }
 
     /// Returns the contribution of a source byte and the destination byte at the same offset to the hash; they are
     /// bytes `first` and `second` of the input.
-    fn of_pair(&self, first: usize, second: usize, source: u8, destination: u8) -> u32 {
-        let (source, destination) = self.input.of_bytes(source, destination);
+    fn pair_hash(&self, first: usize, second: usize, source: u8, destination: u8) -> u32 {
+        let (source, destination) = self.input.transform(source, destination);
         self.toeplitz_of_byte(first, source) ^ self.toeplitz_of_byte(second, destination)
     }
 }

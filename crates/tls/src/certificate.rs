@@ -82,11 +82,11 @@ pub struct Fingerprint([u8; 32]);
 
 impl Fingerprint {
     pub fn of(der: &CertificateDer<'_>) -> Self {
-        Self::of_bytes(der)
+        Self::sha256(der)
     }
 
     /// Returns the SHA-256 of bytes.
-    pub fn of_bytes(bytes: &[u8]) -> Self {
+    pub fn sha256(bytes: &[u8]) -> Self {
         // rustls' hash avoids another implementation.
         let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
         let hash = suite.common.hash_provider.hash(bytes);

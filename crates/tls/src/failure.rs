@@ -139,12 +139,12 @@ impl std::error::Error for Failure {}
 impl Failure {
     pub fn of(error: &std::io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
-            Some(error) => Self::of_tls(error),
+            Some(error) => Self::from_tls(error),
             None => Self { reason: Reason::Broken, message: error.to_string() },
         }
     }
 
-    fn of_tls(error: &Error) -> Self {
+    fn from_tls(error: &Error) -> Self {
         use CertificateError as Wrong;
         let (reason, message) = match error {
             Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<NotAccepted>() {

@@ -10,7 +10,7 @@ use crate::xdp::{self, Args};
 /// modes and the empty one, one after the other, on the same connections. Fails without the right to load BPF programs,
 /// or when a program does not do what is expected of it.
 pub fn cheetah_5(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
-    let args = Args::of_rounds(*scenario.seeds.get_ref() as u32);
+    let args = Args::for_rounds(*scenario.seeds.get_ref() as u32);
     let panel = scenario.panel[0].title.get_ref();
     let costs = xdp::costs_by_connections(&args, progress)?;
     let samples = costs.iter().flat_map(|cost| {

@@ -42,7 +42,7 @@ impl Default for Args {
 
 impl Args {
     /// So many rounds, each as long as usual.
-    pub fn of_rounds(rounds: u32) -> Self {
+    pub fn for_rounds(rounds: u32) -> Self {
         Self { rounds, ..Self::default() }
     }
 }

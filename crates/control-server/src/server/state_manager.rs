@@ -240,7 +240,7 @@ impl StateManager {
 
     pub fn fleet(&self) -> Fleet {
         let rss_key = self.config.rss_key.as_ref().map(|key| key.expose().clone());
-        Fleet::new(&self.fleet, &self.records).of_controller(self.config.fleet.clone(), rss_key)
+        Fleet::new(&self.fleet, &self.records).with_controller(self.config.fleet.clone(), rss_key)
     }
 
     /// Returns the generation of the fleet's document in force.

@@ -58,7 +58,7 @@ impl TestEnv {
     }
 
     fn client_of(&self, url: &str, proof: Proof, host: Host) -> Client {
-        Client::of_several(vec![url.parse().unwrap()], &proof, host).unwrap()
+        Client::for_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
     }
 
     /// The status of curl's answer, or why there is none.
@@ -167,7 +167,7 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
         ("127.0.0.1:7401".to_owned(), Proof::Certificate(viewer), "a certificate proves nothing without TLS"),
     ] {
         let url: ControllerUrl = url.parse().unwrap();
-        let error = Client::of_several(vec![url], &proof, Host::AskedFor).unwrap_err().to_string();
+        let error = Client::for_controllers(vec![url], &proof, Host::AskedFor).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

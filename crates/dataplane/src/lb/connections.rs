@@ -224,7 +224,7 @@ impl Occupancy {
 }
 
 /// Returns the connections of one service.
-pub(super) fn of_service(table: &Table, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
+pub(super) fn service_connections(table: &Table, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
     let all = table.size().indexes().filter_map(|index| table.connection(index));
     all.filter(move |connection| connection.identity.service == service.0)
 }
@@ -259,7 +259,7 @@ impl Pinned {
     /// Returns the connections of a service with an entry; none without such a service.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
         let index = services_of(&self.maps).get(&service).map(|service| service.index);
-        index.into_iter().flat_map(|index| of_service(&self.maps.connections, index))
+        index.into_iter().flat_map(|index| service_connections(&self.maps.connections, index))
     }
 }
 
@@ -319,7 +319,7 @@ impl LoadBalancer {
 
     /// Returns the connections of a service with an entry, during operation.
     pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
-        of_service(&self.maps.connections, service)
+        service_connections(&self.maps.connections, service)
     }
 
     /// Limits the entries of one source prefix in the connection table: to be called as often as [`tick`](Self::tick).

@@ -19,10 +19,10 @@ pub fn listeners(facts: &Facts) -> Vec<Finding> {
     let queues =
         facts.device.as_ref().and_then(|device| device.channels).map_or(1, |channels| usize::from(channels.receive));
     let steers = facts.settings.steer != Steer::Off;
-    served(facts).map(|(service, sockets)| of_service(service, sockets, queues, steers)).collect()
+    served(facts).map(|(service, sockets)| check_service(service, sockets, queues, steers)).collect()
 }
 
-fn of_service(service: &Service, sockets: &Result<Sockets, String>, queues: usize, steers: bool) -> Finding {
+fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: usize, steers: bool) -> Finding {
     let name = words(service);
     let sockets = match sockets {
         Ok(sockets) => sockets,

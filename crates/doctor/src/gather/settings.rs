@@ -60,7 +60,7 @@ impl CliOptions {
             }
         };
         let mut read = match &self.config {
-            Some(file) => of_file(role, file)?,
+            Some(file) => read_file(role, file)?,
             None => without_file(role),
         };
         if let Some(interface) = &self.interface {
@@ -116,7 +116,7 @@ fn without_file(role: Role) -> Read {
     Read { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_place: None }
 }
 
-fn of_file(role: Role, file: &Path) -> anyhow::Result<Read> {
+fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
     let read = without_file(role);
     Ok(match role {
         Role::Lb => {

@@ -142,7 +142,7 @@ impl FleetConfig {
         if is_empty {
             let message =
                 "nothing in it: expected [[server]] and [[service]], or some other key where none of these is wanted";
-            return Err(Diagnostic::of_file(source.path(), message).into());
+            return Err(Diagnostic::for_file(source.path(), message).into());
         }
         Self::on_record(source)
     }

@@ -10,8 +10,8 @@ use super::file::{PolicyName, Service, UdpMode};
 /// Returns the service's mode; mistakes are on the reader's list.
 pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     let mode = match protocol {
-        Protocol::Tcp => of_tcp(service, reader),
-        Protocol::Udp => of_udp(service, reader),
+        Protocol::Tcp => tcp_mode(service, reader),
+        Protocol::Udp => udp_mode(service, reader),
     };
     let Some(written) = &service.forwarding else { return mode };
     let forwarding = *written.get_ref();
@@ -26,7 +26,7 @@ pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> Ser
     ServiceMode { forwarding, ..mode }
 }
 
-fn of_udp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
+fn udp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     let spans = [
         ("consistency", service.consistency.as_ref().map(Spanned::span)),
         ("timestamps", service.timestamps.as_ref().map(Spanned::span)),
@@ -46,7 +46,7 @@ fn of_udp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     }
 }
 
-fn of_tcp(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
+fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     if let Some(udp) = &service.udp {
         reader.mistake(udp.span(), "a TCP service has no `udp`: expected it with `protocol = \"udp\"` only");
     }

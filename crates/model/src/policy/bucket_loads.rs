@@ -99,7 +99,7 @@ impl BucketLoads {
     }
 
     /// Returns the loads that the bucket reaches, by server; `None`: they are not kept.
-    pub fn of_bucket(&self, bucket: u32) -> Option<&[f64]> {
+    pub fn bucket_loads(&self, bucket: u32) -> Option<&[f64]> {
         let start = bucket as usize * self.columns.len();
         self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
     }

@@ -87,7 +87,7 @@ impl CrossRssPlus {
 }
 
 impl Cost {
-    fn of_connection(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
+    fn connection_cost(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
         match self {
             Cost::Share(share) => *share * pool.load_per_connection(),
             Cost::Deficit { opened } => {
@@ -175,7 +175,7 @@ impl RecentLoads {
             *loads = known.evened.clone();
             self.of_servers.push(known);
         }
-        Cow::Owned(pool.with_servers(evened))
+        Cow::Owned(pool.with_loads_of(evened))
     }
 }
 
@@ -208,7 +208,7 @@ impl Policy for CrossRssPlus {
         let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
         // Every load balancer sees only its own assignments; the others' are about as many.
-        let cost = self.cost.of_connection(pool, kept) * f64::from(pool.load_balancers);
+        let cost = self.cost.connection_cost(pool, kept) * f64::from(pool.load_balancers);
         // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
         // the lowest id.
         table.assignment_cost = fixed_point(cost).max(1);

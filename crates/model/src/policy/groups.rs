@@ -270,7 +270,7 @@ impl<'a> Cores<'a> {
             }
         }
         for list in &passed_up.lists {
-            for (core, load) in list.of_bucket(bucket) {
+            for (core, load) in list.bucket(bucket) {
                 let Some(server) = taking_part(core) else { continue };
                 if !least.offer(self.levels.normalize(server.class(), *load), *load, *core) {
                     break;
@@ -285,7 +285,7 @@ impl<'a> Cores<'a> {
             return;
         }
         let looked_up: Vec<f64>;
-        let loads = match known.reached.of_bucket(bucket) {
+        let loads = match known.reached.bucket_loads(bucket) {
             Some(loads) => loads,
             None => {
                 looked_up = known.servers.iter().map(|server| self.core(known.group, server, bucket).1).collect();

@@ -44,13 +44,13 @@ impl Least {
     }
 
     /// Returns the policy over all servers, however many: for simulations only.
-    pub fn of_all(seed: u64) -> Self {
+    pub fn over_all_servers(seed: u64) -> Self {
         Self { candidates: usize::MAX, ..Self::new(seed) }
     }
 
     /// Returns every server's load in the table, by id, and the cost of one connection.
     fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
-        let have = self.measure.of_servers(pool);
+        let have = self.measure.server_loads(pool);
         let per_connection = self.per_connection(pool, &have);
         let compared = normalize(&have, &self.measure.parts(pool), pool.opened_connections, per_connection);
         let most = compared.iter().copied().fold(0.0, f64::max);
@@ -221,7 +221,7 @@ mod tests {
             of_bucket.dedup();
             assert_eq!(of_bucket.len(), 8);
         }
-        let all = Least::of_all(3).place(&servers, BucketCount::new(1).unwrap(), 1);
+        let all = Least::over_all_servers(3).place(&servers, BucketCount::new(1).unwrap(), 1);
         assert_eq!(all.candidates_of(0, 0).len(), 400);
     }
 

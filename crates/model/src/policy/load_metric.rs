@@ -26,7 +26,7 @@ impl LoadMetric {
     }
 
     /// Returns the fullness of each eligible server, by id. A server without data counts as the mean of the others.
-    pub fn of_servers(self, pool: &Pool) -> Vec<f64> {
+    pub fn server_loads(self, pool: &Pool) -> Vec<f64> {
         let neutral = pool.neutral_load();
         let of = |server: &PoolServer| match self {
             LoadMetric::Connections => Some(f64::from(server.open_connections)),

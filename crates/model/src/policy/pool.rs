@@ -94,7 +94,7 @@ impl Pool {
     }
 
     /// Returns the pool at the same time with these servers.
-    pub fn of_servers(self, servers: Vec<PoolServer>) -> Self {
+    pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self { load_balancers, opened_connections, of_requests, new_interval, racks, .. } = self;
         let pool = Self { opened_connections, of_requests, new_interval, ..Self::new(servers, load_balancers) };
         pool.behind_racks(racks)
@@ -200,7 +200,7 @@ impl Pool {
 
     /// Returns the pool in which a "connection" is one request, for UDP services that place each datagram on its own:
     /// no request is left at the next table.
-    pub fn of_requests(self) -> Self {
+    pub fn counting_requests(self) -> Self {
         Self { of_requests: true, ..self }
     }
 
@@ -215,7 +215,7 @@ impl Pool {
     }
 
     /// Returns the pool with other loads of these servers.
-    pub(super) fn with_servers(&self, servers: Vec<PoolServer>) -> Self {
+    pub(super) fn with_loads_of(&self, servers: Vec<PoolServer>) -> Self {
         Self { servers, racks: self.racks.clone(), positions: Vec::new(), totals: OnceLock::new(), ..*self }
     }
 

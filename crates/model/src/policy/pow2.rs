@@ -44,7 +44,8 @@ impl Policy for PowerOfTwo {
         let mut table = table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
         if self.measure != LoadMetric::Cpu {
             let parts = self.measure.parts(pool);
-            let full: Vec<f64> = self.measure.of_servers(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
+            let full: Vec<f64> =
+                self.measure.server_loads(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
             let fullest = full.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
             for (member, full) in table.members.iter_mut().zip(full) {
                 member.load = fixed_point(full / fullest);

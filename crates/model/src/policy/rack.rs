@@ -59,7 +59,7 @@ pub struct CandidateList {
 
 impl CandidateList {
     /// Returns the candidates of a bucket; none where the list is for fewer buckets.
-    pub fn of_bucket(&self, bucket: u32) -> &[(Core, f64)] {
+    pub fn bucket(&self, bucket: u32) -> &[(Core, f64)] {
         let start = bucket as usize * self.per_bucket;
         self.candidates.get(start..start + self.per_bucket).unwrap_or_default()
     }

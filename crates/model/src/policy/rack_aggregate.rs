@@ -123,6 +123,6 @@ fn lists<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a
 }
 
 fn places(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
-    let candidates = list.of_bucket(bucket).iter();
+    let candidates = list.bucket(bucket).iter();
     candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, source: position as u32 })
 }

@@ -53,7 +53,7 @@ impl InputTransform {
     }
 
     /// Transforms a source byte and the destination byte at the same offset.
-    pub(super) fn of_bytes(self, source: u8, destination: u8) -> (u8, u8) {
+    pub(super) fn transform(self, source: u8, destination: u8) -> (u8, u8) {
         match self {
             Self::None => (source, destination),
             Self::SymmetricXor => (source ^ destination, source ^ destination),
@@ -72,7 +72,7 @@ impl InputTransform {
         for pair in [addresses, ports] {
             let (sources, destinations) = pair.split_at_mut(pair.len() / 2);
             for (source, destination) in sources.iter_mut().zip(destinations) {
-                (*source, *destination) = self.of_bytes(*source, *destination);
+                (*source, *destination) = self.transform(*source, *destination);
             }
         }
         tuple

@@ -178,7 +178,7 @@ fn requests_count_what_they_bring() {
     let rss_key = key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
-    let pool = pool.with_opened_connections(400).of_requests();
+    let pool = pool.with_opened_connections(400).counting_requests();
     let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // All load, 4, over the requests of an interval; each of the two load balancers sees half of them.
     let cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);

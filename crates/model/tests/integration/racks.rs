@@ -54,7 +54,7 @@ prop_compose! {
 
 fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
     let pool = Pool::new(servers.to_vec(), 2).with_opened_connections(300);
-    if requests { pool.of_requests() } else { pool }
+    if requests { pool.counting_requests() } else { pool }
 }
 
 /// The servers a report later: other loads; now and then one is not heard, comes or goes.
@@ -114,7 +114,7 @@ proptest! {
                 let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
                 known_above.iter().for_each(|server| pool.renew(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if requests { pool.of_requests() } else { pool }.behind_racks(passed_up);
+                let pool = if requests { pool.counting_requests() } else { pool }.behind_racks(passed_up);
                 prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going on", name, report);
                 kept = Some(pool);
                 later(&mut servers, report);
@@ -138,7 +138,7 @@ proptest! {
         let mut sorted = loads.clone();
         sorted.sort_by(f64::total_cmp);
         sorted.truncate(most.min(8));
-        let found: Vec<f64> = summary.lists[0].of_bucket(0).iter().map(|(_, load)| *load).collect();
+        let found: Vec<f64> = summary.lists[0].bucket(0).iter().map(|(_, load)| *load).collect();
         prop_assert_eq!(found, sorted);
     }
 }

@@ -252,7 +252,7 @@ impl Quantity {
         let panels = table.panels.iter().filter(|panel| self.wants(panel));
         let mut values = Vec::new();
         for panel in panels {
-            values.extend(self.of_panel(panel, of)?);
+            values.extend(self.panel_values(panel, of)?);
         }
         Some(taken(values, self.take))
     }
@@ -261,11 +261,11 @@ impl Quantity {
         self.panel.as_ref().is_none_or(|title| *title.get_ref() == panel.title)
     }
 
-    fn of_panel(&self, panel: &PanelTable, of: Of) -> Option<Vec<f64>> {
+    fn panel_values(&self, panel: &PanelTable, of: Of) -> Option<Vec<f64>> {
         let curves: Vec<Vec<f64>> = self
             .named()
             .filter_map(|label| panel.curves.iter().find(|curve| curve.label == *label.get_ref()))
-            .map(|curve| self.of_curve(curve, of))
+            .map(|curve| self.curve_values(curve, of))
             .collect::<Option<_>>()?;
         let best = if self.greatest_of.is_empty() { f64::min } else { f64::max };
         curves
@@ -274,7 +274,7 @@ impl Quantity {
             .or(Some(Vec::new()))
     }
 
-    fn of_curve(&self, curve: &Curve, of: Of) -> Option<Vec<f64>> {
+    fn curve_values(&self, curve: &Curve, of: Of) -> Option<Vec<f64>> {
         if let Some(height) = self.reaches {
             let points: Option<Vec<(f64, f64)>> =
                 curve.cells.iter().map(|cell| Some((cell.x, of.value(cell)?))).collect();

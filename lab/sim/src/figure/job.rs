@@ -69,7 +69,7 @@ impl Outcome {
     /// The wanted value; `None` when the run has none (a policy without peak, a class without requests).
     pub fn value(&self, wanted: &Wanted) -> Option<f64> {
         match self {
-            Self::Rpc(outcome) => of_requests(outcome, wanted.measure),
+            Self::Rpc(outcome) => request_metric(outcome, wanted.measure),
             Self::Peak(peak, full) => {
                 let most = wanted.at_most.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full).min(most);
@@ -134,7 +134,7 @@ fn run_of(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::Run> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 
-fn of_requests(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
+fn request_metric(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
     match measure {
         Metric::P99 => Some(outcome.all.p99),
         Metric::Mean => Some(outcome.all.mean),

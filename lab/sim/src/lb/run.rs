@@ -22,10 +22,10 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
         return Err(unknown_policy(name).into());
     }
     let runs: Vec<Run> = if config.trace.varies_with_seed() {
-        let of_seed = |seed: &u64| Run::of_seeds(config, std::slice::from_ref(seed));
+        let of_seed = |seed: &u64| Run::simulate_seeds(config, std::slice::from_ref(seed));
         par_map_ordered(&config.seeds, of_seed).into_iter().collect::<Result<_, _>>()?
     } else {
-        vec![Run::of_seeds(config, &config.seeds)?]
+        vec![Run::simulate_seeds(config, &config.seeds)?]
     };
     Ok(outcome(config, runs))
 }
@@ -43,7 +43,7 @@ struct Run {
 
 impl Run {
     /// Simulates every policy with these seeds on the traffic of the first.
-    fn of_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
+    fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.overlaid(seeds[0], config.overlay, config.read)?;
         let speed = config.replay_speed;
         let sped = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };

@@ -128,7 +128,7 @@ mod tests {
 
     #[test]
     fn the_rate_of_an_open_system_follows_from_the_mean_duration() {
-        let mut source = Source::new(Arrivals::Open { connections: 1_000.0 }, &Mix::of_one(10.0), 0, 1);
+        let mut source = Source::new(Arrivals::Open { connections: 1_000.0 }, &Mix::constant(10.0), 0, 1);
         let mut count = 0;
         while source.next() < from_seconds(1_000.0) {
             source.take().unwrap();
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn a_request_is_sent_again_when_it_has_ended() {
         let wave = RateStep { low: 1_000.0, high: 2_000.0, length: 40.0 };
-        let mix = Mix::of_one(10.0);
+        let mix = Mix::constant(10.0);
         let mut source = Source::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);
         assert!(source.take().is_some() && source.take().is_some() && source.take().is_none());
         source.ended(0);

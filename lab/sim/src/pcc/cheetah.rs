@@ -50,7 +50,7 @@ impl Cheetah {
         let by_counts = config.knowledge == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match by_counts {
             // All servers' counts are known, so all can be compared, and no bucket is needed.
-            true => Box::new(Least::of_all(seed)),
+            true => Box::new(Least::over_all_servers(seed)),
             false => policy::named(name, seed).expect("a method's policy exists"),
         };
         let buckets = if by_counts { one_bucket() } else { config.buckets };

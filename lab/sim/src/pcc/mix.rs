@@ -76,7 +76,7 @@ impl Mix {
 
     /// Connections that all last `seconds`.
     #[cfg(test)]
-    pub fn of_one(seconds: f64) -> Self {
+    pub fn constant(seconds: f64) -> Self {
         Self::new(vec![Kind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
     }
 

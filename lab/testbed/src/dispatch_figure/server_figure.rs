@@ -12,7 +12,7 @@ use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
 use super::dispatcher::{Dispatcher, key_value_service};
-use super::points::{self, found, key, of_one_curve};
+use super::points::{self, found, key, same_curve};
 use super::requests::{Measurement, Requests, allow_sockets};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
@@ -38,7 +38,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut site = None;
     progress(0, configs.len());
-    for group in configs.chunk_by(|a, b| of_one_curve(a, b)) {
+    for group in configs.chunk_by(|a, b| same_curve(a, b)) {
         let site = TestEnv::with_workers(&mut site, group[0].cores)?;
         let service = key_value_service(&group[0].policy, &group[0].service, unit_us)?;
         let dispatcher = Dispatcher::start(&site.testbed, 1, &service, group[0].cores)?;
@@ -53,7 +53,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         Job::Rpc(config) => found(&measured, config)?.value(place.wanted.measure),
         Job::Peak(search) => {
             let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
-            let curve = configs.iter().filter(|config| of_one_curve(config, &of_seed));
+            let curve = configs.iter().filter(|config| same_curve(config, &of_seed));
             let p99 = |config: &&&rpc::Config| Ok((config.load, found(&measured, **config)?.value(Metric::ShortP99)?));
             points::peak(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
         }

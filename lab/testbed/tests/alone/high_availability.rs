@@ -61,7 +61,7 @@ fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Proce
 }
 
 /// `coreward ARGUMENTS`, of this controller; one that stands still is given up after 10 s.
-fn of_one(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
+fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = asking_of(testbed, [controller], arguments)?;
     let mut hurried = Command::new("timeout");
     hurried.arg("10").arg(command.get_program()).args(command.get_args());
@@ -141,7 +141,7 @@ impl Datacentre {
         let mut refusals = Vec::new();
         while Instant::now() < end {
             for number in 1..=3 {
-                match of_one(&self.testbed, number, &["apply", "--yes", &file.display().to_string()]) {
+                match run_coreward(&self.testbed, number, &["apply", "--yes", &file.display().to_string()]) {
                     Ok(()) => {
                         self.document = document;
                         return number;

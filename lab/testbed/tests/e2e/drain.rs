@@ -97,7 +97,7 @@ impl Begun {
     }
 }
 
-fn of_server(connections: Open, server: u16) -> (Open, Open) {
+fn answered_by(connections: Open, server: u16) -> (Open, Open) {
     connections.into_iter().partition(|(_, answerer)| answerer.server == server)
 }
 
@@ -107,7 +107,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
         return;
     }
     let mut site = TestEnv::start("drained");
-    let (mut leaving, mut staying) = of_server(open_at_each(&site.testbed, &[1, 2], 2), 1);
+    let (mut leaving, mut staying) = answered_by(open_at_each(&site.testbed, &[1, 2], 2), 1);
     let remain = leaving.len();
     let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting.says(&format!("s1 is draining: {remain} connections remain\n"));
@@ -144,7 +144,7 @@ fn ended_wait_leaves_the_server_drained() {
         return;
     }
     let mut site = TestEnv::start("drainend");
-    let (mut of_1, _of_2) = of_server(open_at_each(&site.testbed, &[1], 2), 1);
+    let (mut of_1, _of_2) = answered_by(open_at_each(&site.testbed, &[1], 2), 1);
     let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted: the short timeout below has only to ask.
     interrupted.says(&format!(" {} connections remain\n", of_1.len()));
@@ -188,7 +188,7 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
         return;
     }
     let mut site = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
-    let (mut leaving, _staying) = of_server(open_at_each(&site.testbed, &[1], 1), 1);
+    let (mut leaving, _staying) = answered_by(open_at_each(&site.testbed, &[1], 1), 1);
     let json = |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let drained = json(site.coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drained["server"], &drained["state"]), (&"s1".into(), &"draining".into()), "{drained}");
