@@ -12,7 +12,6 @@ use coreward_model::dispatch::{
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::Geometry;
 use coreward_runtime::message::{HintMessage, Message, Trigger};
-use coreward_runtime::ring::DamagedCursor;
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::buffers::Buffers;
@@ -204,6 +203,7 @@ impl Engine {
         if let Err(error) = sent {
             tracing::warn!(event = "request-rejected", core, service, %error, "a core rejected a request");
             self.services[usize::from(service)].counters.rejected += 1;
+            self.counters.damaged += u64::from(matches!(error, RuntimeError::Damaged { .. }));
             self.balancer.feedback(service, core, 1).expect("the request was counted");
             self.release_core(core);
         }
@@ -227,24 +227,11 @@ impl Engine {
 
     #[inline]
     fn poll_core(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        let received = self.receive_responses(core, answer).and_then(|responses| {
-            let messages = self.receive_messages(now, core)?;
-            Ok(responses + messages)
-        });
-        received.unwrap_or_else(|error| {
-            tracing::warn!(event = "queues-damaged", core, %error, "a core has damaged queues");
-            self.counters.damaged += 1;
-            self.release_core(core);
-            0
-        })
+        self.receive_responses(core, answer) + self.receive_messages(now, core)
     }
 
     #[inline]
-    fn receive_responses(
-        &mut self,
-        core: u16,
-        answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8]),
-    ) -> Result<usize, DamagedCursor> {
+    fn receive_responses(&mut self, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let Self { queues, balancer, services, cores, counters, .. } = self;
         let mut accounts = Accounts { balancer, services, cores, counters };
         queues.receive_responses(core, BATCH, |header, payload| {
@@ -257,7 +244,7 @@ impl Engine {
     }
 
     #[inline]
-    fn receive_messages(&mut self, now: u64, core: u16) -> Result<usize, DamagedCursor> {
+    fn receive_messages(&mut self, now: u64, core: u16) -> usize {
         let Self { queues, balancer, services, cores, counters, .. } = self;
         let mut accounts = Accounts { balancer, services, cores, counters };
         queues.receive_messages(core, BATCH, |message| accounts.apply(now, message))

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::error::RuntimeError;
-use crate::layout::{Geometry, MESSAGES, RawMessage, SlotHeader};
+use crate::layout::{Geometry, MESSAGES, RawMessage, SEQUENCE_BYTES, SlotHeader};
 use crate::message::{HintMessage, Message};
 use crate::ring::{Consumer, DamagedCursor, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
@@ -102,10 +102,13 @@ impl CoreQueues {
             position
         };
         let (tails, heads) = (&lines.orchestrator_tails, &lines.orchestrator_heads);
-        for (priority, producer) in rings.requests.iter_mut().enumerate() {
-            *producer = Producer::new(geometry.slots, adopt(&tails.data[priority], &lines.worker_heads.data[priority]));
+        for (priority, producer) in (0..).zip(&mut rings.requests) {
+            let index = usize::from(priority);
+            *producer = Producer::new(geometry.slots, adopt(&tails.data[index], &lines.worker_heads.data[index]));
+            producer.clear(|slot| self.segment.sequence(geometry.request(core, priority, slot)));
         }
         rings.hints = Producer::new(MESSAGES, adopt(&tails.messages, &lines.worker_heads.messages));
+        rings.hints.clear(|slot| self.segment.sequence(geometry.downlink_message(core, slot)));
         let responses = adopt(&heads.data[0], &lines.worker_tails.data[0]);
         rings.responses = Consumer::new(geometry.response_slots(), responses);
         rings.messages = Consumer::new(MESSAGES, adopt(&heads.messages, &lines.worker_tails.messages));
@@ -147,9 +150,9 @@ impl CoreQueues {
             completed: 0,
             arrived: header.arrived,
         };
-        segment.write_slot(geometry.request(core, priority, slot), header, payload);
-        producer.advance();
-        producer.publish(&lines.orchestrator_tails.data[usize::from(priority)]);
+        let offset = geometry.request(core, priority, slot);
+        segment.write_slot(offset, header, payload);
+        producer.publish(segment.sequence(offset), &lines.orchestrator_tails.data[usize::from(priority)]);
         Ok(())
     }
 
@@ -158,26 +161,26 @@ impl CoreQueues {
         let lines = self.segment.core(core);
         let producer = &mut self.rings[usize::from(core)].hints;
         let slot = reserved(producer.free_slot(&lines.worker_heads.messages), core, "hints")?;
-        self.segment.write_message(self.segment.geometry.downlink_message(core, slot), hint.into());
-        producer.advance();
-        producer.publish(&lines.orchestrator_tails.messages);
+        let offset = self.segment.geometry.downlink_message(core, slot);
+        self.segment.write_message(offset, hint.into());
+        producer.publish(self.segment.sequence(offset), &lines.orchestrator_tails.messages);
         Ok(())
     }
 
     /// Receives up to `limit` responses of the core, and returns their number. A response whose length is out of range
-    /// is passed as `None` payload. Fails when the ring is damaged.
+    /// is passed as `None` payload.
     #[inline]
     pub fn receive_responses(
         &mut self,
         core: u16,
         limit: usize,
         mut receive: impl FnMut(ResponseHeader, Option<&[u8]>),
-    ) -> Result<usize, DamagedCursor> {
+    ) -> usize {
         let Self { segment, rings } = self;
         let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].responses);
         let mut received = 0;
         while received < limit
-            && let Some(slot) = consumer.oldest_slot(&lines.worker_tails.data[0])?
+            && let Some(slot) = consumer.oldest_slot(|slot| segment.sequence(segment.geometry.response(core, slot)))
         {
             let (header, payload) = segment.read_slot(segment.geometry.response(core, slot));
             let service = u8::try_from(header.service).unwrap_or(u8::MAX);
@@ -186,23 +189,19 @@ impl CoreQueues {
             consumer.publish(&lines.orchestrator_heads.data[0]);
             received += 1;
         }
-        Ok(received)
+        received
     }
 
     /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
-    /// `None`. Fails when the ring is damaged.
+    /// `None`.
     #[inline]
-    pub fn receive_messages(
-        &mut self,
-        core: u16,
-        limit: usize,
-        mut receive: impl FnMut(Option<Message>),
-    ) -> Result<usize, DamagedCursor> {
+    pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings } = self;
         let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].messages);
         let mut received = 0;
         while received < limit
-            && let Some(slot) = consumer.oldest_slot(&lines.worker_tails.messages)?
+            && let Some(slot) =
+                consumer.oldest_slot(|slot| segment.sequence(segment.geometry.uplink_message(core, slot)))
         {
             receive(segment.read_message(segment.geometry.uplink_message(core, slot)).message());
             consumer.advance();
@@ -211,7 +210,7 @@ impl CoreQueues {
         if received > 0 {
             consumer.publish(&lines.orchestrator_heads.messages);
         }
-        Ok(received)
+        received
     }
 }
 
@@ -219,7 +218,7 @@ impl Segment {
     /// Writes a slot that belongs to this side. The payload fits.
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
-        let start: *mut SlotHeader = self.slot(offset, size_of::<SlotHeader>() + payload.len());
+        let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
         // SAFETY: inside the mapping and aligned (`Segment::slot`); no other side accesses the slot until it is
         // published.
         unsafe {
@@ -232,7 +231,8 @@ impl Segment {
     /// be used after the slot was returned.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
-        let start: *mut SlotHeader = self.slot(offset, self.geometry.slot_bytes as usize);
+        let bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;
+        let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, bytes);
         // SAFETY: inside the mapping and aligned (`Segment::slot`); any bit pattern is a header.
         let header = unsafe { start.read() };
         let length = header.length as usize;
@@ -245,12 +245,12 @@ impl Segment {
     #[inline]
     pub(crate) fn write_message(&self, offset: usize, message: RawMessage) {
         // SAFETY: as in `write_slot`.
-        unsafe { self.slot::<RawMessage>(offset, size_of::<RawMessage>()).write(message) }
+        unsafe { self.slot::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).write(message) }
     }
 
     #[inline]
     pub(crate) fn read_message(&self, offset: usize) -> RawMessage {
         // SAFETY: as in `read_slot`.
-        unsafe { self.slot::<RawMessage>(offset, size_of::<RawMessage>()).read() }
+        unsafe { self.slot::<RawMessage>(offset + SEQUENCE_BYTES, size_of::<RawMessage>()).read() }
     }
 }

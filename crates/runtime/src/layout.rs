@@ -6,7 +6,8 @@
 //!          | messages to the orchestrator | messages to the worker | responses | requests of priority 0 | 1 | ...
 //! ```
 //!
-//! Each cache line has one writer. A worker polls one line: the tails of the orchestrator.
+//! Each cache line has one writer. A slot and a message begin with their sequence ([`mod@crate::ring`]): the reader
+//! polls the next one.
 
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -16,7 +17,7 @@ use coreward_model::dispatch::MAX_SERVICES;
 /// First bytes of the memory.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this layout. Another version is rejected.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 /// Bytes of a cache line: everything is aligned to it.
 pub(crate) const LINE: usize = 64;
 /// Limit of priorities (RingLeader, NSDI'23, Sect. 6).
@@ -26,6 +27,10 @@ pub const MAX_CORES: u16 = 256;
 pub const MAX_SLOTS: u32 = 1024;
 /// Limit of a slot's bytes: the largest UDP payload fits.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
+/// Bytes of the sequence of a slot or a message, which keep what follows aligned.
+pub(crate) const SEQUENCE_BYTES: usize = 8;
+/// Bytes of a message with its sequence.
+pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
 /// Messages in each direction between a core's worker and the orchestrator.
 pub(crate) const MESSAGES: u32 = 256;
 
@@ -82,7 +87,7 @@ pub(crate) struct CoreLines {
     pub worker_heads: Heads,
 }
 
-/// Start of a slot of requests or responses; the payload follows.
+/// Start of a slot of requests or responses behind its sequence; the payload follows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct SlotHeader {
@@ -99,7 +104,7 @@ pub(crate) struct SlotHeader {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[repr(C, align(32))]
+#[repr(C)]
 pub(crate) struct RawMessage {
     pub kind: u8,
     pub service: u8,
@@ -153,12 +158,12 @@ impl Geometry {
 
     /// Bytes of the smallest slot for payloads of up to `payload` bytes.
     pub fn slot_bytes(payload: u16) -> u32 {
-        (size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(LINE) as u32
+        (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(LINE) as u32
     }
 
     /// Payload bytes that fit a slot.
     pub fn payload_bytes(&self) -> usize {
-        self.slot_bytes as usize - size_of::<SlotHeader>()
+        self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
     }
 
     /// Slots of a core's ring of responses: one for each request that the core can have.
@@ -167,7 +172,7 @@ impl Geometry {
     }
 
     fn messages_bytes() -> usize {
-        MESSAGES as usize * size_of::<RawMessage>()
+        MESSAGES as usize * MESSAGE_BYTES
     }
 
     fn core_bytes(&self) -> usize {
@@ -190,7 +195,7 @@ impl Geometry {
     }
 
     pub(crate) fn uplink_message(&self, core: u16, slot: u32) -> usize {
-        self.core(core) + size_of::<CoreLines>() + slot as usize * size_of::<RawMessage>()
+        self.core(core) + size_of::<CoreLines>() + slot as usize * MESSAGE_BYTES
     }
 
     pub(crate) fn downlink_message(&self, core: u16, slot: u32) -> usize {
@@ -218,8 +223,8 @@ mod tests {
         for core in 0..3 {
             parts.push((geometry.core(core), size_of::<CoreLines>()));
             for slot in 0..MESSAGES {
-                parts.push((geometry.uplink_message(core, slot), size_of::<RawMessage>()));
-                parts.push((geometry.downlink_message(core, slot), size_of::<RawMessage>()));
+                parts.push((geometry.uplink_message(core, slot), MESSAGE_BYTES));
+                parts.push((geometry.downlink_message(core, slot), MESSAGE_BYTES));
             }
             parts.extend((0..8).map(|slot| (geometry.response(core, slot), 128)));
             for priority in 0..2 {

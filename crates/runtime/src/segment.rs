@@ -11,6 +11,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::Path;
 use std::ptr::NonNull;
+use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use nix::errno::Errno;
@@ -229,6 +230,12 @@ impl Segment {
     #[inline]
     pub fn core(&self, core: u16) -> &CoreLines {
         self.at(self.geometry.core(core))
+    }
+
+    /// The sequence of the slot or message at `offset`.
+    #[inline]
+    pub fn sequence(&self, offset: usize) -> &AtomicU32 {
+        self.at(offset)
     }
 
     /// `T` has only atomic fields.

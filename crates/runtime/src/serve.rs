@@ -101,7 +101,7 @@ pub struct Context<'c> {
 }
 
 trait Preempt {
-    fn is_preempted(&mut self, priority: u8) -> Result<bool, RuntimeError>;
+    fn is_preempted(&mut self, priority: u8) -> bool;
     fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError>;
     fn core(&self) -> u16;
 }
@@ -118,7 +118,7 @@ impl Context<'_> {
     }
 
     fn try_yield(&mut self) -> Result<(), RuntimeError> {
-        if self.server.is_preempted(self.priority)? && self.slice_started.elapsed() >= self.quantum {
+        if self.server.is_preempted(self.priority) && self.slice_started.elapsed() >= self.quantum {
             self.server.serve_above(self.priority)?;
             self.slice_started = Instant::now();
         }
@@ -150,12 +150,12 @@ impl Worker<'_> {
 
 impl Preempt for Server<'_, '_> {
     #[inline]
-    fn is_preempted(&mut self, priority: u8) -> Result<bool, RuntimeError> {
-        self.worker.highest(priority).map(|highest| highest.is_some())
+    fn is_preempted(&mut self, priority: u8) -> bool {
+        self.worker.highest(priority).is_some()
     }
 
     fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError> {
-        while let Some((higher, slot)) = self.worker.highest(priority)? {
+        while let Some((higher, slot)) = self.worker.highest(priority) {
             self.counters.preempting += 1;
             self.serve_request(higher, slot)?;
         }
@@ -193,10 +193,10 @@ impl Server<'_, '_> {
     /// Acts on a hint and serves a request, if there are any. Returns whether it served one.
     #[inline]
     fn serve_one(&mut self) -> Result<bool, RuntimeError> {
-        if let Some(hint) = self.worker.next_hint()? {
+        if let Some(hint) = self.worker.next_hint() {
             self.handler.load_hint(hint, self.worker)?;
         }
-        let Some((priority, slot)) = self.worker.highest(u8::MAX)? else { return Ok(false) };
+        let Some((priority, slot)) = self.worker.highest(u8::MAX) else { return Ok(false) };
         self.serve_request(priority, slot)?;
         Ok(true)
     }
@@ -207,7 +207,7 @@ impl Server<'_, '_> {
             self.worker.disable_service(service, core)?;
         }
         self.worker.wait_until_messages_are_read()?;
-        while let Some((priority, slot)) = self.worker.highest(u8::MAX)? {
+        while let Some((priority, slot)) = self.worker.highest(u8::MAX) {
             self.serve_request(priority, slot)?;
         }
         self.report_all()?;

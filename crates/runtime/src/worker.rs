@@ -199,24 +199,22 @@ impl Worker<'_> {
         self.send(Message::RearmLoadMonitor { service })
     }
 
-    /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped. Fails when the
-    /// ring is damaged.
-    pub fn next_hint(&mut self) -> Result<Option<HintMessage>, RuntimeError> {
-        let (lines, hints) = (self.segment.core(self.core), &mut self.rings.hints);
-        let core = self.core;
-        let mut oldest = || hints.oldest_slot(&lines.orchestrator_tails.messages);
-        let Some(slot) = oldest().map_err(|cursors| RuntimeError::Damaged { core, cursors })? else { return Ok(None) };
-        let message = self.segment.read_message(self.segment.geometry.downlink_message(core, slot));
-        hints.advance();
-        hints.publish(&lines.worker_heads.messages);
-        Ok(message.hint())
+    /// Returns the next hint for this core (LoadHint), if one waits. Hints of unknown kind are skipped.
+    pub fn next_hint(&mut self) -> Option<HintMessage> {
+        let Self { segment, core, rings, .. } = self;
+        let offset = |slot| segment.geometry.downlink_message(*core, slot);
+        let slot = rings.hints.oldest_slot(|slot| segment.sequence(offset(slot)))?;
+        let message = segment.read_message(offset(slot));
+        rings.hints.advance();
+        rings.hints.publish(&segment.core(*core).worker_heads.messages);
+        message.hint()
     }
 
     /// Takes the oldest request of the highest priority out of the queues, for servers with a scheduler of their own.
-    /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when a queue
-    /// is damaged.
+    /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when the
+    /// request's length is out of range.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
-        let Some((priority, slot)) = self.highest(u8::MAX)? else { return Ok(None) };
+        let Some((priority, slot)) = self.highest(u8::MAX) else { return Ok(None) };
         let (header, payload) = self.read_request(priority, slot)?;
         let taken = TakenRequest { header, payload: payload.to_vec() };
         self.return_slot(priority);
@@ -235,19 +233,12 @@ impl Worker<'_> {
 
     /// Returns priority and slot of the oldest request of the highest priority above `limit`.
     #[inline]
-    pub(crate) fn highest(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
-        let core = self.core;
-        let tails = &self.segment.core(core).orchestrator_tails.data;
-        for (priority, (consumer, tail)) in self.rings.requests.iter_mut().zip(tails).enumerate() {
-            if priority >= usize::from(limit) {
-                break;
-            }
-            let slot = consumer.oldest_slot(tail).map_err(|cursors| RuntimeError::Damaged { core, cursors })?;
-            if let Some(slot) = slot {
-                return Ok(Some((priority as u8, slot)));
-            }
-        }
-        Ok(None)
+    pub(crate) fn highest(&self, limit: u8) -> Option<(u8, u32)> {
+        let sequence = |priority, slot| self.segment.sequence(self.segment.geometry.request(self.core, priority, slot));
+        (0..limit).zip(&self.rings.requests).find_map(|(priority, consumer)| {
+            let slot = consumer.oldest_slot(|slot| sequence(priority, slot))?;
+            Some((priority, slot))
+        })
     }
 
     /// Reads the request in a slot of [`highest`](Self::highest), valid until the slot is returned.
@@ -292,9 +283,9 @@ impl Worker<'_> {
         let producer = &mut self.rings.responses;
         // The ring has a slot for each request that the core can have.
         let slot = reserved(producer.free_slot(&lines.orchestrator_heads.data[0]), core, "responses")?;
-        self.segment.write_slot(self.segment.geometry.response(core, slot), header, payload);
-        producer.advance();
-        producer.publish(&lines.worker_tails.data[0]);
+        let offset = self.segment.geometry.response(core, slot);
+        self.segment.write_slot(offset, header, payload);
+        producer.publish(self.segment.sequence(offset), &lines.worker_tails.data[0]);
         Ok(())
     }
 
@@ -321,9 +312,9 @@ impl Worker<'_> {
             free != Ok(None)
         })?;
         let slot = reserved(free, core, "messages")?;
-        self.segment.write_message(self.segment.geometry.uplink_message(core, slot), message.into());
-        producer.advance();
-        producer.publish(&lines.worker_tails.messages);
+        let offset = self.segment.geometry.uplink_message(core, slot);
+        self.segment.write_message(offset, message.into());
+        producer.publish(self.segment.sequence(offset), &lines.worker_tails.messages);
         Ok(())
     }
 }

@@ -293,7 +293,7 @@ fn feedback(messages: u64) -> anyhow::Result<f64> {
         accept(&mut queues, &worker)?;
         let (started, mut received) = (Instant::now(), 0);
         while received < messages {
-            received += queues.receive_messages(0, 64, |message| assert!(message.is_some()))? as u64;
+            received += queues.receive_messages(0, 64, |message| assert!(message.is_some())) as u64;
         }
         let rate = millions_per_second(messages, started);
         worker.join().expect("the worker's thread")?;
@@ -310,7 +310,7 @@ fn hints(messages: u64) -> anyhow::Result<f64> {
             let mut worker = runtime.worker(0)?;
             let mut received = 0;
             while received < messages {
-                received += u64::from(worker.next_hint()?.is_some());
+                received += u64::from(worker.next_hint().is_some());
             }
             Ok(())
         });

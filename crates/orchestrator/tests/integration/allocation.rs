@@ -24,7 +24,7 @@ fn assignment(bench: &Bench) -> [String; CORES as usize] {
 fn check_monitors(bench: &mut Bench, allocator: &CoreAllocator, workers: &mut [Worker<'_>], now: u64) {
     bench.engine.check_monitors(now);
     for worker in workers {
-        while let Some(hint) = worker.next_hint().unwrap() {
+        while let Some(hint) = worker.next_hint() {
             allocator.act(hint, worker).unwrap();
         }
     }
