@@ -65,7 +65,9 @@ struct {
 const volatile __u32 mask;
 /* First 8 bytes of the frame: the destination MAC address must be restored after each run. */
 const volatile __u64 first_word;
-/* Where TSecr stands in the frame. Restored each time, too: first packets of stateful services leave with another. */
+/* Offset of the client's address in the frame: that of the source, or of a reply's destination. */
+const volatile __u32 client_at;
+/* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
 const volatile __u32 echo_at;
 /* Of fresh_source(): the upper half of `ports`. */
 const volatile __u32 destination_port;
@@ -93,10 +95,11 @@ static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_addres
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + USUAL_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end)
+	if (data + USUAL_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end ||
+	    data + client_at + sizeof(client_address) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, 0) = first_word;
-	PACKET_U32(data, IP_AT(saddr)) = client_address;
+	PACKET_U32(data, client_at) = client_address;
 	PACKET_U32(data, USUAL_TCP) = ports;
 	PACKET_U32(data, echo_at) = echo;
 	bpf_tail_call_static(ctx, &measured, 0);

@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::correction::{self, AGREEING};
+use coreward_model::correction::{AGREEING, SERVER_IDS, can_name};
 use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
@@ -105,7 +105,7 @@ impl ServerClock {
 
 /// A server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = correction::SERVER_IDS - 1)]
+#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_IDS - 1)]
 pub struct IdTooLarge(ServerId);
 
 impl LoadBalancer {
@@ -162,7 +162,7 @@ impl LoadBalancer {
         eligible: bool,
     ) -> anyhow::Result<()> {
         let Some(mac) = mac.filter(|_| self.is_corrected(service)) else { return Ok(()) };
-        if !correction::can_name(id) {
+        if !can_name(id) {
             // An earlier server may have had its id with another mode.
             ensure!(!eligible, IdTooLarge(id));
             return Ok(());

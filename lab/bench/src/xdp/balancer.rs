@@ -7,11 +7,11 @@ use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
 use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
-use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
+use coreward_model::correction as lb_stamping;
 use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
@@ -20,7 +20,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::runner::{Feed, PACKETS, Packet, Runner};
-use super::workload::{Case, First, OWN_MAC, VIP, clients, syn};
+use super::workload::{Case, Direction, FIRST_SERVER_MAC, First, OWN_MAC, VIP, clients, syn};
 
 /// A pool like a small fleet's.
 const SERVERS: u64 = 64;
@@ -56,14 +56,16 @@ impl Setup {
     fn of(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
             Case::First(First { rule, groups, .. }) => (rule, groups),
-            Case::Established(..) | Case::NotForAVip => (Rule::Table, 1),
+            Case::Established(..) | Case::LbStamped(_) | Case::NotForAVip => (Rule::Table, 1),
         };
         let entries = match case {
             Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
             Case::First(First { consistency: Consistency::Stateful, connections, .. }) => 2 * connections as u64,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
-        Ok(Self { rule, groups, entries: TableSize::try_from(entries)?, flow_entries: FLOW_TABLE_ENTRIES })
+        // It has only connections that are not stamped: none here.
+        let flow_entries = if case.is_lb_stamped() { intf::DEFAULT_FLOW_TABLE_ENTRIES } else { FLOW_TABLE_ENTRIES };
+        Ok(Self { rule, groups, entries: TableSize::try_from(entries)?, flow_entries })
     }
 }
 
@@ -93,20 +95,24 @@ impl Balancer {
         })?;
         lb.set_own_mac(OWN_MAC);
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        let mode = ServiceMode { consistency: case.consistency(), ..ServiceMode::default() };
+        let timestamps = if case.is_lb_stamped() { Timestamps::LoadBalancer } else { Timestamps::Server };
+        let mode = ServiceMode { consistency: case.consistency(), timestamps, ..ServiceMode::default() };
         let service = lb.set_services(&[(address, mode)])?[0];
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
         lb.set_keys(&keys);
+        lb.set_time_key(service, keys.keys[1]);
         let owner = OwnerNumber::try_from(5)?;
         lb.set_owner(Some(owner));
         // Ids drawn sparsely, as the controller does.
-        let step = ServerId::COUNT as u64 / SERVERS;
+        let ids = if case.is_lb_stamped() { lb_stamping::SERVER_IDS } else { ServerId::COUNT as u64 };
+        let step = ids / SERVERS;
         let servers: Vec<ServerId> = (0..SERVERS)
             .map(|n| ServerId::try_from(n * step + u64::from(uniform_below(&mut rng, step as u32))))
             .collect::<Result<_, _>>()?;
         for (n, server) in servers.iter().enumerate() {
-            let mac = MacAddress([2, 0, 0, 1, (n >> 8) as u8, n as u8]);
+            let mut mac = FIRST_SERVER_MAC;
+            mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
             lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
         }
         lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
@@ -134,7 +140,11 @@ impl Balancer {
     }
 
     fn packet(&self, client: &SocketAddrV4, echo: u32) -> Packet {
-        let ports = [client.port().to_be_bytes(), self.case.destination().1.to_be_bytes()].concat();
+        let mut ports = [client.port().to_be_bytes(), self.case.destination().1.to_be_bytes()];
+        if self.case == Case::LbStamped(Direction::ToClient) {
+            ports.reverse();
+        }
+        let ports = ports.concat();
         Packet {
             client_address: u32::from_ne_bytes(client.ip().octets()),
             ports: u32::from_ne_bytes(ports.try_into().expect("four bytes")),
@@ -152,6 +162,10 @@ impl Balancer {
         let packets = clients.iter().map(|client| {
             let stamped = match self.case {
                 Case::First(_) => return Ok(self.packet(client, 0)),
+                Case::LbStamped(Direction::ToClient) => return Ok(self.packet(client, rng.next_u32())),
+                Case::LbStamped(Direction::ToServer) => {
+                    return Ok(self.packet(client, self.lb_stamped(client, &mut rng)));
+                }
                 Case::Established(Consistency::Stateful, _) => {
                     let index = places.get(client).with_context(|| format!("{client} has no entry"))?;
                     Cookie::TableIndex(cookie_number(self.owner, index.place()))
@@ -163,6 +177,13 @@ impl Balancer {
             Ok(self.packet(client, echo))
         });
         packets.collect()
+    }
+
+    /// TSecr of a packet to a random server.
+    fn lb_stamped(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
+        let server = self.servers[uniform_below(rng, self.servers.len() as u32) as usize];
+        let tuple = FourTuple::ipv4((*client.ip(), client.port()), VIP);
+        lb_stamping::stamp(&self.keys, &self.keys.keys[1], &tuple, server, rng.next_u32())
     }
 
     /// Index of each client's entry in the connection table.

@@ -34,10 +34,13 @@ pub struct Packet {
     pub line: u32,
 }
 
-/// A frame, where in it TSecr stands, and which port it is sent to.
+/// A frame, the offsets of the fields that vary, and the port that it is sent to.
 #[derive(Debug, Clone)]
 pub struct Frame {
     pub bytes: Vec<u8>,
+    /// Offset of the client's address.
+    pub client_at: u32,
+    /// Offset of TSecr, or of a reply's TSval.
     pub echo_at: u32,
     pub destination_port: u16,
 }
@@ -77,6 +80,7 @@ impl Runner {
         let constants = open.maps.rodata_data.as_deref_mut().context("fresh_packets.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
+        constants.client_at = frame.client_at;
         constants.echo_at = frame.echo_at;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;

@@ -22,6 +22,11 @@ const OTHER_PORT: u16 = 81;
 /// Address of the load balancer's device.
 pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
+/// Address of the first server.
+pub const FIRST_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 1, 0, 0]);
+/// Offset of the source address behind an Ethernet header.
+const CLIENT_AT: u32 = 14 + 12;
+
 /// Flags byte of a TCP header.
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
@@ -33,8 +38,19 @@ pub enum Case {
     Established(Consistency, usize),
     /// SYNs of different connections.
     First(First),
+    /// Packets of open connections that the load balancer stamps (`timestamps = "lb"`).
+    LbStamped(Direction),
     /// TCP to a port that is no service.
     NotForAVip,
+}
+
+/// Direction of a packet of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the client: TSecr is restored.
+    ToServer,
+    /// From the server: TSval is stamped.
+    ToClient,
 }
 
 /// Measured SYNs.
@@ -67,26 +83,30 @@ impl Case {
             .chain(without_cookies.map(|consistency| First { consistency, ..usual }))
             .map(Case::First)
             .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKETS)))
+            .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
             .chain([Case::NotForAVip])
     }
 
     pub fn connections(self) -> usize {
         match self {
             Case::Established(_, connections) | Case::First(First { connections, .. }) => connections,
-            Case::NotForAVip => PACKETS,
+            Case::LbStamped(_) | Case::NotForAVip => PACKETS,
         }
     }
 
     pub fn consistency(self) -> Consistency {
         match self {
             Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
-            Case::NotForAVip => Consistency::Stateless,
+            Case::LbStamped(_) | Case::NotForAVip => Consistency::Stateless,
         }
     }
 
     /// XDP action for the packets.
     pub fn verdict(self) -> i32 {
-        if self == Case::NotForAVip { XDP_PASS } else { XDP_TX }
+        match self {
+            Case::LbStamped(Direction::ToClient) | Case::NotForAVip => XDP_PASS,
+            _ => XDP_TX,
+        }
     }
 
     pub fn counter(self) -> usize {
@@ -97,7 +117,8 @@ impl Case {
             Case::Established(Consistency::Beamer, _) | Case::First(First { consistency: Consistency::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
-            Case::Established(..) => intf::LB_COUNTER_ESTABLISHED,
+            Case::Established(..) | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
+            Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
             Case::First(_) => intf::LB_COUNTER_NEW_CONNECTION,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
@@ -119,11 +140,17 @@ impl Case {
         if self == Case::NotForAVip { (VIP.0, OTHER_PORT) } else { VIP }
     }
 
+    /// Whether the load balancer stamps the connections.
+    pub fn is_lb_stamped(self) -> bool {
+        matches!(self, Case::LbStamped(_))
+    }
+
     /// The frame that packets vary: a bare ACK, or a SYN.
     pub fn frame(self) -> Frame {
         match self {
             Case::First(_) => syn(),
-            Case::Established(..) | Case::NotForAVip => {
+            Case::LbStamped(Direction::ToClient) => reply(),
+            Case::Established(..) | Case::LbStamped(Direction::ToServer) | Case::NotForAVip => {
                 frame(self.destination(), ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
             }
         }
@@ -144,6 +171,8 @@ impl fmt::Display for Case {
                 }
                 if *connections < PACKETS { write!(f, ", {connections} entries") } else { Ok(()) }
             }
+            Case::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
+            Case::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),
             Case::NotForAVip => f.write_str("not for a VIP"),
         }
     }
@@ -166,7 +195,17 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> 
     bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
     let echo_at = bytes.len() as u32 + echo;
     bytes.extend(options);
-    Frame { bytes, echo_at, destination_port: port }
+    Frame { bytes, client_at: CLIENT_AT, echo_at, destination_port: port }
+}
+
+/// A server's ACK. TSval is the first of the two timestamps.
+fn reply() -> Frame {
+    let to_server = frame(VIP, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
+    let mut bytes = to_server.bytes;
+    bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
+    let (addresses, length) = (CLIENT_AT as usize, size_of::<u32>());
+    bytes[addresses..addresses + 2 * length].rotate_left(length);
+    Frame { bytes, client_at: CLIENT_AT + length as u32, ..to_server }
 }
 
 /// So many clients; the first of them are the same whatever the number.
