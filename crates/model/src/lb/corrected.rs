@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use coreward_intf as intf;
 
-use super::decide::{Decision, Identification};
+use super::decision::{Decision, Identification};
 use super::flow::Kind;
 use super::packet::{self, Packet, Part, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};

@@ -4,11 +4,12 @@ use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
 
+use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
 use super::flow::{Datagram, Kind};
-use super::packet::{self, Echo, Ended, Ipv4, Packet, Part, RST, SYN};
+use super::packet::{self, Ended, Ipv4, Packet, Part, RST, SYN};
 use super::stateful::Indexed;
-use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic, Verdict};
+use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic};
 use crate::consistency::{Consistency, Transfer};
 use crate::cookie::{self, Cookie};
 use crate::correction;
@@ -22,90 +23,6 @@ const UDP: u8 = 17;
 const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
-
-/// New value of the IP header's identification.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Identification {
-    Unchanged,
-    /// The previous server, or `NO_SERVER`.
-    Before(u16),
-}
-
-/// An outcome; for a forwarded packet also its destination and its changes.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Decision {
-    counter: intf::lb_counter,
-    destination: Mac,
-    server: Option<ServerId>,
-    identification: Identification,
-    /// New TSecr.
-    echo: Option<(Echo, u32)>,
-    event: Option<intf::lb_event>,
-    /// The placement rule has placed a new connection.
-    opens: bool,
-    /// The packet ends a connection that its cookie names.
-    closes: bool,
-}
-
-impl Decision {
-    pub fn end(counter: intf::lb_counter) -> Self {
-        Self {
-            counter,
-            destination: [0; 6],
-            server: None,
-            identification: Identification::Unchanged,
-            echo: None,
-            event: None,
-            opens: false,
-            closes: false,
-        }
-    }
-
-    pub fn forward(counter: intf::lb_counter, destination: Mac) -> Self {
-        Self { destination, ..Self::end(counter) }
-    }
-
-    /// Sets the first packet's TSecr to `value` for the server.
-    pub fn with_tsecr(self, echo: Echo, value: u32) -> Self {
-        Self { echo: Some((echo, value)), ..self }
-    }
-
-    pub fn opening(self, opens: bool) -> Self {
-        Self { opens, ..self }
-    }
-
-    pub fn closing(self, closes: bool) -> Self {
-        Self { closes, ..self }
-    }
-
-    pub fn with_identification(self, identification: Identification) -> Self {
-        Self { identification, ..self }
-    }
-
-    pub fn with_event(self, event: intf::lb_event) -> Self {
-        Self { event: Some(event), ..self }
-    }
-
-    /// Returns the destination server, if there is one.
-    pub fn server(&self) -> Option<ServerId> {
-        self.server
-    }
-
-    fn with_previous_server(self, before: u16) -> Self {
-        Self { identification: Identification::Before(before), ..self }
-    }
-
-    pub fn forwards(&self) -> bool {
-        self.outcome(None).verdict() == Verdict::Transmit
-    }
-
-    fn outcome(&self, service: Option<usize>) -> Outcome {
-        let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
-        let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
-        let told = told.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service, server, told, event: self.event }
-    }
-}
 
 /// Sender and length of a frame.
 #[derive(Debug, Clone, Copy)]
@@ -525,11 +442,4 @@ impl LoadBalancer {
 /// Returns the counter of a packet that the placement rule places.
 fn placed_as(opens: bool) -> intf::lb_counter {
     if opens { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
-}
-
-pub(super) fn source_of(tuple: &FourTuple) -> Ipv4Addr {
-    match tuple.client() {
-        std::net::SocketAddr::V4(client) => *client.ip(),
-        std::net::SocketAddr::V6(_) => unreachable!("IPv4 only"),
-    }
 }

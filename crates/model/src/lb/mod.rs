@@ -10,12 +10,13 @@
 //! * [`mod@flow`]: connections without a cookie
 //! * [`mod@stateful`]: connections with an entry in the connection table
 //! * [`mod@corrected`]: LB-side stamping
-//! * [`mod@decide`]: decisions on packets
+//! * [`mod@decide`], [`mod@decision`]: decisions on packets
 //! * [`mod@encapsulation`]: outer headers
 //! * [`mod@rate`]: rate limits of broadcasts
 
 mod corrected;
 mod decide;
+mod decision;
 mod encapsulation;
 mod flow;
 mod packet;

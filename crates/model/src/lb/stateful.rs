@@ -7,7 +7,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 use coreward_intf as intf;
 
-use super::decide::{Decision, source_of};
+use super::decision::{Decision, source_of};
 use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};

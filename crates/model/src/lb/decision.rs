@@ -1,0 +1,100 @@
+//! A decision on a packet.
+
+use std::net::Ipv4Addr;
+
+use coreward_intf as intf;
+
+use super::packet::Echo;
+use super::{Mac, Outcome, Verdict};
+use crate::{FourTuple, ServerId};
+
+/// New value of the IP header's identification.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Identification {
+    Unchanged,
+    /// The previous server, or `NO_SERVER`.
+    Before(u16),
+}
+
+/// An outcome; for a forwarded packet also its destination and its changes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Decision {
+    pub counter: intf::lb_counter,
+    pub destination: Mac,
+    pub server: Option<ServerId>,
+    pub identification: Identification,
+    /// New TSecr.
+    pub echo: Option<(Echo, u32)>,
+    pub event: Option<intf::lb_event>,
+    /// The placement rule has placed a new connection.
+    pub opens: bool,
+    /// The packet ends a connection that its cookie names.
+    pub closes: bool,
+}
+
+impl Decision {
+    pub fn end(counter: intf::lb_counter) -> Self {
+        Self {
+            counter,
+            destination: [0; 6],
+            server: None,
+            identification: Identification::Unchanged,
+            echo: None,
+            event: None,
+            opens: false,
+            closes: false,
+        }
+    }
+
+    pub fn forward(counter: intf::lb_counter, destination: Mac) -> Self {
+        Self { destination, ..Self::end(counter) }
+    }
+
+    /// Sets the first packet's TSecr to `value` for the server.
+    pub fn with_tsecr(self, echo: Echo, value: u32) -> Self {
+        Self { echo: Some((echo, value)), ..self }
+    }
+
+    pub fn opening(self, opens: bool) -> Self {
+        Self { opens, ..self }
+    }
+
+    pub fn closing(self, closes: bool) -> Self {
+        Self { closes, ..self }
+    }
+
+    pub fn with_identification(self, identification: Identification) -> Self {
+        Self { identification, ..self }
+    }
+
+    pub fn with_event(self, event: intf::lb_event) -> Self {
+        Self { event: Some(event), ..self }
+    }
+
+    /// Returns the destination server, if there is one.
+    pub fn server(&self) -> Option<ServerId> {
+        self.server
+    }
+
+    pub fn with_previous_server(self, before: u16) -> Self {
+        Self { identification: Identification::Before(before), ..self }
+    }
+
+    pub fn forwards(&self) -> bool {
+        self.outcome(None).verdict() == Verdict::Transmit
+    }
+
+    pub fn outcome(&self, service: Option<usize>) -> Outcome {
+        let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
+        let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let told = told.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
+        Outcome { counter: self.counter, service, server, told, event: self.event }
+    }
+}
+
+pub(super) fn source_of(tuple: &FourTuple) -> Ipv4Addr {
+    match tuple.client() {
+        std::net::SocketAddr::V4(client) => *client.ip(),
+        std::net::SocketAddr::V6(_) => unreachable!("IPv4 only"),
+    }
+}
