@@ -22,19 +22,9 @@
 #include "state.h"
 #include "stats.h"
 
-/* A packet's way, and its counter. */
-struct route {
-	/* An index. */
-	__u32 service;
-	__u32 server_id;
-	/* Source port of GUE by the flow, in the host's order. */
-	__u32 flow_port;
-	enum lb_counter outcome;
-};
-
-static __always_inline int drop(struct xdp_md *ctx, const struct route *route, enum lb_counter reason)
+static __always_inline int drop(struct xdp_md *ctx, __u32 service, enum lb_counter reason)
 {
-	count_packet(ctx, route->service, reason, 0);
+	count_packet(ctx, service, reason, 0);
 	return XDP_DROP;
 }
 
@@ -44,10 +34,11 @@ static __always_inline __u32 overhead_of(enum forwarding forwarding)
 }
 
 /*
- * The packet, an IPv4 packet behind an Ethernet header, with an outer header. A global function, so that it is verified
- * once. Returns an XDP action.
+ * The packet, an IPv4 packet behind an Ethernet header, with an outer header. `flow_port`: source port of GUE by the
+ * flow, in the host's order. A global function, so that it is verified once; values and no struct, as the stacks of its
+ * callers are full. Returns an XDP action.
  */
-__noinline int emit_encapsulated(struct xdp_md *ctx, const struct route *route)
+__noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server_id, __u32 outcome, __u32 flow_port)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -58,33 +49,32 @@ __noinline int emit_encapsulated(struct xdp_md *ctx, const struct route *route)
 	struct outer outer = {};
 	__u32 overhead, length;
 
-	if (!route || data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return XDP_DROP;
-	forwarding = forwarding_of(route->service);
+	forwarding = forwarding_of(service);
 	overhead = overhead_of(forwarding);
 	length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len))) + overhead;
 	if (length > lb_state.mtu)
-		return drop(ctx, route, LB_COUNTER_DROP_EXCEEDS_MTU);
-	next_hop = server_at(route->service, route->server_id);
-	tunnel = tunnels[route->server_id & (SERVER_ID_COUNT - 1)];
+		return drop(ctx, service, LB_COUNTER_DROP_EXCEEDS_MTU);
+	next_hop = server_at(service, server_id);
+	tunnel = tunnels[server_id & (SERVER_ID_COUNT - 1)];
 	if (!tunnel.address)
-		return drop(ctx, route, LB_COUNTER_DROP_SERVER_UNRESOLVED);
+		return drop(ctx, service, LB_COUNTER_DROP_SERVER_UNRESOLVED);
 	outer.destination = tunnel.address;
 	outer.length = length;
 	outer.type_of_service = PACKET_U8(data, IP_AT(tos));
 	if (bpf_xdp_adjust_head(ctx, -(int)overhead))
-		return drop(ctx, route, LB_COUNTER_DROP_INTERNAL);
+		return drop(ctx, service, LB_COUNTER_DROP_INTERNAL);
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
 	if (data + ETH_HLEN + GUE_OVERHEAD > data_end)
-		return drop(ctx, route, LB_COUNTER_DROP_INTERNAL);
+		return drop(ctx, service, LB_COUNTER_DROP_INTERNAL);
 	if (forwarding == FORWARDING_IPIP)
 		write_ipip(data, next_hop, &outer);
 	else
-		write_gue(data, next_hop, &outer,
-			  tunnel.source_port ? tunnel.source_port : bpf_htons(route->flow_port));
-	count_traffic(ctx, route->server_id, bytes);
-	count_packet(ctx, route->service, route->outcome, bytes);
+		write_gue(data, next_hop, &outer, tunnel.source_port ? tunnel.source_port : bpf_htons(flow_port));
+	count_traffic(ctx, server_id, bytes);
+	count_packet(ctx, service, outcome, bytes);
 	return XDP_TX;
 }
 
@@ -98,16 +88,8 @@ static __always_inline int emit(struct xdp_md *ctx, server_entry_t server, __u32
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (forwarding_of(service) != FORWARDING_L2) {
-		struct route route = {
-			.service = service,
-			.server_id = id,
-			.flow_port = flow_port(client_address, ports),
-			.outcome = outcome,
-		};
-
-		return emit_encapsulated(ctx, &route);
-	}
+	if (forwarding_of(service) != FORWARDING_L2)
+		return emit_encapsulated(ctx, service, id, outcome, flow_port(client_address, ports));
 	if (data + ETH_HLEN > data_end)
 		return XDP_DROP;
 	rewrite_mac(data, server);

@@ -60,10 +60,13 @@ static __always_inline void count_packet(struct xdp_md *ctx, __u32 service, enum
 					 __u64 forwarded_bytes)
 {
 	struct lb_counters *counters = counters_of(ctx, service);
+	__u32 index = outcome;
 
-	if (!counters || outcome >= LB_COUNTER_COUNT)
+	/* Linux 6.1 forgets the bound of a value that is read from the stack again. */
+	barrier_var(index);
+	if (!counters || index >= LB_COUNTER_COUNT)
 		return;
-	counters->packets[outcome]++;
+	counters->packets[index]++;
 	counters->forwarded_bytes += forwarded_bytes;
 	if (capture_in_use)
 		counters->last_outcome = outcome;
