@@ -155,7 +155,7 @@ async fn invalid_document_changes_nothing() {
             "/wanted.toml:8:11: key `server.address`: server address 10.2.0.1 is used twice (first in line 5): expected \
              each once",
             "/wanted.toml:12:1: key `service.weihgt`: is not known: expected one of `name`, `vip`, `protocol`, \
-             `consistency`, `timestamps`, `udp`, \
+             `consistency`, `timestamps`, `forwarding`, `udp`, \
              `migrate_from`, `migrate_to`, `policy`, `slow_start`, `buckets`, `servers`, \
              `health`, `when_all_down`",
         ]
