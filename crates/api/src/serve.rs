@@ -128,8 +128,8 @@ impl Listener {
         self.address
     }
 
-    /// Serves until the result is dropped; `beside` runs on the same thread. `begin_thread` is called on each worker
-    /// thread. Fails when there can be no more threads.
+    /// Serves until the result is dropped, and runs `beside` on the same thread. Calls `begin_thread` on each worker
+    /// thread. Fails when no more threads can be created.
     pub fn serve(
         self,
         acceptor: impl Acceptor,

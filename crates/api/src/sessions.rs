@@ -1,5 +1,5 @@
 //! Sessions of browsers. A browser sends its cookie to any listener on the host, and on behalf of any page of the same
-//! site. So a session has a viewer's role whoever logged in, and cannot change the fleet.
+//! site. So every session has the viewer's role, also an operator's, and cannot change the fleet.
 
 use std::time::{Duration, Instant, SystemTime};
 

@@ -10,7 +10,7 @@ use crate::{Problem, ProblemKind};
 
 /// Concurrent answers.
 pub(crate) const THREADS: usize = 4;
-/// Of these, answers to large bodies: the others find a free thread.
+/// Concurrent answers to large bodies: threads remain for small ones.
 const LARGE_THREADS: usize = 2;
 /// Waiting requests with a large body in memory.
 const LARGE_WAITING: usize = 16;

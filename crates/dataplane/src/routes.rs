@@ -26,7 +26,7 @@ const TYPE_AT: usize = 16 + 7;
 /// Links, IPv4 addresses, routes and rules: RTMGRP_* of include/uapi/linux/rtnetlink.h.
 const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80;
 
-/// Why a server is not reached by the device.
+/// Reason for which the device does not reach a server.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// The kernel has no route.
@@ -45,31 +45,30 @@ pub enum RouteError {
     },
 }
 
-/// The kernel's routes, and notices of their changes, in the network namespace of the thread that opened it.
+/// Routes of the kernel and notifications of their changes, in the network namespace of the thread that opened it.
 #[derive(Debug)]
 pub struct Routes {
-    notices: OwnedFd,
-    questions: OwnedFd,
+    notifications: OwnedFd,
+    queries: OwnedFd,
 }
 
 impl Routes {
-    /// # Errors
-    /// When the kernel offers no netlink.
+    /// Opens both sockets. Fails when the kernel offers no netlink.
     pub fn open() -> io::Result<Self> {
         let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
-        let (notices, questions) = (open()?, open()?);
-        bind(notices.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
-        setsockopt(&questions, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
-        Ok(Self { notices, questions })
+        let (notifications, queries) = (open()?, open()?);
+        bind(notifications.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
+        setsockopt(&queries, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
+        Ok(Self { notifications, queries })
     }
 
     /// Whether anything has changed since the last call that may change a next hop.
     pub fn changed(&self) -> bool {
         let mut changed = false;
-        let mut notice = [0; 4096];
+        let mut notification = [0; 4096];
         loop {
-            match recv(self.notices.as_raw_fd(), &mut notice, MsgFlags::MSG_DONTWAIT) {
-                // ENOBUFS: notices were lost.
+            match recv(self.notifications.as_raw_fd(), &mut notification, MsgFlags::MSG_DONTWAIT) {
+                // ENOBUFS: notifications were lost.
                 Ok(_) | Err(Errno::ENOBUFS) => changed = true,
                 Err(Errno::EINTR) => {}
                 Err(_) => return changed,
@@ -77,10 +76,8 @@ impl Routes {
         }
     }
 
-    /// The neighbour at the device of index `interface` that packets to `server` go to: a gateway, or the server.
-    ///
-    /// # Errors
-    /// When packets to it do not leave by that device.
+    /// Returns the neighbour at the device of index `interface` that packets to `server` go to: a gateway, or the
+    /// server. Fails when packets to it do not leave by that device.
     pub fn next_hop(&self, interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
         let mut request = Vec::new();
         request.extend(((HEADER + 8) as u32).to_ne_bytes());
@@ -93,9 +90,9 @@ impl Routes {
         request.extend(8u16.to_ne_bytes());
         request.extend(RTA_DST.to_ne_bytes());
         request.extend(server.octets());
-        send(self.questions.as_raw_fd(), &request, MsgFlags::empty()).map_err(RouteError::None)?;
+        send(self.queries.as_raw_fd(), &request, MsgFlags::empty()).map_err(RouteError::None)?;
         let mut answer = [0; 4096];
-        let length = recv(self.questions.as_raw_fd(), &mut answer, MsgFlags::empty()).map_err(RouteError::None)?;
+        let length = recv(self.queries.as_raw_fd(), &mut answer, MsgFlags::empty()).map_err(RouteError::None)?;
         read_route(&answer[..length], interface, server)
     }
 }
@@ -129,7 +126,7 @@ mod tests {
         let routes = Routes::open().unwrap();
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         assert_eq!(routes.next_hop(index, Ipv4Addr::LOCALHOST), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
-        assert!(!routes.changed(), "a question changes nothing");
+        assert!(!routes.changed(), "a query changes nothing");
     }
 
     #[test]

@@ -29,7 +29,7 @@ pub(super) struct Question {
     pub body: Option<Vec<u8>>,
 }
 
-/// Sends a request and returns the answer. `token`: proof of the caller beside a certificate.
+/// Sends a request and returns the answer. `token`: proof of the caller, in addition to a certificate.
 pub(super) async fn exchange(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,

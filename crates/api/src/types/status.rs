@@ -381,7 +381,7 @@ pub struct LoadBalancerState {
     pub xdp_mode: String,
     /// Generation of the newest configuration in force; 0: none yet.
     pub configuration_generation: u64,
-    /// Events of packets beside the outcome (enum lb_event).
+    /// Packets by event (enum lb_event).
     pub events: BTreeMap<String, u64>,
     /// Connections in its connection table.
     pub connections: u64,

@@ -48,7 +48,7 @@ pub struct ControllerState {
     changes: mpsc::Sender<WantedChange>,
     /// Whether tables are made: after a restart not at once.
     settled: AtomicBool,
-    /// Inputs of the newest configurations, beside the fleet.
+    /// Inputs of the newest configurations, apart from the fleet.
     last_published: Mutex<LastPublished>,
     /// From servers' newest reports to their tables.
     report_to_table: Mutex<LatencyHistogram>,
@@ -77,7 +77,7 @@ impl WantedChange {
 pub struct ChangeOutcome {
     /// Whether it makes another configuration.
     pub is_new: bool,
-    /// Of the fleet's document in force then.
+    /// Generation of the fleet's document after the change.
     pub document_generation: u64,
 }
 

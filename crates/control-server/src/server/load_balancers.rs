@@ -145,7 +145,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
     }
 }
 
-/// Relays the query to the server's agent. Without one, the load balancer is told at once.
+/// Relays the query to the server's agent. Without one, the load balancer gets an answer at once.
 fn ask(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { asker: session, ..query };

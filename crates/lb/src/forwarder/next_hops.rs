@@ -1,4 +1,4 @@
-//! Which neighbour a server's packets go to: the server, or the router that the kernel's routes name.
+//! Neighbours that servers' packets go to: the server, or the router that the kernel's routes name.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::Ipv4Addr;
@@ -8,7 +8,7 @@ use coreward_wire::{Server, Service};
 
 use super::{Forwarder, ipv4};
 
-/// The neighbour that packets of `service` to `server` go to; `None`: there is no route.
+/// Returns the neighbour that packets of `service` to `server` go to; `None`: there is no route.
 pub(super) fn neighbour_of(
     next_hops: &HashMap<Ipv4Addr, Ipv4Addr>,
     service: &Service,
@@ -27,7 +27,7 @@ impl Forwarder {
         self.services.values().map(|(service, _)| service).filter(|service| service.mode.forwarding.encapsulates())
     }
 
-    /// Asks the kernel for the next hops of all servers that packets are encapsulated for.
+    /// Reads the kernel's next hops of all servers of services that encapsulate.
     pub(super) fn find_next_hops(&mut self) {
         let servers = self.encapsulating().flat_map(|service| &service.servers);
         let servers: HashMap<Ipv4Addr, String> =
@@ -42,7 +42,7 @@ impl Forwarder {
         }
     }
 
-    /// A route has changed: servers may have other next hops.
+    /// Applies the next hops after a change of routes.
     pub(super) fn follow_routes(&mut self) {
         if self.encapsulating().next().is_none() {
             return;
@@ -59,7 +59,7 @@ impl Forwarder {
         }
     }
 
-    /// Why encapsulated packets do not leave.
+    /// Returns warnings of causes for which encapsulated packets do not leave.
     pub(super) fn outer_problems(&self) -> Vec<String> {
         if self.encapsulating().next().is_none() {
             return Vec::new();

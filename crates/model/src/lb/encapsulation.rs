@@ -39,10 +39,8 @@ impl LoadBalancer {
         self.tunnels.insert(id, tunnel);
     }
 
-    /// Puts an outer header around the packet of `frame`, whose MAC addresses are right.
-    ///
-    /// # Errors
-    /// With the counter of what is dropped.
+    /// Puts an outer header around the packet of `frame`, whose MAC addresses are right. Fails with the counter of the
+    /// drop.
     pub(super) fn encapsulate(
         &self,
         frame: &mut Vec<u8>,
