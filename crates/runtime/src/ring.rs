@@ -37,12 +37,6 @@ pub struct DamagedCursor {
     pub used: u32,
 }
 
-/// Returns `used` if a ring can have so many slots in use.
-#[inline]
-fn checked(used: u32, slots: u32) -> Result<u32, DamagedCursor> {
-    if used <= slots { Ok(used) } else { Err(DamagedCursor { slots, used }) }
-}
-
 #[derive(Debug, Clone)]
 pub struct Producer {
     slots: u32,
@@ -64,9 +58,12 @@ impl Producer {
     pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
         if self.tail.wrapping_sub(self.head) == self.slots {
             let read = head.load();
-            checked(self.tail.wrapping_sub(read), self.slots)?;
+            let (slots, used) = (self.slots, self.tail.wrapping_sub(read));
+            if used > slots {
+                return Err(DamagedCursor { slots, used });
+            }
             self.head = read;
-            if self.tail.wrapping_sub(read) == self.slots {
+            if used == slots {
                 return Ok(None);
             }
         }
