@@ -9,7 +9,7 @@
 enum lb_counter {
 	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
 	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
-	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/lb/correction.h says when */
+	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/lb/lb_cookie.h says when */
 	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
 	LB_COUNTER_CONNECTION_TABLE, /* by the index in the cookie: the connection table */
 	LB_COUNTER_FLOW_TABLE, /* by the flow table */

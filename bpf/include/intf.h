@@ -296,7 +296,7 @@ struct placement_table {
 #define MAX_PLACEMENT_MEMORY 268435456
 
 #define NO_SERVER 0xffffu
-/* In a flow's `before`: its SYN-ACK was not stamped, and nothing else has come from the client yet (correction.h). */
+/* In a flow's `before`: its SYN-ACK was not stamped, and nothing else has come from the client yet (lb_cookie.h). */
 #define HALF_OPEN_FLOW 0xfffeu
 
 /* 64 bytes: a cache line of its own for each service. */
@@ -391,21 +391,21 @@ struct server_tunnel {
  * More bits of time than where servers stamp: the load balancer does not know what the client has seen last, so there
  * is no PAWS clamp, and a connection may be idle for half of 2^20 ms only.
  */
-#define CORRECTION_TIME_SHIFT 12
-#define CORRECTION_TIME_MASK 0xfffffu
-#define CORRECTION_KEY_BIT 0x800u
-#define CORRECTION_ID_MASK 0x7ffu
-#define CORRECTION_ID_BITS 11
+#define LB_STAMPING_TIME_SHIFT 12
+#define LB_STAMPING_TIME_MASK 0xfffffu
+#define LB_STAMPING_KEY_BIT 0x800u
+#define LB_STAMPING_ID_MASK 0x7ffu
+#define LB_STAMPING_ID_BITS 11
 
 /* Key: MAC address in the low 48 bits (as in struct server_entry), the service's index above. */
-#define CORRECTED_SERVICE_SHIFT 48
-#define MAX_CORRECTED_SERVERS 16384
+#define LB_STAMPED_SERVICE_SHIFT 48
+#define MAX_LB_STAMPED_SERVERS 16384
 
 /*
  * What the load balancer has learnt of a server's clock from its answers. With net.ipv4.tcp_timestamps=2 all its
  * connections show one clock; with 1 each has an offset of its own, and nothing can be restored.
  */
-struct corrected_server {
+struct lb_stamped_server {
 	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32: what stamped connections go by. */
 	__u32 offset_ms;
 	/* The same by the newest SYN-ACK. */
@@ -413,7 +413,7 @@ struct corrected_server {
 	/* Whose that SYN-ACK was, client's address XOR ports: one that is sent again proves nothing. */
 	__u32 newest_client;
 	__u16 server_id;
-	/* SYN-ACKs in a row that agreed, the newest included, at most CORRECTION_AGREEING; with so many it is stamped. */
+	/* SYN-ACKs in a row that agreed, the newest included, at most LB_STAMPING_AGREEING; with so many it is stamped. */
 	__u16 agreeing;
 	/* 1: `offset_ms` is of an answer. */
 	__u64 has_clock;
@@ -424,11 +424,11 @@ struct corrected_server {
 	/* Those that did not agree with the one before. */
 	__u64 disagreed;
 };
-#define CORRECTION_AGREEING 4
+#define LB_STAMPING_AGREEING 4
 /* How far SYN-ACKs of one clock may lie apart: queues, and a server that is slow to send. */
-#define CORRECTION_TOLERANCE_MS 1000
+#define LB_STAMPING_TOLERANCE_MS 1000
 /* How far a TSval may run ahead of the estimate: clocks drift apart between two SYN-ACKs. */
-#define CORRECTION_SLACK_MS 60000
+#define LB_STAMPING_SLACK_MS 60000
 
 /*
  * By server id: connections opened and closed by what was seen here, and what passed, of all services together; one for each row of counters:
@@ -449,7 +449,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 6
+#define LB_LAYOUT_VERSION 7
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * `timestamps = "lb"`: what clients send. correction.h has the mechanism, reply.h what servers answer.
+ * `timestamps = "lb"`: what clients send. lb_cookie.h has the mechanism, reply.h what servers answer.
  */
 #ifndef COREWARD_LB_LB_STAMPING_H
 #define COREWARD_LB_LB_STAMPING_H
@@ -10,7 +10,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
-#include "correction.h"
+#include "lb_cookie.h"
 #include "decision.h"
 #include "flow_table.h"
 #include "parse.h"
@@ -33,7 +33,7 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
 
 /*
  * A packet that begins no connection that can be stamped: by the flow table, of a plain connection; or with a cookie, and
- * then TSecr becomes what the server sent (correction.h).
+ * then TSecr becomes what the server sent (lb_cookie.h).
  */
 static __always_inline void decide_later_lb_stamped(struct service_state *state, const struct packet *packet,
 						    struct decision *decision)
@@ -57,14 +57,14 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 		decision->before = KEEP_IDENTIFICATION;
 		return;
 	}
-	id = corrected_id(packet);
+	id = lb_stamped_id(packet);
 	if (!packet->has_timestamp || !server_is_known(decision->service, id)) {
 		decision->outcome = LB_COUNTER_DROP_UNKNOWN_COOKIE;
 		return;
 	}
 	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
 	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
-	decision->echo = corrected_echo(decision->service, decision->destination, packet);
+	decision->echo = lb_stamped_echo(decision->service, decision->destination, packet);
 }
 
 static __always_inline void decide_lb_stamped(struct service_state *state, const struct packet *packet,

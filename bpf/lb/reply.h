@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * What servers answer, where the load balancer stamps itself: correction.h says how and why. An answer goes on to the
+ * What servers answer, where the load balancer stamps itself: lb_cookie.h says how and why. An answer goes on to the
  * kernel, which routes it to the client.
  */
 #ifndef COREWARD_LB_REPLY_H
@@ -12,7 +12,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
-#include "correction.h"
+#include "lb_cookie.h"
 #include "decide.h"
 #include "flow_table.h"
 #include "parse.h"
@@ -39,20 +39,20 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 }
 
 /* TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
-static __always_inline __u32 corrected_value(__u32 service, const struct packet *packet,
-					     const struct corrected_server *server, __u32 milliseconds)
+static __always_inline __u32 lb_stamped_value(__u32 service, const struct packet *packet,
+					      const struct lb_stamped_server *server, __u32 milliseconds)
 {
 	__u32 index = stamping_key(milliseconds - server->offset_ms);
-	__u32 time = (milliseconds + correction_time_mask(service, packet)) & CORRECTION_TIME_MASK;
-	__u32 id = hide(correction_hash(index, packet), server->server_id & CORRECTION_ID_MASK, CORRECTION_ID_BITS);
-	__u32 value = time << CORRECTION_TIME_SHIFT | index * CORRECTION_KEY_BIT | id;
+	__u32 time = (milliseconds + lb_stamping_time_mask(service, packet)) & LB_STAMPING_TIME_MASK;
+	__u32 id = hide(lb_stamping_hash(index, packet), server->server_id & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
+	__u32 value = time << LB_STAMPING_TIME_SHIFT | index * LB_STAMPING_KEY_BIT | id;
 
-	return value ? value : 1u << CORRECTION_TIME_SHIFT;
+	return value ? value : 1u << LB_STAMPING_TIME_SHIFT;
 }
 
-/* A SYN-ACK decides for ever whether its connection is stamped (correction.h, essay, 2). */
+/* A SYN-ACK decides for ever whether its connection is stamped (lb_cookie.h, essay, 2). */
 static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-						   struct corrected_server *server, __u32 milliseconds)
+						   struct lb_stamped_server *server, __u32 milliseconds)
 {
 	struct flow_table_entry entry = {};
 	bool plain = find_flow(service, packet, &entry);
@@ -73,7 +73,7 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 }
 
 static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					     struct corrected_server *server, __u32 milliseconds)
+					     struct lb_stamped_server *server, __u32 milliseconds)
 {
 	struct flow_table_entry entry = {};
 
@@ -93,11 +93,11 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 }
 
 /* An answer of a service: `packet` has addresses and ports as the client's packets carry them. */
-static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-						     __u64 source_mac)
+static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+						   __u64 source_mac)
 {
 	__u32 offset = packet->echo_offset - sizeof(__u32), milliseconds;
-	struct corrected_server *server = corrected_server(service, source_mac);
+	struct lb_stamped_server *server = lb_stamped_server(service, source_mac);
 	__be32 value = 0;
 
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
@@ -106,7 +106,7 @@ static __always_inline enum lb_counter correct_reply(struct xdp_md *ctx, __u32 s
 	if (!is_to_be_stamped(ctx, service, packet, server, milliseconds))
 		return LB_COUNTER_REPLY_UNCHANGED;
 	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset,
-			  corrected_value(service, packet, server, milliseconds));
+			  lb_stamped_value(service, packet, server, milliseconds));
 	return LB_COUNTER_REPLY_STAMPED;
 }
 
@@ -141,7 +141,7 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	if (parse_tcp_header(ctx, data, data_end, &packet))
 		outcome = LB_COUNTER_REPLY_UNCHANGED;
 	else
-		outcome = correct_reply(ctx, service.index, &packet, source_mac);
+		outcome = stamp_reply(ctx, service.index, &packet, source_mac);
 	count_packet(ctx, service.index, outcome, 0);
 	return XDP_PASS;
 }

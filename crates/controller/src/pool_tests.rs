@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use coreward_config::Source;
-use coreward_model::correction;
+use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
@@ -269,7 +269,7 @@ fn servers_that_load_balancers_stamp_for_need_no_agent() {
 
     let (address, client) = (told.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
-    let echo = correction::stamp(&told.keys, &key, &tuple, server, 5);
+    let echo = lb_stamping::stamp(&told.keys, &key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { cookie: Some(echo), reset: false };
     let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
     assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);

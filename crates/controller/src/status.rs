@@ -225,7 +225,7 @@ impl Controller {
                 ),
             });
         }
-        if service.fleet().is_corrected() && self.load_balancers.count() == 0 {
+        if service.fleet().is_lb_stamped() && self.load_balancers.count() == 0 {
             warnings.push(
                 "timestamps by load balancers: none is connected, so nobody says which servers it can stamp for"
                     .to_owned(),

@@ -10,7 +10,7 @@
 //! lb/placement_memory      the tables of all services
 //! lb/recent_first_packets  servers of recent SYNs, for their retransmissions
 //! lb/flow_table            connections without a cookie
-//! lb/corrected_servers     source addresses and clocks of servers, for `timestamps = "lb"`
+//! lb/lb_stamped_servers     source addresses and clocks of servers, for `timestamps = "lb"`
 //! lb/fragments             destinations of later fragments
 //! lb/connections           the connection table of stateful services
 //! lb/connection_stacks     its free places
@@ -23,9 +23,9 @@
 mod buddy_allocator;
 pub mod capture;
 pub mod connections;
-mod correction;
 mod counters;
 mod device;
+mod lb_stamping;
 mod link;
 mod pinned;
 mod placement;
@@ -49,8 +49,8 @@ use coreward_model::cookie::FleetKeys;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use correction::{ClockState, IdTooLarge, ServerClock};
 pub use counters::{COUNTERS, Counters, EVENTS};
+pub use lb_stamping::{ClockState, IdTooLarge, ServerClock};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;
@@ -126,7 +126,7 @@ pub struct Options {
     /// table that is taken over keeps its size.
     pub flow_table_entries: u32,
     /// Clock that restores servers' timestamps.
-    pub correction_clock: CorrectionClock,
+    pub lb_stamping_clock: LbStampingClock,
     /// Packets of stateful services read the clock where [`LoadBalancer::tick`] is late, so that entries age without a
     /// daemon. Off, as at first: only `tick` sets the time, which may then be any.
     pub packets_read_clock: bool,
@@ -141,7 +141,7 @@ impl Default for Options {
             pin_directory: None,
             broadcast: BroadcastRates::DEFAULT,
             flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
-            correction_clock: CorrectionClock::default(),
+            lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
             connection_table: TableSize::default(),
         }
@@ -150,7 +150,7 @@ impl Default for Options {
 
 /// Clock of LB-side stamping that restores servers' timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum CorrectionClock {
+pub enum LbStampingClock {
     /// The kernel's (CLOCK_MONOTONIC).
     #[default]
     Kernel,
@@ -212,7 +212,7 @@ pub struct LoadBalancer {
     /// Services by index, as far as one was used since the start of the process.
     places: Vec<Option<ServiceAddress>>,
     /// Last known source address of the answers of servers with LB-side stamping.
-    corrected: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
+    lb_stamped: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     grace_periods: GracePeriods,
     /// Time at which programs were told to leave the idle half of the service directory.
     directory_retired_at: GraceTicket,
@@ -264,7 +264,7 @@ impl LoadBalancer {
             traffic: false,
             counters_by_cpu: false,
             broadcast: options.broadcast,
-            correction_clock: options.correction_clock,
+            lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,
         };
         let sizes = Sizes::new(options.flow_table_entries, options.connection_table)?;
@@ -293,7 +293,7 @@ impl LoadBalancer {
                 (maps, program, BTreeMap::new())
             }
         };
-        let corrected = if taken_over { correction::corrected_of(&maps)? } else { BTreeMap::new() };
+        let lb_stamped = if taken_over { lb_stamping::lb_stamped_addresses(&maps)? } else { BTreeMap::new() };
         let places_used = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
         let mut places = vec![None; places_used];
         services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
@@ -310,7 +310,7 @@ impl LoadBalancer {
             link,
             interface: None,
             services,
-            corrected,
+            lb_stamped,
             next_swept: 0,
             taken_over,
             pending_upgrade,

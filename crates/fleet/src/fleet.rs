@@ -9,8 +9,8 @@ use std::time::Duration;
 use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::{ServiceMode, Timestamps, Transfer};
-use coreward_model::correction;
 use coreward_model::health::{Check, Probe, WhenAllDown};
+use coreward_model::lb_stamping;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
@@ -123,7 +123,7 @@ pub struct FleetService {
 
 impl FleetService {
     /// Returns whether load balancers stamp.
-    pub fn is_corrected(&self) -> bool {
+    pub fn is_lb_stamped(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
     }
 
@@ -276,7 +276,7 @@ impl Fleet {
             // The controller checks agents itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
-            time_key: service.is_corrected().then(|| correction::time_key(service.seed)),
+            time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.seed)),
             servers: service
                 .members
                 .keys()

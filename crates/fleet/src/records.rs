@@ -14,7 +14,7 @@ use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::Timestamps;
-use coreward_model::correction;
+use coreward_model::lb_stamping;
 use coreward_model::rss::{RssKey, uniform_below};
 use coreward_wire::ServiceIndex;
 use rand::Rng;
@@ -199,12 +199,12 @@ impl Records {
     /// Returns the id of every server: chosen, previous or free.
     fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let had = self.ids_by_name();
-        let corrected = corrected_servers(config);
+        let lb_stamped = lb_stamped_servers(config);
         let mut free = self.free_ids(config);
         let mut ids = Vec::with_capacity(config.servers.len());
         let mut wrong: Vec<(Span, String)> = Vec::new();
         for (position, server) in config.servers.iter().enumerate() {
-            let room = if corrected.contains(&position) { correction::SERVER_IDS } else { ServerId::COUNT as u64 };
+            let room = if lb_stamped.contains(&position) { lb_stamping::SERVER_IDS } else { ServerId::COUNT as u64 };
             let had = had.get(&server.name).filter(|id| u64::from(id.get()) < room);
             let id = match (&server.id, had) {
                 (Some((id, span)), _) => self.chosen_id(&server.name, *id).map_err(|message| (span.clone(), message)),
@@ -297,9 +297,9 @@ impl ServerRecord {
 }
 
 /// Returns the positions of servers whose ids must fit the cookie of LB-side stamping.
-fn corrected_servers(config: &FleetConfig) -> HashSet<usize> {
-    let corrected = config.services.iter().filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
-    corrected.flat_map(|service| service.servers.iter().copied()).collect()
+fn lb_stamped_servers(config: &FleetConfig) -> HashSet<usize> {
+    let lb_stamped = config.services.iter().filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
+    lb_stamped.flat_map(|service| service.servers.iter().copied()).collect()
 }
 
 /// Draws one of `free` at random, so flipped bits of a cookie do not enumerate the pool. `room`: number of ids that the
@@ -421,15 +421,15 @@ mod tests {
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
         text +=
             "[[service]]\nname = \"old\"\nvip = \"10.200.0.1:81\"\ntimestamps = \"lb\"\nservers = [\"s1\", \"s4\"]\n";
-        let corrected = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        records.apply(&corrected, at(10), random).unwrap();
+        let lb_stamped = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
+        records.apply(&lb_stamped, at(10), random).unwrap();
         let by_name = records.ids_by_name();
         let now = |name: &str| by_name[name].get();
         assert!(now("s1") < 2048 && now("s4") < 2048, "{by_name:?}");
         assert_eq!((now("s2"), now("s3")), (before["s2"], 9000));
         let left = &records.servers[&ServerId::try_from(u64::from(before["s1"])).unwrap()];
         assert_eq!((left.in_file, left.services["web"]), (false, Membership::LeftAt(at(10))));
-        records.apply(&corrected, at(20), random).unwrap();
+        records.apply(&lb_stamped, at(20), random).unwrap();
         assert_eq!(records.ids_by_name(), by_name, "they are drawn once");
     }
 

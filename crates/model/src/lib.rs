@@ -7,7 +7,7 @@
 //! * [`tuple`]: addresses, services, the 4-tuple of a connection
 //! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables
 //! * [`cookie`]: the cookie in the TCP timestamp
-//! * [`correction`]: LB-side stamping, and servers' clocks
+//! * [`lb_stamping`]: LB-side stamping, and servers' clocks
 //! * [`key_activation`]: activation time of the fleet's keys
 //! * [`health`]: health of servers by checks
 //! * [`tsval_clamp`]: TSval after a long silence
@@ -34,13 +34,13 @@ pub mod bucket_history;
 pub mod connection_table;
 pub mod consistency;
 pub mod cookie;
-pub mod correction;
 pub mod dispatch;
 pub mod fleet;
 pub mod forwarding;
 pub mod health;
 pub mod key_activation;
 pub mod lb;
+pub mod lb_stamping;
 pub mod load;
 pub mod placement;
 pub mod policy;

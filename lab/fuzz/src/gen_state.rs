@@ -6,9 +6,9 @@ use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::correction;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::lb::{Buckets, Mac, Outcome, Outer, Owner, REASONS, Reason, Server};
+use coreward_model::lb_stamping;
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -74,7 +74,7 @@ impl Planned {
     }
 
     /// Whether load balancers stamp its cookies themselves.
-    pub fn is_corrected(&self) -> bool {
+    pub fn is_lb_stamped(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
     }
 }
@@ -235,7 +235,7 @@ impl GenState {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
             // Cookies of the load balancer can name nearly all ids.
-            2..39 if planned.is_corrected() => rng.below(correction::SERVER_IDS as usize),
+            2..39 if planned.is_lb_stamped() => rng.below(lb_stamping::SERVER_IDS as usize),
             _ => rng.below(intf::SERVER_ID_COUNT as usize),
         };
         let id = ServerId::try_from(number as u64).expect("in range");

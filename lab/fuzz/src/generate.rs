@@ -7,7 +7,7 @@ use coreward_model::FourTuple;
 use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
-use coreward_model::correction;
+use coreward_model::lb_stamping;
 use coreward_model::tuple::Protocol;
 
 use crate::frame::{self, Ip, Tcp, timestamp};
@@ -113,8 +113,8 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 /// A server's packet to a client, if the service has LB-side stamping and a server; otherwise a packet that nobody
 /// looks at.
 fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
-    let corrected: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_corrected()).collect();
-    let planned = if corrected.is_empty() { &state.services[0] } else { rng.pick(&corrected) };
+    let lb_stamped: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
+    let planned = if lb_stamped.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped) };
     let (client, source) = (client(state, rng), planned.vip);
     let mut address = OWN_MAC;
     rng.fill(&mut address);
@@ -217,8 +217,8 @@ fn segment(
 
 /// The client's TSecr: mostly the cookie of a server that is or was known.
 fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
-    if planned.is_corrected() {
-        return corrected_echo(state, planned, rng, &tuple);
+    if planned.is_lb_stamped() {
+        return lb_stamped_echo(state, planned, rng, &tuple);
     }
     let any =
         |rng: &mut FuzzRng| ServerId::try_from(rng.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range");
@@ -237,13 +237,13 @@ fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple
 }
 
 /// The client's TSecr with LB-side stamping.
-fn corrected_echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
+fn lb_stamped_echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
     if planned.servers.is_empty() || rng.chance(1, 10) {
         return rng.u32();
     }
     let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
     let keys = FleetKeys { current, ..state.setup.keys };
-    correction::stamp(&keys, &TIME_KEY, tuple, rng.pick(&planned.servers), rng.u32())
+    lb_stamping::stamp(&keys, &TIME_KEY, tuple, rng.pick(&planned.servers), rng.u32())
 }
 
 fn stamp(state: &GenState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {

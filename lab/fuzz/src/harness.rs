@@ -90,7 +90,7 @@ impl Instance {
             flow_table_entries: setup.flow_sets * intf::FLOW_SET_ENTRIES,
             connection_table,
             // So that the reference model sees the same time.
-            correction_clock: dataplane::CorrectionClock::Ticks,
+            lb_stamping_clock: dataplane::LbStampingClock::Ticks,
             ..Default::default()
         };
         let mut lb = dataplane::LoadBalancer::load(options)?;
@@ -367,7 +367,7 @@ impl Harness {
 
     /// Compares the servers' clocks, by id.
     fn compare_clocks(&self, instance: &Instance, service_slot: usize) -> anyhow::Result<Option<Difference>> {
-        let expected = self.model.corrected(service_slot).map(|(_, known)| {
+        let expected = self.model.lb_stamped(service_slot).map(|(_, known)| {
             let clock = known.clock;
             (known.server, [clock.agreeing.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed])
         });

@@ -4,7 +4,7 @@ use coreward_model::ServerId;
 use coreward_model::connection_table::owner_and_place;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::correction;
+use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::tuple::Protocol;
 
@@ -21,7 +21,7 @@ pub enum ExplainedPacket {
     },
 }
 
-const CORRECTED_RESET: &str = "a reset without timestamps goes where the load balancer's flow table says; what that does \
+const LB_STAMPED_RESET: &str = "a reset without timestamps goes where the load balancer's flow table says; what that does \
                                not know is dropped, as these servers take nothing that was sent to all";
 
 impl Case<'_> {
@@ -35,8 +35,8 @@ impl Case<'_> {
                 self.by_bucket(table, "if the load balancer's flow table does not know the connection, it goes by")
             }
             Consistency::Stateless | Consistency::Stateful => match cookie {
-                Some(echo) if mode.timestamps == Timestamps::LoadBalancer => self.by_corrected_cookie(echo),
-                _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, CORRECTED_RESET.to_owned()),
+                Some(echo) if mode.timestamps == Timestamps::LoadBalancer => self.by_lb_stamped_cookie(echo),
+                _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, LB_STAMPED_RESET.to_owned()),
                 Some(echo) if mode.timestamps == Timestamps::Server => self.by_cookie(echo),
                 _ if reset => {
                     let reason = "a reset without timestamps goes where the load balancer's flow table says, and if it \
@@ -95,8 +95,8 @@ impl Case<'_> {
     }
 
     /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
-    fn by_corrected_cookie(&self, echo: u32) -> Verdict {
-        let id = correction::recognise(&self.view.cookie_keys, &self.tuple, echo);
+    fn by_lb_stamped_cookie(&self, echo: u32) -> Verdict {
+        let id = lb_stamping::recognise(&self.view.cookie_keys, &self.tuple, echo);
         let first = "if the load balancer's flow table does not know the connection, its cookie counts:";
         if self.view.service.members.contains_key(&id) {
             return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));

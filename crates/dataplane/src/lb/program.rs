@@ -21,7 +21,7 @@ use super::placement::table_at;
 use super::services::Service;
 use super::tables::Tables;
 use super::variant::Variant;
-use super::{CorrectionClock, PacketRate, ServiceIndex};
+use super::{LbStampingClock, PacketRate, ServiceIndex};
 use crate::lru;
 use crate::mmap_array::MmapArray;
 use crate::pins::ensure_bpf_file_system;
@@ -106,7 +106,7 @@ const MAP_NAMES: [&str; 16] = [
     "recent_first_packets",
     FLOW_TABLE,
     FRAGMENTS,
-    CORRECTED_SERVERS,
+    LB_STAMPED_SERVERS,
     BROADCAST,
     TAKES,
     TUNNELS,
@@ -114,7 +114,7 @@ const MAP_NAMES: [&str; 16] = [
 ];
 const COUNTERS: &str = "counters";
 const PLACEMENT_MEMORY: &str = "placement_memory";
-const CORRECTED_SERVERS: &str = "corrected_servers";
+const LB_STAMPED_SERVERS: &str = "lb_stamped_servers";
 const FLOW_TABLE: &str = "flow_table";
 const FRAGMENTS: &str = "fragments";
 const BROADCAST: &str = "broadcast";
@@ -136,7 +136,7 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
         &mut maps.bss_recent,
         &mut maps.flow_table,
         &mut maps.fragments,
-        &mut maps.corrected_servers,
+        &mut maps.lb_stamped_servers,
         &mut maps.bss_broadcast,
         &mut maps.bss_takes,
         &mut maps.bss_tunnels,
@@ -186,7 +186,7 @@ impl Maps {
             MapHandle::try_from(&maps.bss_recent)?,
             MapHandle::try_from(&maps.flow_table)?,
             MapHandle::try_from(&maps.fragments)?,
-            MapHandle::try_from(&maps.corrected_servers)?,
+            MapHandle::try_from(&maps.lb_stamped_servers)?,
             MapHandle::try_from(&maps.bss_broadcast)?,
             MapHandle::try_from(&maps.bss_takes)?,
             MapHandle::try_from(&maps.bss_tunnels)?,
@@ -376,8 +376,8 @@ impl Maps {
     }
 
     /// Returns the clocks of servers with LB-side stamping.
-    pub fn corrected_servers(&self) -> &MapHandle {
-        &self.handles[position(CORRECTED_SERVERS)]
+    pub fn lb_stamped_servers(&self) -> &MapHandle {
+        &self.handles[position(LB_STAMPED_SERVERS)]
     }
 }
 
@@ -516,7 +516,7 @@ fn open<'obj>(
     constants.timestamps_off_in_use = variant.in_use.timestamps_off;
     constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
     constants.other_balancer_in_use = variant.in_use.other_balancer;
-    constants.correction_by_ticks = variant.correction_clock == CorrectionClock::Ticks;
+    constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::Ticks;
     constants.packets_read_clock = variant.packets_read_clock;
     constants.udp_in_use = variant.in_use.udp;
     constants.forwarding_in_use = or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);

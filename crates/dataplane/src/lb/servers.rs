@@ -77,7 +77,7 @@ impl LoadBalancer {
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let flags = intf::SERVER_KNOWN | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
-        if let Err(error) = self.move_corrected_server(service, id, server.mac, server.eligible) {
+        if let Err(error) = self.move_lb_stamped_server(service, id, server.mac, server.eligible) {
             tracing::warn!(
                 event = "server-not-stamped",
                 server_id = %id,
@@ -97,7 +97,7 @@ impl LoadBalancer {
 
     /// Removes a server: its connections' packets are then broadcast, rate-limited.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
-        if let Err(error) = self.forget_corrected_server(service, id) {
+        if let Err(error) = self.forget_lb_stamped_server(service, id) {
             tracing::warn!(
                 event = "server-not-removed",
                 server_id = %id,

@@ -231,7 +231,7 @@ impl LoadBalancer {
 
     /// Clears servers, tables and connections of these indexes.
     fn clear(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        self.forget_corrected_servers(indexes)?;
+        self.forget_lb_stamped_servers(indexes)?;
         for index in indexes {
             self.forget_servers(*index);
             self.maps.state.write(state_of(*index), &intf::service_state::default());

@@ -1,6 +1,6 @@
 //! Features that are compiled into the program; a change loads it again.
 
-use super::{Broadcast, CorrectionClock};
+use super::{Broadcast, LbStampingClock};
 
 /// Features that the services and their tables need. Others are not compiled in.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(super) struct Variant {
     /// One row of counters per CPU instead of one per receive queue: for generic XDP.
     pub counters_by_cpu: bool,
     pub broadcast: Broadcast,
-    pub correction_clock: CorrectionClock,
+    pub lb_stamping_clock: LbStampingClock,
     /// Packets read the clock by which entries of the connection table age.
     pub packets_read_clock: bool,
 }

@@ -8,7 +8,7 @@ use coreward_config::{Period, Reader, Span, Spanned, shown_time};
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::consistency::Timestamps;
-use coreward_model::correction;
+use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
@@ -204,11 +204,11 @@ impl Services<'_> {
 
 /// The cookie of LB-side stamping holds smaller ids.
 fn can_be_named<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
-    for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !correction::can_name(*id)) {
+    for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_name(*id)) {
         let message = format_args!(
             "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that its \
              cookies hold, or none to have one drawn",
-            correction::SERVER_IDS - 1
+            lb_stamping::SERVER_IDS - 1
         );
         reader.mistake(span.clone(), message);
     }

@@ -21,7 +21,7 @@ impl Permutation {
     pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
 
     /// Permutation of the id in a cookie of LB-side stamping.
-    pub const LB_STAMPED: Self = Self { bits: intf::CORRECTION_ID_BITS };
+    pub const LB_STAMPED: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
 
     /// Returns the hidden number of `plain` in a cookie of the connection with that hash; both below 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {

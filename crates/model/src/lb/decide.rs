@@ -12,7 +12,7 @@ use super::stateful::Indexed;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic};
 use crate::consistency::{Consistency, Transfer};
 use crate::cookie::{self, Cookie};
-use crate::correction;
+use crate::lb_stamping;
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
@@ -135,11 +135,11 @@ impl LoadBalancer {
         *read = Some(service_slot);
         let tuple = FourTuple::ipv4(quote.client, quote.vip);
         let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
-        if self.is_corrected(service_slot)
+        if self.is_lb_stamped(service_slot)
             && quote.value.is_some()
             && self.find_flow(service_slot, &tuple, protocol).is_none()
         {
-            let id = quote.value.map(|value| correction::recognise(&self.keys, &tuple, value));
+            let id = quote.value.map(|value| lb_stamping::recognise(&self.keys, &tuple, value));
             if let Some(id) = id.filter(|id| self.service(service_slot).server(*id).is_some()) {
                 return Ok(self.deliver_to(service_slot, id, COUNTER));
             }
@@ -239,13 +239,13 @@ impl LoadBalancer {
         let service = self.service(service_slot);
         let mode = service.mode;
         let first = packet.flags & SYN != 0;
-        if self.is_corrected(service_slot) {
+        if self.is_lb_stamped(service_slot) {
             return match first && packet.echo.is_some() {
                 true => match self.half_open(service_slot, packet) {
                     Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
                     None => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },
-                false => self.by_corrected_cookie(service_slot, packet),
+                false => self.by_lb_stamped_cookie(service_slot, packet),
             };
         }
         match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {

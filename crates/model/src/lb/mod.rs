@@ -9,16 +9,16 @@
 //! * [`mod@place`]: new connections
 //! * [`mod@flow`]: connections without a cookie
 //! * [`mod@stateful`]: connections with an entry in the connection table
-//! * [`mod@corrected`]: LB-side stamping
+//! * [`mod@lb_stamped`]: LB-side stamping
 //! * [`mod@decide`], [`mod@decision`]: decisions on packets
 //! * [`mod@encapsulation`]: outer headers
 //! * [`mod@rate`]: rate limits of broadcasts
 
-mod corrected;
 mod decide;
 mod decision;
 mod encapsulation;
 mod flow;
+mod lb_stamped;
 mod packet;
 mod place;
 mod rate;
@@ -34,11 +34,11 @@ use crate::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
 use crate::{ServerId, ServiceAddress};
-pub use corrected::Corrected;
-use corrected::Correction;
 pub use encapsulation::{Outer, Tunnel};
 pub use flow::FlowEntry;
 use flow::{Datagram, FlowTable};
+pub use lb_stamped::LbStamped;
+use lb_stamped::LbStamping;
 use place::{Placement, RecentFirstPackets};
 use rate::Broadcast;
 pub use rate::{BroadcastRates, Bucket, Buckets, REASONS, Rate, Reason};
@@ -201,7 +201,7 @@ pub struct LoadBalancer {
     fragments: HashMap<Datagram, (usize, ServerId)>,
     tunnels: HashMap<ServerId, Tunnel>,
     stateful: Stateful,
-    correction: Correction,
+    lb_stamping: LbStamping,
     traffic: HashMap<ServerId, ServerTraffic>,
     /// New connections by service slot.
     opened: HashMap<usize, u64>,
@@ -211,8 +211,8 @@ impl LoadBalancer {
     /// Returns a load balancer without services.
     pub fn new(constants: Constants, own_mac: Mac, keys: FleetKeys) -> Self {
         let no_key = CookieKey { k0: 0, k1: 0 };
-        let mut correction = Correction::default();
-        correction.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
+        let mut lb_stamping = LbStamping::default();
+        lb_stamping.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
         Self {
             constants,
             own_mac,
@@ -226,7 +226,7 @@ impl LoadBalancer {
             fragments: HashMap::new(),
             tunnels: HashMap::new(),
             stateful: Stateful::new(constants.connection_table),
-            correction,
+            lb_stamping,
             traffic: HashMap::new(),
             opened: HashMap::new(),
         }
@@ -235,7 +235,7 @@ impl LoadBalancer {
     /// Sets the cookie's keys.
     pub fn set_keys(&mut self, keys: FleetKeys) {
         let now_ms = self.now_ms();
-        self.correction.set_keys(self.keys, &keys, now_ms);
+        self.lb_stamping.set_keys(self.keys, &keys, now_ms);
         self.keys = keys;
     }
 
@@ -284,7 +284,7 @@ impl LoadBalancer {
         // Of the service that had the slot before.
         self.flows.forget(free);
         self.fragments.retain(|_, (service_slot, _)| *service_slot != free);
-        self.correction.forget_service(free);
+        self.lb_stamping.forget_service(free);
         self.opened.remove(&free);
         free
     }
@@ -301,7 +301,7 @@ impl LoadBalancer {
 
     /// Adds, changes or removes (`None`) a server. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
-        self.move_corrected(service, id, server);
+        self.move_lb_stamped(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
         let Some(Server { mac, .. }) = server else {
             self.service_mut(service).masked.remove(&id);

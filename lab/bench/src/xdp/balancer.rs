@@ -11,7 +11,7 @@ use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
-use coreward_model::correction as lb_stamping;
+use coreward_model::lb_stamping;
 use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;

@@ -1,4 +1,4 @@
-//! LB-side stamping (`timestamps = "lb"`): `bpf/lb/correction.h` and `bpf/lb/reply.h`.
+//! LB-side stamping (`timestamps = "lb"`): `bpf/lb/lb_cookie.h` and `bpf/lb/reply.h`.
 
 use std::collections::HashMap;
 
@@ -11,13 +11,13 @@ use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::ServerId;
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
-use crate::correction::{self, Clock};
 use crate::key_activation;
+use crate::lb_stamping::{self, Clock};
 use crate::tuple::Protocol;
 
 /// The server behind a source address, and its clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Corrected {
+pub struct LbStamped {
     /// The server that its cookies name.
     pub server: ServerId,
     /// Its clock.
@@ -26,17 +26,17 @@ pub struct Corrected {
 
 /// State of LB-side stamping.
 #[derive(Debug, Default)]
-pub(super) struct Correction {
+pub(super) struct LbStamping {
     /// TSval of this load balancer's clock from which the current key stamps.
     pub switch_ms: u32,
     /// By the service's slot and the answers' source address.
-    servers: HashMap<(usize, Mac), Corrected>,
+    servers: HashMap<(usize, Mac), LbStamped>,
     /// Last known source address of answers.
     addresses: HashMap<(usize, ServerId), Mac>,
     time_keys: HashMap<usize, CookieKey>,
 }
 
-impl Correction {
+impl LbStamping {
     /// Removes an address from a server; another one with that address takes it over.
     fn leave_address(&mut self, service_slot: usize, mac: Mac) {
         let others = self.addresses.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
@@ -51,7 +51,7 @@ impl Correction {
     }
 
     pub fn move_server(&mut self, service_slot: usize, id: ServerId, mac: Mac, eligible: bool) {
-        if !correction::can_name(id) {
+        if !lb_stamping::can_name(id) {
             return;
         }
         let left = self.addresses.insert((service_slot, id), mac).filter(|left| *left != mac);
@@ -61,12 +61,12 @@ impl Correction {
             self.leave_address(service_slot, left);
         }
         let here = self.servers.get(&(service_slot, mac)).copied();
-        let other_stays = |here: Corrected| !eligible && self.addresses.get(&(service_slot, here.server)) == Some(&mac);
+        let other_stays = |here: LbStamped| !eligible && self.addresses.get(&(service_slot, here.server)) == Some(&mac);
         if here.is_some_and(|here| here.server != id && other_stays(here)) {
             return;
         }
         let clock = here.or(known).map(|known| known.clock).unwrap_or_default();
-        self.servers.insert((service_slot, mac), Corrected { server: id, clock });
+        self.servers.insert((service_slot, mac), LbStamped { server: id, clock });
     }
 
     pub fn forget_server(&mut self, service_slot: usize, id: ServerId) {
@@ -99,30 +99,30 @@ impl Correction {
 impl LoadBalancer {
     /// Sets the key that masks the time part of a service's cookies.
     pub fn set_time_key(&mut self, service: usize, key: CookieKey) {
-        self.correction.set_time_key(service, key);
+        self.lb_stamping.set_time_key(service, key);
     }
 
     /// Returns the server of each source address.
-    pub fn corrected(&self, service: usize) -> impl Iterator<Item = (Mac, Corrected)> + '_ {
-        let of_service = move |((service_slot, mac), known): (&(usize, Mac), &Corrected)| {
+    pub fn lb_stamped(&self, service: usize) -> impl Iterator<Item = (Mac, LbStamped)> + '_ {
+        let of_service = move |((service_slot, mac), known): (&(usize, Mac), &LbStamped)| {
             (*service_slot == service).then_some((*mac, *known))
         };
-        self.correction.servers.iter().filter_map(of_service)
+        self.lb_stamping.servers.iter().filter_map(of_service)
     }
 
     pub(super) fn now_ms(&self) -> u32 {
         self.stateful.clock.0.wrapping_mul(100)
     }
 
-    pub(super) fn is_corrected(&self, service_slot: usize) -> bool {
+    pub(super) fn is_lb_stamped(&self, service_slot: usize) -> bool {
         self.service(service_slot).mode.timestamps == Timestamps::LoadBalancer
     }
 
-    pub(super) fn move_corrected(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
+    pub(super) fn move_lb_stamped(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
         match server {
-            None => self.correction.forget_server(service_slot, id),
-            Some(Server { mac: Some(mac), eligible }) if self.is_corrected(service_slot) => {
-                self.correction.move_server(service_slot, id, mac, eligible);
+            None => self.lb_stamping.forget_server(service_slot, id),
+            Some(Server { mac: Some(mac), eligible }) if self.is_lb_stamped(service_slot) => {
+                self.lb_stamping.move_server(service_slot, id, mac, eligible);
             }
             Some(_) => {}
         }
@@ -137,7 +137,7 @@ impl LoadBalancer {
         }
         let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
         let service_slot = self.service_at(whole.client, ports.0, outer.protocol).ok()?;
-        if !self.is_corrected(service_slot) {
+        if !self.is_lb_stamped(service_slot) {
             return None;
         }
         let (key, packet) = ((service_slot, packet::source_mac(frame)), packet::tcp_answer(&whole, ports));
@@ -148,14 +148,14 @@ impl LoadBalancer {
             told: None,
             event: None,
         };
-        let (Ok(packet), Some(mut known)) = (packet, self.correction.servers.get(&key).copied()) else {
+        let (Ok(packet), Some(mut known)) = (packet, self.lb_stamping.servers.get(&key).copied()) else {
             return Some(answered);
         };
         let own = packet.echo.map(|echo| echo.own(frame));
         let stamped = self.stamps_answer(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
-        self.correction.servers.insert(key, known);
+        self.lb_stamping.servers.insert(key, known);
         if let Some(own) = own.filter(|_| stamped) {
-            let value = self.corrected_value(service_slot, &packet, &known, own.value);
+            let value = self.lb_stamped_value(service_slot, &packet, &known, own.value);
             packet::set_echo(frame, &own, value);
             answered.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
@@ -167,7 +167,7 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        known: &mut Corrected,
+        known: &mut LbStamped,
         milliseconds: Option<u32>,
         answered: &mut Outcome,
     ) -> bool {
@@ -197,10 +197,10 @@ impl LoadBalancer {
         false
     }
 
-    fn corrected_value(&self, service_slot: usize, packet: &Packet, known: &Corrected, milliseconds: u32) -> u32 {
+    fn lb_stamped_value(&self, service_slot: usize, packet: &Packet, known: &LbStamped, milliseconds: u32) -> u32 {
         let sent_ms = milliseconds.wrapping_sub(known.clock.offset_ms.unwrap_or(0));
-        let keys = self.keys.at(sent_ms, self.correction.switch_ms);
-        correction::stamp(&keys, &self.correction.time_key(service_slot), &packet.tuple(), known.server, milliseconds)
+        let keys = self.keys.at(sent_ms, self.lb_stamping.switch_ms);
+        lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &packet.tuple(), known.server, milliseconds)
     }
 
     /// Returns the server whose unstamped SYN-ACK the client may not have received, if it takes new connections.
@@ -210,7 +210,7 @@ impl LoadBalancer {
     }
 
     /// Decides on a client's packet that opens no connection, or has no timestamps.
-    pub(super) fn by_corrected_cookie(&mut self, service_slot: usize, packet: &Packet) -> Decision {
+    pub(super) fn by_lb_stamped_cookie(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
         if let Some(entry) = self.find_flow_of(service_slot, packet)
             && self.is_usable(service_slot, entry.server, first)
@@ -230,15 +230,15 @@ impl LoadBalancer {
             };
         };
         let tuple = packet.tuple();
-        let id = correction::recognise(&self.keys, &tuple, echo.value);
+        let id = lb_stamping::recognise(&self.keys, &tuple, echo.value);
         let Some(server) = self.service(service_slot).server(id) else {
             return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
         let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
-        let known = server.mac.and_then(|mac| self.correction.servers.get(&(service_slot, mac)));
+        let known = server.mac.and_then(|mac| self.lb_stamping.servers.get(&(service_slot, mac)));
         let clock_ms = known.map(|known| known.clock.at(self.now_ms()));
         let restored = clock_ms.map_or(echo.value, |now| {
-            correction::restore(&self.correction.time_key(service_slot), &tuple, echo.value, now)
+            lb_stamping::restore(&self.lb_stamping.time_key(service_slot), &tuple, echo.value, now)
         });
         decision.with_tsecr(echo, restored)
     }

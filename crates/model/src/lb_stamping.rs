@@ -1,5 +1,5 @@
 //! LB-side stamping (`timestamps = "lb"`): the cookie that the load balancer puts into servers' answers, and the
-//! servers' clocks that it learns from them. `bpf/lb/correction.h` gives the reasons.
+//! servers' clocks that it learns from them. `bpf/lb/lb_cookie.h` gives the reasons.
 //!
 //! ```text
 //! 31                                12 11  10            0
@@ -15,10 +15,10 @@ use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
 /// Number of server ids that this cookie can name: 0 to this, exclusive.
-pub const SERVER_IDS: u64 = intf::CORRECTION_ID_MASK as u64 + 1;
+pub const SERVER_IDS: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
 /// SYN-ACKs of so many connections in a row must agree before a server's new connections are stamped.
-pub const AGREEING: u16 = intf::CORRECTION_AGREEING as u16;
+pub const AGREEING: u16 = intf::LB_STAMPING_AGREEING as u16;
 
 /// [`seeded_rng`]'s stream for time keys.
 const PURPOSE_TIME_KEY: u64 = 8;
@@ -35,36 +35,36 @@ pub fn time_key(seed: u64) -> CookieKey {
 }
 
 fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
-    cookie::hash(time_key, tuple) as u32 & intf::CORRECTION_TIME_MASK
+    cookie::hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
 }
 
 /// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval. Never 0 (RFC
 /// 7323, Sect. 3.2): the time is then taken as one millisecond later.
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
-    let key_bit = if keys.current == KeyIndex::Second { intf::CORRECTION_KEY_BIT } else { 0 };
-    let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::CORRECTION_TIME_MASK;
+    let key_bit = if keys.current == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
+    let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
     let hash = cookie::hash(&keys.keys[keys.current.get()], tuple);
-    let id = Permutation::LB_STAMPED.hide(hash, u32::from(id.get()) & intf::CORRECTION_ID_MASK);
-    let value = time << intf::CORRECTION_TIME_SHIFT | key_bit | id;
-    if value == 0 { 1 << intf::CORRECTION_TIME_SHIFT } else { value }
+    let id = Permutation::LB_STAMPED.hide(hash, u32::from(id.get()) & intf::LB_STAMPING_ID_MASK);
+    let value = time << intf::LB_STAMPING_TIME_SHIFT | key_bit | id;
+    if value == 0 { 1 << intf::LB_STAMPING_TIME_SHIFT } else { value }
 }
 
 /// Returns the server that the client's TSecr names, if it was stamped.
 pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> ServerId {
-    let key = &keys.keys[usize::from(echo & intf::CORRECTION_KEY_BIT != 0)];
-    let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), echo & intf::CORRECTION_ID_MASK);
+    let key = &keys.keys[usize::from(echo & intf::LB_STAMPING_KEY_BIT != 0)];
+    let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), echo & intf::LB_STAMPING_ID_MASK);
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
 /// Returns the server's own TSval for a TSecr: the latest one of its clock, which shows `clock_ms` now, with these 20
 /// bits. Right for values up to 16 minutes old.
 pub fn restore(time_key: &CookieKey, tuple: &FourTuple, echo: u32, clock_ms: u32) -> u32 {
-    let time = (echo >> intf::CORRECTION_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
-    let latest = clock_ms.wrapping_add(intf::CORRECTION_SLACK_MS);
-    latest.wrapping_sub(latest.wrapping_sub(time) & intf::CORRECTION_TIME_MASK)
+    let time = (echo >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
+    let latest = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
+    latest.wrapping_sub(latest.wrapping_sub(time) & intf::LB_STAMPING_TIME_MASK)
 }
 
-/// Clock of a server: `struct corrected_server` of `bpf/include/intf.h`, without the id.
+/// Clock of a server: `struct lb_stamped_server` of `bpf/include/intf.h`, without the id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Clock {
     /// TSval minus the load balancer's clock in ms, modulo 2^32, for stamped connections. `None`: unknown.
@@ -94,14 +94,14 @@ impl Clock {
         self.with_timestamps += 1;
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         let client = client_word(tuple);
-        if self.agreeing == 0 || !agree(offset_ms, self.newest_ms, intf::CORRECTION_TOLERANCE_MS) {
+        if self.agreeing == 0 || !agree(offset_ms, self.newest_ms, intf::LB_STAMPING_TOLERANCE_MS) {
             self.disagreed += u64::from(self.agreeing > 0);
             self.agreeing = 1;
         } else if !self.is_verified() && client != self.newest_client {
             self.agreeing += 1;
         }
         (self.newest_ms, self.newest_client) = (offset_ms, client);
-        let near = |known| agree(offset_ms, known, intf::CORRECTION_TOLERANCE_MS / 2);
+        let near = |known| agree(offset_ms, known, intf::LB_STAMPING_TOLERANCE_MS / 2);
         if self.is_verified() && !self.offset_ms.is_some_and(near) {
             self.offset_ms = Some(offset_ms);
         }

@@ -1,5 +1,5 @@
 //! LB-side stamping (`timestamps = "lb"`): MAC addresses of servers, and their clocks as learned by the program
-//! (`bpf/lb/correction.h`).
+//! (`bpf/lb/lb_cookie.h`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -8,13 +8,13 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::correction::{AGREEING, SERVER_IDS, can_name};
+use coreward_model::lb_stamping::{AGREEING, SERVER_IDS, can_name};
 use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::program::Maps;
-use super::{CorrectionClock, LoadBalancer, ServiceIndex, state_of};
+use super::{LbStampingClock, LoadBalancer, ServiceIndex, state_of};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
@@ -118,9 +118,9 @@ impl LoadBalancer {
 
     /// Returns a server's TSval from which the current key stamps, by this machine's clock.
     pub(super) fn switch_ms(&self, new: &FleetKeys) -> u32 {
-        let now_ms = match self.variant.correction_clock {
-            CorrectionClock::Kernel => monotonic_ms(),
-            CorrectionClock::Ticks => self.clock().0.wrapping_mul(100),
+        let now_ms = match self.variant.lb_stamping_clock {
+            LbStampingClock::Kernel => monotonic_ms(),
+            LbStampingClock::Ticks => self.clock().0.wrapping_mul(100),
         };
         let known = self.maps.state.read::<intf::fleet_keys>(offset_of!(intf::lb_state, keys));
         let key = |index: usize| CookieKey { k0: known.key[index].k0, k1: known.key[index].k1 };
@@ -132,8 +132,8 @@ impl LoadBalancer {
     /// Returns each server's clock, by id. Of two ids with one MAC address (the operator changed it), the one that
     /// takes new connections. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
-        let entries = corrected_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
-        let clock = |(_, known): (_, intf::corrected_server)| -> anyhow::Result<_> {
+        let entries = lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
+        let clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
             let id = ServerId::try_from(u64::from(known.server_id))?;
             let clock = ServerClock {
                 agreeing: known.agreeing,
@@ -149,26 +149,26 @@ impl LoadBalancer {
         Ok(clocks)
     }
 
-    fn is_corrected(&self, service: ServiceIndex) -> bool {
+    fn is_lb_stamped(&self, service: ServiceIndex) -> bool {
         self.service(service).mode.timestamps == Timestamps::LoadBalancer
     }
 
     /// Moves a server with its clock to `mac`; `None`: unknown at present.
-    pub(super) fn move_corrected_server(
+    pub(super) fn move_lb_stamped_server(
         &mut self,
         service: ServiceIndex,
         id: ServerId,
         mac: Option<MacAddress>,
         eligible: bool,
     ) -> anyhow::Result<()> {
-        let Some(mac) = mac.filter(|_| self.is_corrected(service)) else { return Ok(()) };
+        let Some(mac) = mac.filter(|_| self.is_lb_stamped(service)) else { return Ok(()) };
         if !can_name(id) {
             // An earlier server may have had its id with another mode.
             ensure!(!eligible, IdTooLarge(id));
             return Ok(());
         }
-        let left = self.corrected.insert((service, id), mac).filter(|left| *left != mac);
-        let map = self.maps.corrected_servers();
+        let left = self.lb_stamped.insert((service, id), mac).filter(|left| *left != mac);
+        let map = self.maps.lb_stamped_servers();
         let known_there = match left {
             Some(left) => read(map, service, left)?.filter(|known| known.server_id == id.get()),
             None => None,
@@ -183,13 +183,13 @@ impl LoadBalancer {
             Some(here) => here,
             None => known_there.unwrap_or_default(),
         };
-        write(map, service, mac, &intf::corrected_server { server_id: id.get(), ..known })
+        write(map, service, mac, &intf::lb_stamped_server { server_id: id.get(), ..known })
     }
 
     /// Removes a server. Another id with its MAC address takes the address over.
-    pub(super) fn forget_corrected_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
-        let Some(mac) = self.corrected.remove(&(service, id)) else { return Ok(()) };
-        let map = self.maps.corrected_servers();
+    pub(super) fn forget_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
+        let Some(mac) = self.lb_stamped.remove(&(service, id)) else { return Ok(()) };
+        let map = self.maps.lb_stamped_servers();
         match read(map, service, mac)? {
             Some(known) if known.server_id == id.get() => self.leave_address(map, service, mac),
             _ => Ok(()),
@@ -197,10 +197,10 @@ impl LoadBalancer {
     }
 
     /// Forgets all servers of these places.
-    pub(super) fn forget_corrected_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        self.corrected.retain(|(of, _), _| !services.contains(of));
-        let map = self.maps.corrected_servers();
-        for ((of, mac), _) in corrected_servers(&self.maps)? {
+    pub(super) fn forget_lb_stamped_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+        self.lb_stamped.retain(|(of, _), _| !services.contains(of));
+        let map = self.maps.lb_stamped_servers();
+        for ((of, mac), _) in lb_stamped_servers(&self.maps)? {
             if services.contains(&of) {
                 map.delete(&key_of(of, mac)).context("forgetting a server's address")?;
             }
@@ -210,43 +210,43 @@ impl LoadBalancer {
 
     /// Removes the id at `mac`; another id with the address takes it over.
     fn leave_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
-        let other = self.corrected.iter().find(|((of, _), at)| *of == service && **at == mac);
+        let other = self.lb_stamped.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other, read(map, service, mac)?) {
             (Some(((_, other), _)), Some(known)) => {
-                write(map, service, mac, &intf::corrected_server { server_id: other.get(), ..known })
+                write(map, service, mac, &intf::lb_stamped_server { server_id: other.get(), ..known })
             }
             _ => map.delete(&key_of(service, mac)).context("forgetting a server's old address"),
         }
     }
 
     fn is_at(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
-        ServerId::try_from(u64::from(id)).is_ok_and(|id| self.corrected.get(&(service, id)) == Some(&mac))
+        ServerId::try_from(u64::from(id)).is_ok_and(|id| self.lb_stamped.get(&(service, id)) == Some(&mac))
     }
 }
 
 /// Returns servers by the source address of their answers, from maps taken over.
-pub(super) fn corrected_of(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
-    let entries = corrected_servers(maps)?.into_iter();
+pub(super) fn lb_stamped_addresses(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
+    let entries = lb_stamped_servers(maps)?.into_iter();
     entries.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()
 }
 
-type Entry = ((ServiceIndex, MacAddress), intf::corrected_server);
+type Entry = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
 
-fn corrected_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
-    let map = maps.corrected_servers();
+fn lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
+    let map = maps.lb_stamped_servers();
     let entry = |key: Vec<u8>| -> anyhow::Result<Option<Entry>> {
         let word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
-        let service = ServiceIndex((word >> intf::CORRECTED_SERVICE_SHIFT) as u16);
+        let service = ServiceIndex((word >> intf::LB_STAMPED_SERVICE_SHIFT) as u16);
         let mac = MacAddress::from_word(word);
         Ok(read(map, service, mac)?.map(|known| ((service, mac), known)))
     };
     map.keys().map(entry).filter_map(Result::transpose).collect()
 }
 
-fn read(map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<Option<intf::corrected_server>> {
+fn read(map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<Option<intf::lb_stamped_server>> {
     let value = map.lookup(&key_of(service, mac), MapFlags::ANY).context("reading a server's clock")?;
     value
-        .map(|value| intf::corrected_server::read_from_bytes(&value).ok().context("a server's clock of another size"))
+        .map(|value| intf::lb_stamped_server::read_from_bytes(&value).ok().context("a server's clock of another size"))
         .transpose()
 }
 
@@ -254,11 +254,11 @@ fn write(
     map: &MapHandle,
     service: ServiceIndex,
     mac: MacAddress,
-    known: &intf::corrected_server,
+    known: &intf::lb_stamped_server,
 ) -> anyhow::Result<()> {
     map.update(&key_of(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
 }
 
 fn key_of(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
-    (mac.word() | u64::from(service.0) << intf::CORRECTED_SERVICE_SHIFT).to_ne_bytes()
+    (mac.word() | u64::from(service.0) << intf::LB_STAMPED_SERVICE_SHIFT).to_ne_bytes()
 }

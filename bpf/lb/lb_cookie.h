@@ -7,8 +7,8 @@
  * 1. The clock. What a client echoes must reach the server as the server sent it: Linux rejects the third packet of a
  *    handshake otherwise. The cookie leaves 20 bits of the server's TSval; the rest is found again only if the load
  *    balancer knows the server's clock. With net.ipv4.tcp_timestamps=2 all connections of a server show one clock, and
- *    the SYN-ACKs tell which (struct corrected_server). With 1 each connection has an offset of its own. So the condition
- *    is checked on the wire: only when SYN-ACKs of CORRECTION_AGREEING connections in a row agree are the server's new
+ *    the SYN-ACKs tell which (struct lb_stamped_server). With 1 each connection has an offset of its own. So the
+ *    condition is checked on the wire: only when SYN-ACKs of LB_STAMPING_AGREEING connections in a row agree are the server's new
  *    connections stamped; one that does not agree ends it, until as many agree again. The clock that the older
  *    connections go by stays as it is meanwhile.
  *
@@ -29,13 +29,13 @@
  *    ids; bare resets of stamped connections reach no server; each load balancer learns the clocks from the answers that
  *    pass it, so a connection's answers must pass the one that its client's packets come to.
  *
- *    What a server answers: reply.h. What clients send: decide.h, decide_corrected().
+ *    What a server answers: reply.h. What clients send: lb_stamping.h.
  *
- * 5. Where the answer comes from tells its MAC address: a look-up in `corrected_servers`, which user space fills and in
- *    which this program keeps the clocks.
+ * 5. Where the answer comes from tells its MAC address: a look-up in `lb_stamped_servers`, which user space fills and
+ *    in which this program keeps the clocks.
  */
-#ifndef COREWARD_LB_CORRECTION_H
-#define COREWARD_LB_CORRECTION_H
+#ifndef COREWARD_LB_LB_COOKIE_H
+#define COREWARD_LB_LB_COOKIE_H
 
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -51,38 +51,38 @@
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__uint(max_entries, MAX_CORRECTED_SERVERS);
+	__uint(max_entries, MAX_LB_STAMPED_SERVERS);
 	__type(key, __u64);
-	__type(value, struct corrected_server);
-} corrected_servers SEC(".maps");
+	__type(value, struct lb_stamped_server);
+} lb_stamped_servers SEC(".maps");
 
 #define NANOSECONDS_PER_MS 1000000
 
 /* `mac`: 48 bits; what stands above does not count. */
-static __always_inline struct corrected_server *corrected_server(__u32 service, __u64 mac)
+static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service, __u64 mac)
 {
-	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << CORRECTED_SERVICE_SHIFT;
+	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << LB_STAMPED_SERVICE_SHIFT;
 
-	return bpf_map_lookup_elem(&corrected_servers, &key);
+	return bpf_map_lookup_elem(&lb_stamped_servers, &key);
 }
 
-static __always_inline bool is_verified(const struct corrected_server *server)
+static __always_inline bool is_verified(const struct lb_stamped_server *server)
 {
-	return server->agreeing >= CORRECTION_AGREEING;
+	return server->agreeing >= LB_STAMPING_AGREEING;
 }
 
 /* The time is what the daemon last told (lb_state.clock), so that a comparison with the model knows it. */
-const volatile bool correction_by_ticks;
+const volatile bool lb_stamping_by_ticks;
 
 static __always_inline __u32 monotonic_ms(void)
 {
-	if (correction_by_ticks)
+	if (lb_stamping_by_ticks)
 		return *(volatile __u32 *)&lb_state.clock * 100;
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
 /* The server's clock now, by what is known of it (ms). */
-static __always_inline __u32 clock_of(const struct corrected_server *server)
+static __always_inline __u32 clock_of(const struct lb_stamped_server *server)
 {
 	return monotonic_ms() + server->offset_ms;
 }
@@ -95,15 +95,15 @@ static __always_inline bool agree(__u32 offset_ms, __u32 other_ms, __u32 toleran
 
 /*
  * A SYN-ACK with TSval `milliseconds`. Two CPUs at the same moment: one of the two counts. The offset stays until it is
- * half the tolerance away: a packet's key follows from it (corrected_value()), and that is not to change to and fro.
+ * half the tolerance away: a packet's key follows from it (lb_stamped_value()), and that is not to change to and fro.
  */
-static __always_inline void learn_clock(struct corrected_server *server, const struct packet *packet,
+static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,
 					__u32 milliseconds)
 {
 	__u32 offset_ms = milliseconds - monotonic_ms();
 	__u32 client = packet->client_address ^ packet->ports;
 
-	if (!server->agreeing || !agree(offset_ms, server->newest_ms, CORRECTION_TOLERANCE_MS)) {
+	if (!server->agreeing || !agree(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
 		server->disagreed += !!server->agreeing;
 		server->agreeing = 1;
 	} else if (!is_verified(server) && client != server->newest_client) {
@@ -112,14 +112,14 @@ static __always_inline void learn_clock(struct corrected_server *server, const s
 	server->newest_ms = offset_ms;
 	server->newest_client = client;
 	if (is_verified(server) &&
-	    (!server->has_clock || !agree(offset_ms, server->offset_ms, CORRECTION_TOLERANCE_MS / 2))) {
+	    (!server->has_clock || !agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS / 2))) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
 	}
 }
 
 /* A later answer of a stamped connection: from before this load balancer's start, if the clock is not known. */
-static __always_inline void take_clock(struct corrected_server *server, __u32 milliseconds)
+static __always_inline void take_clock(struct lb_stamped_server *server, __u32 milliseconds)
 {
 	if (server->has_clock)
 		return;
@@ -127,14 +127,14 @@ static __always_inline void take_clock(struct corrected_server *server, __u32 mi
 	server->has_clock = 1;
 }
 
-static __always_inline __u32 correction_time_mask(__u32 service, const struct packet *packet)
+static __always_inline __u32 lb_stamping_time_mask(__u32 service, const struct packet *packet)
 {
 	const struct cookie_key *key = &lb_state.services[service & (MAX_SERVICES - 1)].time_key;
 
-	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & CORRECTION_TIME_MASK;
+	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & LB_STAMPING_TIME_MASK;
 }
 
-static __always_inline __u64 correction_hash(__u32 key_index, const struct packet *packet)
+static __always_inline __u64 lb_stamping_hash(__u32 key_index, const struct packet *packet)
 {
 	const struct cookie_key *key;
 
@@ -145,24 +145,24 @@ static __always_inline __u64 correction_hash(__u32 key_index, const struct packe
 }
 
 /* The server's id that the cookie in `packet->echo` names. */
-static __always_inline __u32 corrected_id(const struct packet *packet)
+static __always_inline __u32 lb_stamped_id(const struct packet *packet)
 {
-	__u32 index = (packet->echo & CORRECTION_KEY_BIT) / CORRECTION_KEY_BIT;
+	__u32 index = (packet->echo & LB_STAMPING_KEY_BIT) / LB_STAMPING_KEY_BIT;
 
-	return reveal(correction_hash(index, packet), packet->echo & CORRECTION_ID_MASK, CORRECTION_ID_BITS);
+	return reveal(lb_stamping_hash(index, packet), packet->echo & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
 }
 
 /* What the server at `mac` sent for that echo: the latest TSval of its clock with these 20 bits. */
-static __always_inline __u32 corrected_echo(__u32 service, __u64 mac, const struct packet *packet)
+static __always_inline __u32 lb_stamped_echo(__u32 service, __u64 mac, const struct packet *packet)
 {
-	const struct corrected_server *server = corrected_server(service, mac);
+	const struct lb_stamped_server *server = lb_stamped_server(service, mac);
 	__u32 time, latest;
 
 	if (!server)
 		return packet->echo;
-	time = (packet->echo >> CORRECTION_TIME_SHIFT) - correction_time_mask(service, packet);
-	latest = clock_of(server) + CORRECTION_SLACK_MS;
-	return latest - ((latest - time) & CORRECTION_TIME_MASK);
+	time = (packet->echo >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(service, packet);
+	latest = clock_of(server) + LB_STAMPING_SLACK_MS;
+	return latest - ((latest - time) & LB_STAMPING_TIME_MASK);
 }
 
 #endif
