@@ -78,7 +78,7 @@ use load_balancers::LoadBalancers;
 use racks::{RackRelay, Racks};
 use rejection::Rejection;
 use rss_keys::RssKeys;
-use service::{Service, TableTrigger};
+use service::{Replaced, Service, TableTrigger};
 use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
@@ -142,6 +142,7 @@ pub struct Before {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
     _services_of: HashMap<ServerId, Vec<usize>>,
+    _replaced: Vec<Replaced>,
 }
 
 /// The controller: reports in, tables out.
@@ -208,10 +209,15 @@ impl Controller {
         let mut by_index: HashMap<ServiceIndex, Service> =
             old.into_iter().map(|service| (service.fleet().index, service)).collect();
         let Indexed { positions, services_of, services } = indexed;
+        let mut replaced = Vec::new();
         self.services = services
             .into_iter()
             .map(|new| match by_index.remove(&new.index) {
-                Some(service) if service.continues_as(&new) => service.reconfigured(new),
+                Some(service) if service.continues_as(&new) => {
+                    let (service, before) = service.reconfigured(new);
+                    replaced.push(before);
+                    service
+                }
                 Some(other) => {
                     by_index.insert(new.index, other);
                     Service::new(new)
@@ -223,7 +229,7 @@ impl Controller {
         self.positions = positions;
         let services_of = std::mem::replace(&mut self.services_of, services_of);
         self.services_changed();
-        Before { _fleet: fleet, _services: by_index, _services_of: services_of }
+        Before { _fleet: fleet, _services: by_index, _services_of: services_of, _replaced: replaced }
     }
 
     /// Registers an agent for its server. Fails when the server is unknown, or has a live agent.

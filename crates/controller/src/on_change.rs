@@ -18,8 +18,8 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Servers that are read before other work, and at most one shard more: some milliseconds.
-const MEMBERS_AT_ONCE: usize = 4096;
+/// Servers and services that are read before other work, and at most one shard more: a few milliseconds.
+const MEMBERS_AT_ONCE: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues; by default the beginning.
 #[derive(Debug, Default)]
@@ -98,23 +98,23 @@ impl Controller {
             self.update_health(now);
             self.update_share_limiter(now);
         }
-        let mut members = 0;
-        while position < self.services.len() {
+        // A service counts as one, because there may be thousands without servers.
+        let mut read = 0;
+        while position < self.services.len() && read < MEMBERS_AT_ONCE {
             if shards.is_empty() {
                 shards = self.due_shards(position, now, interval_ended);
             }
-            while members < MEMBERS_AT_ONCE
+            while read < MEMBERS_AT_ONCE
                 && let Some(shard) = shards.pop_front()
             {
-                members += shard.members(&self.services[position].fleet().members).count();
+                read += shard.members(&self.services[position].fleet().members).count();
                 self.poll_shard(position, Some(shard), now);
             }
-            if members >= MEMBERS_AT_ONCE && !shards.is_empty() {
-                return Some(InputCursor { position, shards });
+            if shards.is_empty() {
+                (position, read) = (position + 1, read + 1);
             }
-            position += 1;
         }
-        None
+        (position < self.services.len()).then_some(InputCursor { position, shards })
     }
 
     /// Returns the shards of the service's servers that are to be read.

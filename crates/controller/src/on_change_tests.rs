@@ -6,7 +6,7 @@ use coreward_config::Source;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
 
-use super::on_change::DueTable;
+use super::on_change::{DueTable, InputCursor};
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
@@ -190,4 +190,25 @@ fn at_the_interval_no_report_makes_a_table_due() {
     harness.controller.load_balancer_traffic(session, &traffic, at(110));
     assert_eq!((harness.controller.is_due(), harness.tables_made(at(120))), (false, vec![]));
     assert_eq!(harness.controller.tick(at(200)).len(), 3);
+}
+
+/// Reports wait for a step.
+#[test]
+fn inputs_of_many_servers_are_polled_shard_by_shard() {
+    let mut text = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n".to_owned();
+    for n in 0..5 * 2_048 {
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.{}.{}\"\nid = {n}\n", n >> 8, n & 0xff);
+    }
+    let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
+    let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+    records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+    let mut controller = Controller::new(Fleet::new(&config, &records));
+    let mut steps = 0;
+    let mut next = Some(InputCursor::default());
+    while let Some(from) = next {
+        next = controller.poll_inputs_from(from, at(1_000), false);
+        steps += 1;
+    }
+    assert_eq!(steps, 5);
+    assert!(controller.is_due());
 }

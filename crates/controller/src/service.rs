@@ -86,6 +86,12 @@ pub struct Service {
     fingerprints: InputFingerprints,
 }
 
+/// Parts of a service before another configuration.
+pub struct Replaced {
+    _fleet: FleetService,
+    _pool: Option<Pool>,
+}
+
 /// Oldest change that is not in a table yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableTrigger {
@@ -125,20 +131,20 @@ impl Service {
         self.fleet.name == new.name && self.fleet.index == new.index
     }
 
-    /// Returns the service with another configuration: generations continue.
-    pub fn reconfigured(mut self, new: FleetService) -> Self {
+    /// Returns the service with another configuration: generations continue. Also returns what it replaces, because
+    /// dropping thousands of servers takes milliseconds.
+    pub fn reconfigured(mut self, new: FleetService) -> (Self, Replaced) {
         if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
             self.policy = policy_of(&new);
         }
-        self.fleet = new;
-        self.pool = None;
+        let replaced = Replaced { _fleet: std::mem::replace(&mut self.fleet, new), _pool: self.pool.take() };
         let members = &self.fleet.members;
         self.dirty.retain(|server| members.contains_key(&server));
         self.predecessors.retain(|server, before| {
             before.retain(|before| members.contains_key(before));
             members.contains_key(server) && !before.is_empty()
         });
-        self
+        (self, replaced)
     }
 
     pub fn fleet(&self) -> &FleetService {

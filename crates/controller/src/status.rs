@@ -107,17 +107,25 @@ impl Controller {
 
     /// Returns the service at this position for the overview; `None`: there are no more. `pool`: as for
     /// [`Controller::service_status`].
-    pub fn overview_service(&self, position: usize, pool: Option<&Pool>, now: Now) -> Option<OverviewService> {
+    /// Returns the service at this position with the ids of its servers: looking up thousands of names takes
+    /// milliseconds.
+    pub fn overview_service(
+        &self,
+        position: usize,
+        pool: Option<&Pool>,
+        now: Now,
+    ) -> Option<(OverviewService, Vec<ServerId>)> {
         let service = self.services.get(position)?;
         let pool = pool.map_or_else(|| self.cached_pool(service, now), Cow::Borrowed);
-        Some(OverviewService {
+        let shown = OverviewService {
             name: service.fleet().name.clone(),
             address: service.fleet().address,
             policy: service.fleet().policy.to_owned(),
             consistency: service.fleet().mode.consistency.name().to_owned(),
-            servers: self.names(service.fleet().members.keys().copied()),
+            servers: Vec::new(),
             warnings: self.service_warnings(service, &pool),
-        })
+        };
+        Some((shown, service.fleet().members.keys().copied().collect()))
     }
 
     pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {

@@ -1,12 +1,12 @@
 //! State shared by all callers.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::types::{Keys, LoadBalancer, Loads, Overview, Server, Service, Status, Table};
+use coreward_api::types::{Keys, LoadBalancer, Loads, Overview, OverviewService, Server, Service, Status, Table};
 use coreward_etcd::leadership::Leadership;
 use coreward_metrics::component;
 use coreward_metrics::latency::LatencyHistogram;
@@ -230,8 +230,13 @@ impl ControllerState {
         let read =
             |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
         overview.keys = self.with_waiting_agents(overview.keys, now);
-        overview.services = (0..).map_while(|position| self.read_service(position, now, read)).collect();
         overview.servers = self.each_server(|controller, id, server| controller.overview_server(id, server, now));
+        let names: HashMap<u32, &String> = overview.servers.iter().map(|server| (server.id, &server.name)).collect();
+        let named = |(mut service, servers): (OverviewService, Vec<ServerId>)| {
+            service.servers = servers.iter().filter_map(|id| names.get(&id.get().into()).copied().cloned()).collect();
+            service
+        };
+        overview.services = (0..).map_while(|position| self.read_service(position, now, read).map(named)).collect();
         overview
     }
 
