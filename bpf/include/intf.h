@@ -134,6 +134,8 @@ enum forwarding {
 #define SERVER_NUMBER_TIMESTAMPS_OFF 0x8000u
 /* Every packet carries the id of the server before (CONSISTENCY_BEAMER), and not only those without timestamps. */
 #define SERVER_NUMBER_CHAINED 0x10000u
+/* Packets come with an outer header, by which the NIC chose the receive queue. */
+#define SERVER_NUMBER_ENCAPSULATED 0x20000u
 
 #define ADDRESS_FAMILY_IPV4 4
 #define ADDRESS_FAMILY_IPV6 6

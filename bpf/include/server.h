@@ -126,6 +126,9 @@ struct server_state {
 	struct server_counters counters[MAX_CPUS];
 };
 
+/* Load balancers whose packets decap.bpf.c takes. */
+#define MAX_DECAP_SOURCES 1024
+
 /* Receive queues in steering; connections of others go to the kernel's choice. */
 #define MAX_STEERED_QUEUES 1024
 /* Listening sockets of one service. */

@@ -292,9 +292,10 @@ int server_ingress(struct __sk_buff *skb)
 		count(SERVER_COUNTER_TO_ALL_ACCEPTED);
 		bpf_skb_change_type(skb, PACKET_HOST);
 	}
-	if (!segment.syn)
+	/* RSS hashed the outer header of encapsulated packets: the inner one predicts nothing. */
+	if (!segment.syn && !(number & SERVER_NUMBER_ENCAPSULATED))
 		count_established(skb, &segment);
-	else if (!sample_every_syn && !segment.ack)
+	else if (segment.syn && !sample_every_syn && !segment.ack && !(number & SERVER_NUMBER_ENCAPSULATED))
 		sample_rss(skb, &segment);
 	return accept_segment(skb, &segment, tail, number, sent_to_all);
 }

@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
 /// Enums whose variants become a list of names, and the prefix that the names lose.
-const NAMED_ENUMS: [(&str, &str, &str); 8] = [
+const NAMED_ENUMS: [(&str, &str, &str); 9] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),
+    ("decap_counter", "DECAP_COUNTER_", "DECAP_COUNTER_NAMES"),
     ("steer_counter", "STEER_COUNTER_", "STEER_COUNTER_NAMES"),
     ("placement_rule", "PLACEMENT_RULE_", "PLACEMENT_RULE_NAMES"),
     ("consistency", "CONSISTENCY_", "CONSISTENCY_NAMES"),

@@ -27,6 +27,7 @@ use coreward_wire::{
 use crate::config::{self, Config};
 use crate::connection_counter::ConnectionCounter;
 use crate::daisy_chain::DaisyChain;
+use crate::decapsulation::{self, Decapsulator};
 use crate::forwarded::{self, Forwarded};
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
@@ -65,6 +66,7 @@ pub struct Agent {
     load: Box<dyn LoadSource>,
     steering: Steering,
     daisy_chain: DaisyChain,
+    decapsulator: Decapsulator,
     stalls: StallJudge,
     forwarded: Forwarded,
     cpu_of_queue: Vec<usize>,
@@ -125,6 +127,7 @@ impl Agent {
         let mut agent = Self {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
+            decapsulator: Decapsulator::start(&config, interface_index)?,
             stalls: StallJudge::from(stall_counts(&programs)),
             forwarded: Forwarded::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
             rss: RssManager::new(rss_device(&config)),
@@ -267,6 +270,7 @@ impl Agent {
             let services: Vec<_> =
                 new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
             self.programs.set_services(&services)?;
+            self.decapsulator.set_services(&new.services)?;
             // Workers are listening sockets.
             let of_tcp = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
             let addresses: Vec<_> = of_tcp.map(|service| service.address).collect();
@@ -295,6 +299,7 @@ impl Agent {
             self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
         }
         self.warnings.extend(self.daisy_chain.warning());
+        self.warnings.extend(self.decapsulator.warning());
         self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
         let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
         self.warnings.extend(self.forwarded.observe(foreign, Instant::now()));
@@ -431,7 +436,7 @@ impl Agent {
         let counters = self.programs.counters();
         let warnings = self.all_warnings(more_warnings);
         let details = sent.needs_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
-            counters: named(&counters, &self.steering),
+            counters: [named(&counters, &self.steering), self.decapsulator.counters()].concat(),
             warnings,
             dispatch: self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default(),
             connections: self.connection_counter.newest(),
@@ -499,6 +504,7 @@ impl Agent {
         self.end_dispatch()?;
         self.rss.restore(&mut self.memory);
         steering::remove(&self.config.pin_directory)?;
+        decapsulation::remove(&self.config)?;
         timestamps::restore(&mut self.memory)?;
         self.programs.remove()?;
         self.memory.remove()?;

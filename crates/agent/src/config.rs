@@ -1,6 +1,6 @@
 //! The agent's file; docs/config.md is the reference for users.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, config_enum, config_struct, string_enum};
@@ -33,6 +33,8 @@ pub struct Config {
     pub tls: Option<coreward_tls::Files>,
     /// Which worker of UDP services gets a request.
     pub dispatch: Option<coreward_dispatch::config::Config>,
+    /// Load balancers whose encapsulated packets are taken; `None`: no program decapsulates.
+    pub decapsulate_from: Option<Vec<Ipv4Addr>>,
 }
 
 config_struct! {
@@ -56,6 +58,8 @@ config_struct! {
         load: Load = Load::Cpu {},
         /// Where the RSS key and table are.
         rss: Rss = Rss::Ethtool {},
+        /// Addresses of the load balancers whose encapsulated packets are taken; without it nothing is decapsulated.
+        decapsulate_from: Option<Vec<Ipv4Addr>>,
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         metrics: Option<SocketAddr>,
         /// Who this daemon is, and whom it believes.
@@ -138,6 +142,7 @@ impl Config {
                 metrics: file.metrics,
                 tls: file.tls,
                 dispatch: file.dispatch.map(|table| table.check_within(reader)),
+                decapsulate_from: file.decapsulate_from,
             })
         })
     }

@@ -22,6 +22,7 @@ pub mod connection_counter;
 pub mod connections;
 pub mod daemon;
 pub mod daisy_chain;
+mod decapsulation;
 pub mod dispatch;
 mod forwarded;
 pub mod load;

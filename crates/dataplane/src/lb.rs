@@ -26,7 +26,7 @@ pub mod connections;
 mod counters;
 mod device;
 mod lb_stamping;
-mod link;
+pub(crate) mod link;
 mod pinned;
 mod placement;
 mod program;

@@ -6,6 +6,7 @@ pub mod capabilities;
 pub mod check;
 pub mod clock;
 pub mod cpu_load;
+pub mod decap;
 pub mod device;
 pub mod dispatch;
 pub mod ethtool;

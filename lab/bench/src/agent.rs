@@ -92,6 +92,7 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
         metrics: None,
         tls: None,
         dispatch: None,
+        decapsulate_from: None,
     })
 }
 

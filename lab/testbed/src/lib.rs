@@ -47,6 +47,7 @@ pub mod pcc;
 pub mod preload;
 pub mod process;
 pub mod rss_emulation;
+pub mod server_router;
 pub mod stream;
 pub mod topology;
 pub mod uplink;

@@ -66,6 +66,8 @@ pub struct TestbedOptions {
     /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. The
     /// client must stand behind a router.
     pub answers_by_load_balancer: bool,
+    /// Servers are behind a router: [`crate::server_router`].
+    pub routed_servers: bool,
     /// VIPs on the servers, from 10.200.0.1 on (1 to 250).
     pub vips: u8,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
@@ -86,6 +88,7 @@ impl Default for TestbedOptions {
             client_addresses: 4,
             router_mtu: None,
             answers_by_load_balancer: false,
+            routed_servers: false,
             vips: 1,
             indirection_entries: 128,
             seed: 1,
@@ -100,6 +103,7 @@ pub struct Testbed {
     instance: Instance,
     client: Namespace,
     router: Option<Namespace>,
+    server_router: Option<Namespace>,
     controller: Namespace,
     switch: Namespace,
     /// Load balancer K at K - 1; `None` once removed.
@@ -171,6 +175,7 @@ impl Testbed {
         let mut testbed = Self {
             client: instance.namespace("client"),
             router: options.router_mtu.map(|_| instance.namespace("router")),
+            server_router: options.routed_servers.then(|| instance.namespace("server-router")),
             controller: instance.namespace("controller"),
             switch: instance.namespace("switch"),
             load_balancers: Vec::new(),
@@ -206,7 +211,9 @@ impl Testbed {
     fn make_hosts(&self) -> anyhow::Result<()> {
         make_namespaces(&[&self.controller])?;
         self.connect(&self.controller, "controller", 1, 1)?;
-        ip_batch(Some(&self.controller), &format!("address add {CONTROLLER_ADDRESS}/16 dev {DEVICE}\n"))?;
+        let routes = self.route_to_servers();
+        ip_batch(Some(&self.controller), &format!("address add {CONTROLLER_ADDRESS}/16 dev {DEVICE}\n{routes}"))?;
+        self.make_server_router()?;
         self.make_client_side()
     }
 
@@ -232,7 +239,8 @@ impl Testbed {
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
         let address = load_balancer_address(number);
-        let routes = if self.options.answers_by_load_balancer { uplink::route_by_router() } else { String::new() };
+        let mut routes = if self.options.answers_by_load_balancer { uplink::route_by_router() } else { String::new() };
+        routes += &self.route_to_servers();
         ip_batch(Some(&namespace), &format!("address add {address}/16 dev {DEVICE}\n{routes}"))?;
         if self.options.answers_by_load_balancer {
             namespace.set_sysctls(&[
@@ -288,8 +296,7 @@ impl Testbed {
         } else {
             self.connect(&namespace, &name, self.options.cores, port_queues)?;
         }
-        let mut addresses =
-            format!("address add {}/16 dev {DEVICE}\n{}", server_address(number), self.route_to_client());
+        let mut addresses = self.server_routes(server_address(number));
         for vip in self.vips() {
             addresses += &format!("address add {vip}/32 dev lo\n");
         }
@@ -324,7 +331,9 @@ impl Testbed {
                  peer name {port} netns {switch} numrxqueues {queues} numtxqueues {port_transmit_queues}\n"
             ),
         )?;
-        ip_batch(Some(&self.switch), &format!("link set {port} master br0 up\n"))?;
+        let is_server = port.strip_prefix('s').is_some_and(|number| number.parse::<u16>().is_ok());
+        let bridge = if is_server { self.bridge_of_servers() } else { "br0" };
+        ip_batch(Some(&self.switch), &format!("link set {port} master {bridge} up\n"))?;
         ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
     }
 
@@ -358,6 +367,11 @@ impl Testbed {
     /// The client's host.
     pub fn client(&self) -> &Namespace {
         &self.client
+    }
+
+    /// The router before the servers, if there is one.
+    pub fn server_router(&self) -> Option<&Namespace> {
+        self.server_router.as_ref()
     }
 
     /// The router before the client, if there is one.

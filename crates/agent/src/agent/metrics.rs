@@ -23,7 +23,8 @@ impl Agent {
         for (core, busy_ns) in self.readings.iter().enumerate() {
             page.add("coreward_agent_core_busy_seconds_total", &[&core.to_string()], *busy_ns as f64 / 1e9);
         }
-        let counters: BTreeMap<String, u64> = named(&self.programs.counters(), &self.steering).into_iter().collect();
+        let counters = named(&self.programs.counters(), &self.steering).into_iter();
+        let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.counters()).collect();
         component::server_counters(&mut page, server, self.rss_counters(), counters.iter());
         let dispatched = self.dispatcher.as_ref().map(dispatch::reported).unwrap_or_default();
         component::dispatch(&mut page, server, &dispatched);

@@ -29,7 +29,7 @@ fn done(result: i32) -> io::Result<()> {
     if result < 0 { Err(io::Error::from_raw_os_error(-result)) } else { Ok(()) }
 }
 
-pub(super) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
+pub(crate) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
     let c_path = c_path(path)?;
     // SAFETY: the string lives through the call.
     done(unsafe { libbpf_sys::bpf_obj_pin(object.as_raw_fd(), c_path.as_ptr()) })
@@ -37,7 +37,7 @@ pub(super) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
 }
 
 /// Removes a pin if it is there.
-pub(super) fn unpin(path: &Path) -> anyhow::Result<()> {
+pub(crate) fn unpin(path: &Path) -> anyhow::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).with_context(|| path.display().to_string()),
         _ => Ok(()),
@@ -46,7 +46,7 @@ pub(super) fn unpin(path: &Path) -> anyhow::Result<()> {
 
 /// A program at a device, by a link: it stays as long as the link is open or pinned.
 #[derive(Debug)]
-pub(super) struct XdpLink(OwnedFd);
+pub(crate) struct XdpLink(OwnedFd);
 
 impl XdpLink {
     /// Fails when the driver cannot (native), or another XDP program is there (`EBUSY`).

@@ -1,6 +1,7 @@
 //! Tests that load BPF programs as root, in one executable.
 
 mod cpu_load;
+mod decap;
 mod dispatch_books;
 mod dispatch_decisions;
 mod lb_broadcast;

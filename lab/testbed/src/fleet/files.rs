@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::forwarding::Forwarding;
 use coreward_tls::authority::{Authority, Validity};
 use coreward_tls::{Files, Identity, Name, Role};
 
@@ -73,6 +74,9 @@ pub(super) fn write_controller_files(
         }
         if options.timestamps != Timestamps::default() {
             writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
+        }
+        if options.forwarding != Forwarding::default() {
+            writeln!(text, "forwarding = \"{}\"", options.forwarding.name())?;
         }
     }
     text += &options.more;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_model::forwarding::Forwarding;
 
 use super::names::{controller_address_of, rack_listens_at};
 use crate::preload::Preload;
@@ -16,6 +17,8 @@ pub struct FleetOptions {
     pub consistency: Consistency,
     /// Stamper of the cookies of every service.
     pub timestamps: Timestamps,
+    /// Forwarding of the services.
+    pub forwarding: Forwarding,
     /// Time between two reports.
     pub report_interval_ms: u32,
     /// Whether tables are made once per report interval, as in the simulator, and not as soon as a report comes.
@@ -68,6 +71,7 @@ impl Default for FleetOptions {
             policy: "crossrss".to_owned(),
             consistency: Consistency::default(),
             timestamps: Timestamps::default(),
+            forwarding: Forwarding::default(),
             report_interval_ms: 100,
             tables_by_interval: false,
             load: LoadSource::Cpu,

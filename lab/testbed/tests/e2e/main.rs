@@ -30,6 +30,7 @@ mod path_mtu;
 mod rack_controllers;
 mod resets;
 mod robustness;
+mod routed;
 mod topology;
 mod tutorial;
 mod udp;

@@ -54,6 +54,7 @@ pub fn config(testbed: &Testbed) -> Config {
         metrics: None,
         tls: None,
         dispatch: None,
+        decapsulate_from: None,
     }
 }
 

@@ -1,0 +1,75 @@
+//! Decapsulation of packets from the load balancers that the file names (`decapsulate_from`).
+
+use std::net::{Ipv4Addr, SocketAddr};
+
+use coreward_dataplane::decap::{self, Decapsulation};
+use coreward_wire::StampedService;
+
+use crate::config::Config;
+
+/// Program at the device, if the file names sources.
+#[derive(Debug)]
+pub struct Decapsulator {
+    program: Option<Decapsulation>,
+    /// Names of services that encapsulate.
+    services: Vec<String>,
+}
+
+impl Decapsulator {
+    /// Attaches the program, or removes that of an earlier process. Fails when another XDP program is at the device.
+    pub fn start(config: &Config, interface_index: u32) -> anyhow::Result<Self> {
+        let Some(sources) = &config.decapsulate_from else {
+            decap::remove(&config.pin_directory)?;
+            return Ok(Self { program: None, services: Vec::new() });
+        };
+        let program = Decapsulation::attach(interface_index, &config.pin_directory)?;
+        program.set_sources(sources)?;
+        Ok(Self { program: Some(program), services: Vec::new() })
+    }
+
+    /// Sets this server's services.
+    pub fn set_services(&mut self, services: &[StampedService]) -> anyhow::Result<()> {
+        let encapsulating = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
+        self.services = encapsulating().map(|service| service.name.clone()).collect();
+        let vips: Vec<Ipv4Addr> = encapsulating().filter_map(vip).collect();
+        self.program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
+    }
+
+    /// Returns the warning for `coreward status`.
+    pub fn warning(&self) -> Option<String> {
+        (self.program.is_none() && !self.services.is_empty()).then(|| {
+            format!(
+                "packets of {} arrive encapsulated: expected `decapsulate_from` with the load balancers' addresses, or \
+                 a device of the kernel that decapsulates",
+                self.services.join(", ")
+            )
+        })
+    }
+
+    /// Returns counters with their names; none without a program.
+    pub fn counters(&self) -> Vec<(String, u64)> {
+        let Some(counters) = self.program.as_ref().and_then(|program| program.counters().ok()) else {
+            return Vec::new();
+        };
+        decap::COUNTER_NAMES.into_iter().zip(counters).map(|(name, count)| (prefixed(name), count)).collect()
+    }
+}
+
+/// Detaches the program, if there is any.
+pub fn remove(config: &Config) -> anyhow::Result<()> {
+    decap::remove(&config.pin_directory)
+}
+
+fn prefixed(name: &str) -> String {
+    match name.strip_prefix("drop_") {
+        Some(reason) => format!("drop_decap_{reason}"),
+        None => name.to_owned(),
+    }
+}
+
+fn vip(service: &StampedService) -> Option<Ipv4Addr> {
+    match service.address.socket {
+        SocketAddr::V4(vip) => Some(*vip.ip()),
+        SocketAddr::V6(_) => None,
+    }
+}

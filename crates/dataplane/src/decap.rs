@@ -1,0 +1,155 @@
+//! `bpf/server/decap.bpf.c` at a server's device: removes outer headers of configured load balancers.
+//!
+//! Pinned below one directory of a bpffs, so that it works without the process:
+//!
+//! ```text
+//! decap/sources   addresses of load balancers
+//! decap/vips      VIPs of this server
+//! decap/counters
+//! decap/link
+//! ```
+
+use std::collections::BTreeSet;
+use std::mem::MaybeUninit;
+use std::net::Ipv4Addr;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, ensure};
+use coreward_intf as intf;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+
+pub use coreward_intf::DECAP_COUNTER_NAMES as COUNTER_NAMES;
+
+use crate::lb::Attachment;
+use crate::lb::link::{self, XdpLink};
+use crate::skeleton::decap::DecapSkelBuilder;
+
+/// Number of counters.
+pub const COUNTERS: usize = intf::DECAP_COUNTER_COUNT as usize;
+
+const MAPS: [&str; 3] = ["sources", "vips", "counters"];
+
+/// Program and its maps. An attached program stays after a drop.
+#[derive(Debug)]
+pub struct Decapsulation {
+    program: OwnedFd,
+    sources: MapHandle,
+    vips: MapHandle,
+    counters: MapHandle,
+}
+
+fn pins(pin_directory: &Path) -> PathBuf {
+    pin_directory.join("decap")
+}
+
+impl Decapsulation {
+    /// Attaches the program, in the driver if that can run it, or replaces that of an earlier process and keeps its
+    /// maps. Fails when another XDP program is at the device, or the kernel refuses something.
+    pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
+        let pins = pins(pin_directory);
+        let mut pinned = XdpLink::pinned(&pins.join("link"))?;
+        if let Some(link) = &pinned
+            && link.interface_index()? != interface_index
+        {
+            remove(pin_directory)?;
+            pinned = None;
+        }
+        std::fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
+        let decapsulation = Self::load(Some(&pins))?;
+        let program = decapsulation.program();
+        match pinned {
+            Some(link) => link.replace(program).context("replacing the decapsulation program")?,
+            None => attach_new(program, interface_index)?.pin(&pins.join("link"))?,
+        }
+        Ok(decapsulation)
+    }
+
+    /// Loads the program, attached to nothing and pinned nowhere: for tests by `BPF_PROG_TEST_RUN`.
+    pub fn load_only() -> anyhow::Result<Self> {
+        Self::load(None)
+    }
+
+    fn load(pins: Option<&Path>) -> anyhow::Result<Self> {
+        let mut storage = MaybeUninit::uninit();
+        let mut open = DecapSkelBuilder::default().open(&mut storage).context("bpf/server/decap.bpf.c")?;
+        let maps = [&mut open.maps.decap_sources, &mut open.maps.decap_vips, &mut open.maps.decap_counters];
+        for (map, name) in maps.into_iter().zip(MAPS) {
+            if let Some(pins) = pins {
+                map.set_pin_path(pins.join(name)).with_context(|| format!("the pin {name}"))?;
+            }
+        }
+        let loaded = open.load().context("the kernel refused bpf/server/decap.bpf.c")?;
+        Ok(Self {
+            program: loaded.progs.decap.as_fd().try_clone_to_owned()?,
+            sources: MapHandle::try_from(&loaded.maps.decap_sources)?,
+            vips: MapHandle::try_from(&loaded.maps.decap_vips)?,
+            counters: MapHandle::try_from(&loaded.maps.decap_counters)?,
+        })
+    }
+
+    /// Returns the program, for `BPF_PROG_TEST_RUN`.
+    pub fn program(&self) -> BorrowedFd<'_> {
+        self.program.as_fd()
+    }
+
+    /// Sets the load balancers whose packets are taken.
+    pub fn set_sources(&self, sources: &[Ipv4Addr]) -> anyhow::Result<()> {
+        let limit = intf::MAX_DECAP_SOURCES as usize;
+        ensure!(sources.len() <= limit, "{} sources of encapsulated packets: expected at most {limit}", sources.len());
+        set_addresses(&self.sources, sources)
+    }
+
+    /// Sets the VIPs whose packets are taken.
+    pub fn set_vips(&self, vips: &[Ipv4Addr]) -> anyhow::Result<()> {
+        set_addresses(&self.vips, vips)
+    }
+
+    /// Returns the counters since the maps were made, in the order of [`COUNTER_NAMES`].
+    pub fn counters(&self) -> anyhow::Result<[u64; COUNTERS]> {
+        let mut sums = [0; COUNTERS];
+        for (counter, sum) in (0u32..).zip(&mut sums) {
+            let rows =
+                self.counters.lookup_percpu(&counter.to_ne_bytes(), MapFlags::ANY)?.context("no such counter")?;
+            *sum = rows.iter().filter_map(|row| Some(u64::from_ne_bytes(row.get(..8)?.try_into().ok()?))).sum();
+        }
+        Ok(sums)
+    }
+}
+
+fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<XdpLink> {
+    let created =
+        XdpLink::create(program, interface_index, Attachment::Native).or_else(|error| match error.raw_os_error() {
+            Some(libc::EBUSY | libc::EEXIST) => Err(error),
+            _ => XdpLink::create(program, interface_index, Attachment::Generic),
+        });
+    created.with_context(|| {
+        format!("decapsulation at the interface of index {interface_index}: expected no other XDP program there")
+    })
+}
+
+/// Puts these addresses, and no others, into the map.
+fn set_addresses(map: &MapHandle, wanted: &[Ipv4Addr]) -> anyhow::Result<()> {
+    let wanted: BTreeSet<[u8; 4]> = wanted.iter().map(Ipv4Addr::octets).collect();
+    let known: Vec<Vec<u8>> = map.keys().collect();
+    for key in known.iter().filter(|key| !wanted.iter().any(|address| address[..] == key[..])) {
+        map.delete(key).context("removing an address")?;
+    }
+    for address in wanted {
+        map.update(&address, &[1], MapFlags::ANY).context("adding an address")?;
+    }
+    Ok(())
+}
+
+/// Detaches the program and removes its pins, if there are any.
+pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
+    let pins = pins(pin_directory);
+    for name in ["link"].into_iter().chain(MAPS) {
+        link::unpin(&pins.join(name))?;
+    }
+    match std::fs::remove_dir(&pins) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(pins.display().to_string()),
+        _ => Ok(()),
+    }
+}
