@@ -13,10 +13,10 @@
 #define TCP_TIMESTAMP_LENGTH 10
 /* The longest list of options: doff is 4 bits. */
 #define TCP_OPTIONS_MAX 40
-/* NOP NOP TIMESTAMP 10: the usual start of the options of all packets but SYNs (RFC 7323, Appendix A). */
-#define OPTIONS_USUAL_TIMESTAMP bpf_htonl(0x0101080a)
-#define OPTIONS_USUAL_LENGTH 12
-#define OPTIONS_USUAL_OFFSET 2
+/* NOP NOP TIMESTAMP 10: how the options of most packets other than SYNs begin (RFC 7323, Appendix A). */
+#define OPTIONS_ALIGNED_TIMESTAMP bpf_htonl(0x0101080a)
+#define OPTIONS_ALIGNED_LENGTH 12
+#define OPTIONS_ALIGNED_OFFSET 2
 
 /* Words behind kind and length of the option; packed, because the offset may be odd. */
 #define TIMESTAMP_WORDS_OFFSET 2

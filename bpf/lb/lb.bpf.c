@@ -17,7 +17,7 @@
  *
  * 3. Packets of an established connection never look at a table. The client echoes in every packet what the server
  *    stamped into its TCP timestamps; with the keyed hash of the 4-tuple (cookie.h) the echo yields the server's
- *    id, and that is an index into `servers`. This is the hot path, and it is written to touch little memory whatever
+ *    id, and that is an index into `servers`. This is the fast path, and it is written to touch little memory whatever
  *    the number of connections: the frame; one slot of the service directory; one key; one server entry; one counter.
  *    No helper is called and no map looked up: all of it stands in global variables. (FIN and RST leave this path, so
  *    that they can be counted by server; packets and bytes by server are counted in it only if a policy wants them.)
@@ -45,8 +45,8 @@
  * 6. Stateful services (connection_table.h). A SYN with timestamps takes an entry of the connection table, and its
  *    TSecr, always 0 on the wire, tells the server which: the TCP checksum is mended. From then on cookies hold the
  *    entry's place and our number among the load balancers with such a table (kind 1), and the entry names the server
- *    and counts. The usual packet of such a connection stays on the hot path: a second keyed hash and one cache line
- *    more than in section 3. A packet whose cookie names another load balancer's table is passed on there, so each of
+ *    and counts. An established packet of such a connection stays on the fast path, with a second keyed hash and one
+ *    cache line more than in section 3. A packet whose cookie names another load balancer's table is passed on there, so each of
  *    them is also the stateless first tier of the others; if that one is lost, to all. Without a free entry, or a number
  *    of our own yet, the connection is as one of a stateless service.
  *
@@ -98,9 +98,9 @@
 #include "service_mode.h"
 #include "stats.h"
 
-/* To a server. */
-static __always_inline int act_by_server(struct xdp_md *ctx, const struct packet *packet,
-					 const struct decision *decision)
+/* Forwards the packet to the server of the decision. */
+static __always_inline int forward_to_server(struct xdp_md *ctx, const struct packet *packet,
+					     const struct decision *decision)
 {
 	if (decision->opens)
 		count_opened(decision->service, decision->server_id);
@@ -110,8 +110,9 @@ static __always_inline int act_by_server(struct xdp_md *ctx, const struct packet
 		    packet->client_address, packet->ports);
 }
 
-/* Does what was decided. */
-static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, const struct decision *decision)
+/* Applies the decision. Returns an XDP action. */
+static __always_inline int apply_decision(struct xdp_md *ctx, const struct packet *packet,
+					  const struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -133,7 +134,7 @@ static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, 
 	if (decision->echo != KEEP_ECHO)
 		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
 	if (decision->server_id != NO_SERVER)
-		return act_by_server(ctx, packet, decision);
+		return forward_to_server(ctx, packet, decision);
 	rewrite_mac(data, decision->destination);
 	count_packet(ctx, decision->service, decision->outcome, data_end - data);
 	return XDP_TX;
@@ -148,13 +149,13 @@ static __always_inline int act(struct xdp_md *ctx, const struct packet *packet, 
 		.echo = KEEP_ECHO,                                                                                     \
 	})
 
-/* ---- section 3, the usual form --------------------------------------------------------------------------------- */
+/* ---- section 3, the fast path ---------------------------------------------------------------------------------- */
 
 /*
- * A packet of the usual form that more than a cookie decides about: one without a cookie, or a SYN, whose TSecr stands at
- * `echo_at`. Not inlined: its stack would count in all that lb() calls, and the kernel allows 512 bytes in all.
+ * A packet of the fast path for which a cookie does not suffice: one without a cookie, or a SYN. `echo_at`: offset of
+ * TSecr. Not inlined: its stack would count in every call of lb(), and the kernel allows 512 bytes for a call chain.
  */
-static __noinline int forward_usual_decided(struct xdp_md *ctx, __u32 number, __u32 echo_at)
+static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number, __u32 echo_at)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -163,40 +164,40 @@ static __noinline int forward_usual_decided(struct xdp_md *ctx, __u32 number, __
 		.has_timestamp = 1,
 		.protocol = IPPROTO_TCP,
 		.echo_offset = echo_at,
-		.transport = USUAL_TCP,
+		.transport = FAST_PATH_TCP,
 	};
 
-	if (data + USUAL_LENGTH > data_end)
+	if (data + FAST_PATH_LENGTH > data_end)
 		return XDP_DROP;
 	packet.client_address = PACKET_U32(data, IP_AT(saddr));
 	packet.vip_address = PACKET_U32(data, IP_AT(daddr));
-	packet.ports = PACKET_U32(data, USUAL_TCP);
-	packet.flags = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET);
+	packet.ports = PACKET_U32(data, FAST_PATH_TCP);
+	packet.flags = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET);
 	echo_at &= OPTION_MASK;
 	if (data + echo_at + sizeof(packet.echo) <= data_end)
 		packet.echo = bpf_ntohl(PACKET_U32(data, echo_at));
 	decide(ctx, number, &packet, &decision);
-	return act(ctx, &packet, &decision);
+	return apply_decision(ctx, &packet, &decision);
 }
 
-/* A SYN. Returns an XDP action, or -1: not of the usual form, or not for a service. */
-static __always_inline int forward_usual_syn(struct xdp_md *ctx)
+/* A SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
+static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 echo_at = usual_syn_echo(data, data_end), number;
+	__u32 echo_at = fast_path_syn_echo(data, data_end), number;
 	__u16 port;
 
-	if (!echo_at || data + USUAL_LENGTH > data_end || !sent_to_us(data))
+	if (!echo_at || data + FAST_PATH_LENGTH > data_end || !sent_to_us(data))
 		return -1;
-	port = PACKET_U16(data, USUAL_TCP + sizeof(port));
+	port = PACKET_U16(data, FAST_PATH_TCP + sizeof(port));
 	number = find_lb_service(&lb_state.directories,
 				 service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), port, IPPROTO_TCP));
-	return is_service(number) ? forward_usual_decided(ctx, number, echo_at) : -1;
+	return is_service(number) ? forward_fast_path_decided(ctx, number, echo_at) : -1;
 }
 
-/* The usual packet of a connection whose cookie, of kind 1, names an entry of our own connection table. */
-static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 service, __u32 cookie, __u64 hash)
+/* The established packet of a connection whose cookie, of kind 1, names an entry of our own connection table. */
+static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 service, __u32 cookie, __u64 hash)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -204,7 +205,7 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 	server_entry_t server;
 	__u32 id;
 
-	if (cookie_owner(cookie) != lb_state.owner || data + USUAL_LENGTH > data_end)
+	if (cookie_owner(cookie) != lb_state.owner || data + FAST_PATH_LENGTH > data_end)
 		return -1;
 	connection = find_connection(hash, cookie, service, &id);
 	if (!connection)
@@ -214,11 +215,11 @@ static __always_inline int forward_usual_by_index(struct xdp_md *ctx, __u32 serv
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, IP_AT(saddr)),
-		    PACKET_U32(data, USUAL_TCP));
+		    PACKET_U32(data, FAST_PATH_TCP));
 }
 
-/* Returns an XDP action, or -1: not for the hot path. */
-static __always_inline int forward_usual(struct xdp_md *ctx)
+/* Returns an XDP action, or -1: not for the fast path. */
+static __always_inline int forward_fast_path(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -226,11 +227,11 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	struct service service;
 	__u64 server;
 
-	if (!usual_frame(data, data_end) || !sent_to_us(data))
+	if (!is_fast_path_frame(data, data_end) || !sent_to_us(data))
 		return -1;
 	client_address = PACKET_U32(data, IP_AT(saddr));
 	vip_address = PACKET_U32(data, IP_AT(daddr));
-	ports = PACKET_U32(data, USUAL_TCP);
+	ports = PACKET_U32(data, FAST_PATH_TCP);
 	number = find_lb_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
 	if (!is_service(number)) {
 		/* It may be a server's answer. */
@@ -243,15 +244,15 @@ static __always_inline int forward_usual(struct xdp_md *ctx)
 	if (is_lb_stamped(&service) || has_other_balancer(&service))
 		return -1;
 	if (!has_cookies(&service))
-		return forward_usual_decided(ctx, number, USUAL_ECHO);
-	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, USUAL_ECHO)), client_address, vip_address, ports);
+		return forward_fast_path_decided(ctx, number, FAST_PATH_ECHO);
+	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, FAST_PATH_ECHO)), client_address, vip_address, ports);
 	/* Read again: the hash takes all registers, and one that is spilled on the way costs more. */
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
 	if (is_index(&service, cookie))
-		return forward_usual_by_index(ctx, service.index, cookie,
-					      connection_hash(service.index, client_address, ports));
+		return forward_fast_path_by_index(ctx, service.index, cookie,
+						  connection_hash(service.index, client_address, ports));
 	server = server_at(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED) ||
 	    data + ETH_HLEN > data_end)
@@ -352,15 +353,15 @@ static __noinline int forward_other(struct xdp_md *ctx)
 
 	if (ended)
 		decision.outcome = outcome_of(ended);
-	return act(ctx, &packet, &decision);
+	return apply_decision(ctx, &packet, &decision);
 }
 
 static __always_inline int forward(struct xdp_md *ctx)
 {
-	int action = forward_usual(ctx);
+	int action = forward_fast_path(ctx);
 
 	if (action < 0)
-		action = forward_usual_syn(ctx);
+		action = forward_fast_path_syn(ctx);
 	if (action < 0 && timestamps_lb_in_use)
 		action = forward_reply(ctx);
 	return action < 0 ? forward_other(ctx) : action;

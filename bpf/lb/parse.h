@@ -2,9 +2,9 @@
 /*
  * Reading a frame.
  *
- * usual_frame() recognises by a few masked compares what nearly every packet of an established connection looks like:
- * Ethernet, IPv4 without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of what Linux,
- * the BSDs and Windows send). Everything else goes to parse_*(), which take nothing for granted.
+ * is_fast_path_frame() recognises the common form of an established packet by a few masked compares: Ethernet, IPv4
+ * without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of the packets that Linux, the
+ * BSDs and Windows send). parse_*() read everything else and check every field.
  *
  * Every parse_*() returns 0, or the negative outcome of a packet that ends there: -1 - enum lb_counter.
  */
@@ -87,29 +87,29 @@ static __always_inline enum lb_counter outcome_of(int ended)
 	return -1 - ended;
 }
 
-/* ---- the usual frame ------------------------------------------------------------------------------------------- */
+/* ---- frames of the fast path ------------------------------------------------------------------------------------ */
 
-#define USUAL_TCP (ETH_HLEN + sizeof(struct iphdr))
-#define USUAL_OPTIONS (USUAL_TCP + sizeof(struct tcphdr))
+#define FAST_PATH_TCP (ETH_HLEN + sizeof(struct iphdr))
+#define FAST_PATH_OPTIONS (FAST_PATH_TCP + sizeof(struct tcphdr))
 /* NOP NOP TIMESTAMP, and the two times. */
-#define USUAL_LENGTH (USUAL_OPTIONS + OPTIONS_USUAL_LENGTH)
-#define USUAL_ECHO                                                                                                     \
-	(USUAL_OPTIONS + OPTIONS_USUAL_OFFSET + TIMESTAMP_WORDS_OFFSET +                                               \
+#define FAST_PATH_LENGTH (FAST_PATH_OPTIONS + OPTIONS_ALIGNED_LENGTH)
+#define FAST_PATH_ECHO                                                                                                 \
+	(FAST_PATH_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                         \
 	 __builtin_offsetof(struct timestamp_words, echo))
 
 /* Ethertype IPv4, and version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
-#define USUAL_ETHERTYPE_MASK 0x00ffffffu
-#define USUAL_ETHERTYPE 0x00450008u
+#define FAST_PATH_ETHERTYPE_MASK 0x00ffffffu
+#define FAST_PATH_ETHERTYPE 0x00450008u
 /* No fragment; TCP: (fragment, 2 bytes) (time to live) (protocol). */
-#define USUAL_PROTOCOL_MASK 0xff00ff3fu
-#define USUAL_PROTOCOL 0x06000000u
+#define FAST_PATH_PROTOCOL_MASK 0xff00ff3fu
+#define FAST_PATH_PROTOCOL 0x06000000u
 /* ACK without SYN, FIN and RST (which are counted apart); a data offset of 8 or more, that is: its top bit is set. */
-#define USUAL_FLAGS_MASK 0x1780
-#define USUAL_FLAGS 0x1080
+#define FAST_PATH_FLAGS_MASK 0x1780
+#define FAST_PATH_FLAGS 0x1080
 
 /* SYN without ACK, FIN and RST. */
-#define USUAL_SYN_FLAGS_MASK 0x1700
-#define USUAL_SYN_FLAGS 0x0200
+#define FAST_PATH_SYN_FLAGS_MASK 0x1700
+#define FAST_PATH_SYN_FLAGS 0x0200
 
 /*
  * How the options of nearly all SYNs with timestamps begin; in the packet's byte order. Linux: MSS, SACK permitted,
@@ -122,56 +122,56 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
 #define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
 /* TSecr of both, from the frame's start. */
-#define SYN_LINUX_ECHO (USUAL_OPTIONS + 12)
-#define SYN_BSD_ECHO (USUAL_OPTIONS + 16)
-#define USUAL_SYN_LENGTH (SYN_BSD_ECHO + sizeof(__u32))
-#define USUAL_SYN_HEADER (USUAL_SYN_LENGTH - USUAL_TCP)
+#define SYN_LINUX_ECHO (FAST_PATH_OPTIONS + 12)
+#define SYN_BSD_ECHO (FAST_PATH_OPTIONS + 16)
+#define FAST_PATH_SYN_LENGTH (SYN_BSD_ECHO + sizeof(__u32))
+#define FAST_PATH_SYN_HEADER (FAST_PATH_SYN_LENGTH - FAST_PATH_TCP)
 
 /*
- * Whether the frame, of at least USUAL_LENGTH bytes, is IPv4 without options that holds a whole segment of TCP, and no more than
- * the IP header says, nor cut short.
+ * Whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a whole TCP segment: it has
+ * at least as many bytes as the IP header declares.
  */
-static __always_inline bool is_usual_tcp(const void *data, const void *data_end)
+static __always_inline bool is_fast_path_tcp(const void *data, const void *data_end)
 {
 	__u32 ip_length, data_offset_byte;
 
-	if ((PACKET_U32(data, ETH_HLEN - 2) & USUAL_ETHERTYPE_MASK) != USUAL_ETHERTYPE)
+	if ((PACKET_U32(data, ETH_HLEN - 2) & FAST_PATH_ETHERTYPE_MASK) != FAST_PATH_ETHERTYPE)
 		return false;
-	if ((PACKET_U32(data, IP_AT(frag_off)) & USUAL_PROTOCOL_MASK) != USUAL_PROTOCOL)
+	if ((PACKET_U32(data, IP_AT(frag_off)) & FAST_PATH_PROTOCOL_MASK) != FAST_PATH_PROTOCOL)
 		return false;
 	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
-	data_offset_byte = PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1);
+	data_offset_byte = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1);
 	return ip_length >= sizeof(struct iphdr) + (data_offset_byte >> 4) * 4 &&
 	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
 }
 
-/* Whether the frame is an established packet of the usual form. */
-static __always_inline bool usual_frame(const void *data, const void *data_end)
+/* Whether the frame is an established packet of the fast path. */
+static __always_inline bool is_fast_path_frame(const void *data, const void *data_end)
 {
-	if (data + USUAL_LENGTH > data_end)
+	if (data + FAST_PATH_LENGTH > data_end)
 		return false;
-	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_FLAGS_MASK) != USUAL_FLAGS)
+	if ((PACKET_U16(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) != FAST_PATH_FLAGS)
 		return false;
-	return PACKET_U32(data, USUAL_OPTIONS) == OPTIONS_USUAL_TIMESTAMP && is_usual_tcp(data, data_end);
+	return PACKET_U32(data, FAST_PATH_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP && is_fast_path_tcp(data, data_end);
 }
 
-/* Where TSecr stands in a SYN of the usual form, from the frame's start; 0: the frame is something else. */
-static __always_inline __u32 usual_syn_echo(const void *data, const void *data_end)
+/* Returns the offset of TSecr in a SYN of the fast path, from the start of the frame; 0 for any other frame. */
+static __always_inline __u32 fast_path_syn_echo(const void *data, const void *data_end)
 {
 	__u32 second, third;
 
-	if (data + USUAL_SYN_LENGTH > data_end)
+	if (data + FAST_PATH_SYN_LENGTH > data_end)
 		return 0;
-	if ((PACKET_U16(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) & USUAL_SYN_FLAGS_MASK) != USUAL_SYN_FLAGS)
+	if ((PACKET_U16(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1) & FAST_PATH_SYN_FLAGS_MASK) != FAST_PATH_SYN_FLAGS)
 		return 0;
-	if (PACKET_U16(data, USUAL_OPTIONS) != SYN_OPTIONS_MSS || !is_usual_tcp(data, data_end))
+	if (PACKET_U16(data, FAST_PATH_OPTIONS) != SYN_OPTIONS_MSS || !is_fast_path_tcp(data, data_end))
 		return 0;
-	if ((PACKET_U8(data, USUAL_TCP + TCP_FLAGS_OFFSET - 1) >> 4) * 4 < USUAL_SYN_HEADER)
+	if ((PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1) >> 4) * 4 < FAST_PATH_SYN_HEADER)
 		return 0;
-	second = PACKET_U32(data, USUAL_OPTIONS + 4);
+	second = PACKET_U32(data, FAST_PATH_OPTIONS + 4);
 	if (second == SYN_OPTIONS_LINUX)
 		return SYN_LINUX_ECHO;
-	third = PACKET_U32(data, USUAL_OPTIONS + 8);
+	third = PACKET_U32(data, FAST_PATH_OPTIONS + 8);
 	if ((second & SYN_OPTIONS_NOP_SCALE_MASK) == SYN_OPTIONS_NOP_SCALE &&
 	    (third == SYN_OPTIONS_SACK_TIMESTAMP || third == SYN_OPTIONS_NOPS_TIMESTAMP))
 		return SYN_BSD_ECHO;
@@ -236,7 +236,7 @@ static __always_inline int parse_ports(const void *data, const void *data_end, e
  */
 static __always_inline int load_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length, struct timestamp_words *words)
 {
-	/* A copy on the stack, where an offset may vary freely; only packets that are not usual come here. */
+	/* A copy on the stack, where an offset may vary freely; only packets of the slow path come here. */
 	struct tcp_options options = {};
 	__u32 last = length - 1;
 	int found;

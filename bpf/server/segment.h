@@ -111,18 +111,18 @@ static __always_inline enum located locate_timestamp(struct __sk_buff *skb, stru
 	if (tcp->doff * 4 < sizeof(*tcp) || segment->tcp_offset + tcp->doff * 4 > skb->len)
 		return LOCATED_MALFORMED;
 	length = tcp->doff * 4 - sizeof(*tcp);
-	if (length < OPTIONS_USUAL_LENGTH || length > TCP_OPTIONS_MAX)
+	if (length < OPTIONS_ALIGNED_LENGTH || length > TCP_OPTIONS_MAX)
 		return length < TCP_TIMESTAMP_LENGTH ? LOCATED_TCP : LOCATED_MALFORMED;
-	if ((void *)(tcp + 1) + OPTIONS_USUAL_LENGTH > data_end)
+	if ((void *)(tcp + 1) + OPTIONS_ALIGNED_LENGTH > data_end)
 		return LOCATED_BEYOND_LINEAR;
-	if (*(const __be32 *)(tcp + 1) == OPTIONS_USUAL_TIMESTAMP) {
-		take_timestamp(segment, OPTIONS_USUAL_OFFSET, (void *)(tcp + 1) + OPTIONS_USUAL_OFFSET);
+	if (*(const __be32 *)(tcp + 1) == OPTIONS_ALIGNED_TIMESTAMP) {
+		take_timestamp(segment, OPTIONS_ALIGNED_OFFSET, (void *)(tcp + 1) + OPTIONS_ALIGNED_OFFSET);
 		return LOCATED_TCP;
 	}
 	/* 12..40 by a mask: kernel 6.1's verifier loses the bounds when clang keeps a second copy of the length. */
-	words = tcp->doff - OPTIONS_USUAL_LENGTH / 4 - sizeof(*tcp) / 4;
+	words = tcp->doff - OPTIONS_ALIGNED_LENGTH / 4 - sizeof(*tcp) / 4;
 	barrier_var(words);
-	length = (words & 7) * 4 + OPTIONS_USUAL_LENGTH;
+	length = (words & 7) * 4 + OPTIONS_ALIGNED_LENGTH;
 	if (bpf_skb_load_bytes(skb, segment->tcp_offset + sizeof(*tcp), &options, length))
 		return LOCATED_MALFORMED;
 	offset = find_timestamp(&options, length);

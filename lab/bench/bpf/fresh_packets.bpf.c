@@ -95,12 +95,12 @@ static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_addres
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + USUAL_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end ||
+	if (data + FAST_PATH_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end ||
 	    data + client_at + sizeof(client_address) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, 0) = first_word;
 	PACKET_U32(data, client_at) = client_address;
-	PACKET_U32(data, USUAL_TCP) = ports;
+	PACKET_U32(data, FAST_PATH_TCP) = ports;
 	PACKET_U32(data, echo_at) = echo;
 	bpf_tail_call_static(ctx, &measured, 0);
 	return XDP_ABORTED;

@@ -84,11 +84,11 @@ int generate(struct xdp_md *ctx)
 		__u64 client = new_client(number);
 
 		PACKET_U32(data, IP_AT(saddr)) = client;
-		PACKET_U16(data, USUAL_TCP) = client >> 32;
+		PACKET_U16(data, FAST_PATH_TCP) = client >> 32;
 	} else {
 		PACKET_U32(data, IP_AT(saddr)) = packet->client_address;
-		PACKET_U32(data, USUAL_TCP) = packet->ports;
-		PACKET_U32(data, USUAL_ECHO) = packet->echo;
+		PACKET_U32(data, FAST_PATH_TCP) = packet->ports;
+		PACKET_U32(data, FAST_PATH_ECHO) = packet->echo;
 	}
 	return bpf_redirect(target, 0);
 }
@@ -120,7 +120,7 @@ int read_echo(struct xdp_md *ctx)
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, USUAL_ECHO) == NO_ECHO)
+	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, FAST_PATH_ECHO) == NO_ECHO)
 		return XDP_PASS;
 	return swap(data);
 }

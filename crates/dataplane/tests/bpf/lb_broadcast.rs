@@ -12,7 +12,7 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
-use crate::support::{ACK, RST, Tcp, ipv4_frame, may_load_bpf, usual_timestamp};
+use crate::support::{ACK, RST, Tcp, aligned_timestamp, ipv4_frame, may_load_bpf};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
@@ -41,7 +41,7 @@ fn reset(client: (Ipv4Addr, u16)) -> Vec<u8> {
 
 /// A packet with a cookie that names no server, most likely: five servers have 5 of 32,768.
 fn unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), echo: u32) -> Vec<u8> {
-    Tcp { flags: ACK, options: usual_timestamp(1, echo), ..Tcp::new(client, vip) }.frame()
+    Tcp { flags: ACK, options: aligned_timestamp(1, echo), ..Tcp::new(client, vip) }.frame()
 }
 
 fn reaches_all(balancer: &Balancer, frame: &[u8]) -> bool {

@@ -16,7 +16,7 @@ use coreward_model::{FourTuple, ServiceAddress};
 use crate::support::balancer::{id, random_table, service};
 use crate::support::network::{Pair, PinDirectory, on_one_cpu};
 use crate::support::packet_socket::PacketSocket;
-use crate::support::{self, RST, SYN, Tcp, may_load_bpf, usual_timestamp};
+use crate::support::{self, RST, SYN, Tcp, aligned_timestamp, may_load_bpf};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
@@ -95,12 +95,12 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
     let options = capture::Options { pin_directory: pins.path(), service: service(VIP), capture_length: 200 };
     let mut capture = Capture::start(options.clone()).unwrap();
     let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
-    let established = Tcp { destination_mac: mac, options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
+    let established = Tcp { destination_mac: mac, options: aligned_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
     let mut malformed = established.frame();
     malformed[14] = 0x41;
     let frames = [
         established.frame(),
-        Tcp { flags: SYN, options: usual_timestamp(1, 0), ..established.clone() }.frame(),
+        Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..established.clone() }.frame(),
         Tcp { flags: RST, options: vec![], ..established.clone() }.frame(),
         malformed,
         // Another service's: not seen.
@@ -136,7 +136,7 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
     let (mut captured, limit) = (Vec::new(), Instant::now() + LONG_WAIT);
     for port in CLIENT.1 + 1.. {
         let begins = Tcp { destination_mac: mac, flags: SYN, ..Tcp::new((CLIENT.0, port), VIP) };
-        send(&[Tcp { options: usual_timestamp(1, 0), ..begins }.frame()]);
+        send(&[Tcp { options: aligned_timestamp(1, 0), ..begins }.frame()]);
         capture.poll(Duration::from_millis(50), &mut |packet| captured.push(packet)).unwrap();
         if !captured.is_empty() || Instant::now() > limit {
             break;

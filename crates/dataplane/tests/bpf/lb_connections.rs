@@ -19,7 +19,7 @@ use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_
 use crate::support::stateful::{
     STATEFUL, VIP, balancer, client, echo_of, established, own, owner, packet, syn, syn_with_echo, tuple,
 };
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, tcp_sum, timestamp, usual_timestamp};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, tcp_sum, timestamp};
 
 #[test]
 fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
@@ -45,7 +45,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
     let indexes: BTreeSet<_> = opened.iter().map(|opened| balancer.entry(opened.client).unwrap().index).collect();
     assert_eq!(indexes.len(), opened.len());
 
-    // Whatever the table says now, whatever the keys are, and whether or not the packet is usual.
+    // Whatever the table says now, whatever the keys are, and on the fast path and the slow path.
     balancer.lb.tick(Duration::from_secs(20));
     let table = random_table(Rule::Table, 2, 1, &ids, &mut rng);
     balancer.install(0, &table);
@@ -53,7 +53,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
     let odd = [&[1][..], &timestamp(1, 0), &[0]].concat();
     for opened in &opened {
         balancer.expect_by_index(opened);
-        let mut unusual = packet(&balancer.keys, opened.client, opened.number, ACK);
+        let mut slow_path = packet(&balancer.keys, opened.client, opened.number, ACK);
         let echo = cookie::stamp(
             &balancer.keys,
             &support::TIME_KEY,
@@ -61,12 +61,12 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
             Cookie::TableIndex(opened.number),
             5,
         );
-        unusual.options = odd.clone();
-        unusual.options[7..11].copy_from_slice(&echo.to_be_bytes());
-        let unusual = unusual.frame();
-        balancer.expect_sent_to(0, &unusual, opened.server, "connection_table");
+        slow_path.options = odd.clone();
+        slow_path.options[7..11].copy_from_slice(&echo.to_be_bytes());
+        let slow_path = slow_path.frame();
+        balancer.expect_sent_to(0, &slow_path, opened.server, "connection_table");
         let entry = balancer.entry(opened.client).unwrap();
-        let bytes = syn(opened.client).len() + unusual.len() + established(&balancer, opened.client, 0).len();
+        let bytes = syn(opened.client).len() + slow_path.len() + established(&balancer, opened.client, 0).len();
         assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
         assert_eq!((entry.opened, entry.last_seen), (Clock(123), Clock(200)));
     }
@@ -178,7 +178,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
         unknown += 1;
         assert_eq!(balancer.events(0, "connection_unknown"), unknown);
     };
-    // Somebody else's tuple with this place, this tuple with a free place; FIN, which is not for the hot path, too.
+    // Somebody else's tuple with this place, this tuple with a free place; FIN, which is not for the fast path, too.
     for _ in 0..200 {
         expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
     }
@@ -192,7 +192,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     // At the other service it is another tuple, and another connection.
     let echo =
         cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(opened.client), Cookie::TableIndex(opened.number), 5);
-    let mut elsewhere = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(opened.client, VIP) };
+    let mut elsewhere = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(opened.client, VIP) };
     elsewhere.destination.set_port(other_vip.1);
     let (_, _) = balancer.run(&elsewhere.frame());
     assert_eq!(balancer.entry(opened.client).unwrap().packets, 1);
@@ -275,7 +275,7 @@ fn without_an_owner_number_connections_are_of_the_stateless_kind() {
         let (_, forwarded) = balancer.counted(&forged, Some(0), "new_connection");
         assert_eq!((echo_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
         let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
-        let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+        let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
         balancer.expect_sent_to(0, &frame, server, "established");
     }
     assert_eq!(balancer.lb.connections_in_use(), 0);
@@ -317,7 +317,7 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
     let (server, number) = balancer.open(late);
     assert_eq!(number, None);
     let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
-    let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(late, VIP) }.frame();
+    let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(late, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 
     // Ten seconds later the flood's entries are free again, and nobody had to be asked.

@@ -15,7 +15,7 @@ use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
 use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
-use crate::support::{SYN, Tcp, Udp, may_load_bpf, usual_timestamp};
+use crate::support::{SYN, Tcp, Udp, aligned_timestamp, may_load_bpf};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 2), 443);
@@ -31,7 +31,7 @@ fn new_service_in_the_place_of_a_removed_one_starts_at_zero() {
     balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
     for port in 1024..1034 {
         let syn =
-            Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(192, 0, 2, 1), port), VIP) };
+            Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(192, 0, 2, 1), port), VIP) };
         assert_eq!(balancer.run(&syn.frame()).0, XDP_TX);
     }
     let (index, total) = (balancer.services[0], balancer.lb.total_counters());
@@ -85,7 +85,7 @@ fn no_count_of_connections_is_lost_between_two_cpus() {
     let servers = balancer.replace_servers(0, 1, &mut rng);
     balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
     let client = (Ipv4Addr::new(192, 0, 2, 1), 1024);
-    let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+    let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
     run_on_two_cpus(&mut balancer, servers[0], syn, TIMES);
     let expected = 2 * u64::from(TIMES);
     let (opened, traffic) = (balancer.lb.opened(balancer.services[0]), balancer.lb.traffic(servers[0]));

@@ -15,7 +15,7 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, random_table};
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, timestamp, usual_timestamp};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
@@ -128,8 +128,8 @@ fn later_packets_go_where_the_cookie_says_whatever_the_table_says() {
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
         let echo = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
-        // The usual place of the timestamp; other places; IP options in front; with a payload, and a bare ACK.
-        let usual = usual_timestamp(rng.next_u32(), echo);
+        // The aligned timestamp; other positions; IP options in front; with a payload, and a bare ACK.
+        let usual = aligned_timestamp(rng.next_u32(), echo);
         let bare = timestamp(rng.next_u32(), echo);
         let odd = [&[1][..], &bare, &[0]].concat();
         let behind_others = [&[254, 5, 1, 2, 3, 2, 4, 0, 0, 1, 1, 1][..], &bare].concat();
@@ -163,7 +163,7 @@ fn random_echoes_are_treated_as_the_model_reads_them() {
     for _ in 0..4000 {
         let client = client(&mut rng);
         let echo = rng.next_u32();
-        let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+        let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
         match cookie::recognise(&balancer.keys, &tuple(client), echo) {
             Cookie::Server(server) if unresolved.contains(&server) => {
                 seen[0] += 1;
@@ -296,7 +296,7 @@ fn services_do_not_see_each_others_servers_and_tables() {
             let client = client(&mut rng);
             let chosen = table.choose(&mut state, &FourTuple::ipv4(client, vip)).unwrap();
             let frame = Tcp { destination: SocketAddrV4::new(vip.0, vip.1), ..Tcp::new(client, VIP) };
-            let frame = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..frame }.frame();
+            let frame = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..frame }.frame();
             balancer.expect_sent_to(*service, &frame, chosen, "new_connection");
         }
     }
@@ -346,7 +346,7 @@ fn a_mac_address_that_changes_is_used_from_the_next_packet_on() {
     let server = balancer.replace_servers(0, 1, &mut rng)[0];
     let client = client(&mut rng);
     let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
-    let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+    let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
     let mac = MacAddress([0x02, 1, 2, 3, 4, 5]);
     balancer.macs.insert((0, server), mac);

@@ -10,7 +10,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service};
-use crate::support::{ACK, RST, SYN, Tcp, may_load_bpf, ones_complement_sum, usual_timestamp};
+use crate::support::{ACK, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, ones_complement_sum};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 7), 40_000);
@@ -41,7 +41,7 @@ fn chosen(table: &PlacementTable) -> ServerId {
 }
 
 fn syn() -> Vec<u8> {
-    Tcp { flags: SYN, options: usual_timestamp(7, 0), ..Tcp::new(CLIENT, VIP) }.frame()
+    Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::new(CLIENT, VIP) }.frame()
 }
 
 /// The inner packet of `packet`, whose outer header is checked.

@@ -12,7 +12,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, random_table, service};
-use crate::support::{self, ACK, SYN, Tcp, Udp, ipv4_frame, may_load_bpf, timestamp, usual_timestamp};
+use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, may_load_bpf, timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -65,7 +65,7 @@ fn the_quoted_timestamp_names_the_server() {
     }
     let (mut balancer, ids) = balancer(ServiceMode::default());
     let value = stamped(&balancer, ids[3]);
-    let usual = usual_timestamp(value, 7);
+    let usual = aligned_timestamp(value, 7);
     let odd = [&[1][..], &timestamp(value, 7), &[0]].concat();
     let syn_ack = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(value, 7), &[1, 3, 3, 7]].concat();
     for kind in [3, 11, 12] {
@@ -96,7 +96,7 @@ fn quotes_without_a_cookie_go_by_the_flow_table_or_to_all() {
     }
     let (balancer, ids) = balancer(ServiceMode::default());
     let value = stamped(&balancer, ids[2]);
-    let whole = answer(usual_timestamp(value, 7), vec![]);
+    let whole = answer(aligned_timestamp(value, 7), vec![]);
     let without = answer(vec![], vec![]);
     let bad_options = answer(vec![3, 1, 0, 0], vec![]);
     // Down to the ports and four bytes more (RFC 792), the timestamp is cut.
@@ -127,7 +127,7 @@ fn random_quoted_timestamps_reach_a_known_server_or_all() {
     let mut seen = [0; 2];
     for _ in 0..500 {
         let value = rng.next_u32();
-        let frame = error(3, &answer(usual_timestamp(value, 7), vec![]));
+        let frame = error(3, &answer(aligned_timestamp(value, 7), vec![]));
         match cookie::recognise(&balancer.keys, &tuple(), value) {
             Cookie::Server(server) if ids.contains(&server) => {
                 seen[0] += 1;
@@ -152,10 +152,10 @@ fn without_cookies_errors_go_by_what_the_mode_remembers() {
     let modes = others.map(|consistency| ServiceMode { consistency, ..ServiceMode::default() });
     for mode in modes.into_iter().chain([off]) {
         let (balancer, ids) = balancer(mode);
-        let frame = error(3, &answer(usual_timestamp(stamped(&balancer, ids[1]), 7), vec![]));
+        let frame = error(3, &answer(aligned_timestamp(stamped(&balancer, ids[1]), 7), vec![]));
         balancer.expect_to_all_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
         // What was placed and remembered is known; what goes by rule or bucket alone is not.
-        let packet = Tcp { options: usual_timestamp(1, 2), ..Tcp::new(CLIENT, VIP) };
+        let packet = Tcp { options: aligned_timestamp(1, 2), ..Tcp::new(CLIENT, VIP) };
         balancer.run(&Tcp { flags: SYN, ..packet.clone() }.frame());
         let destination = balancer.destination(&packet.frame());
         let remembered = mode == off || mode.consistency == Consistency::HashTable;
@@ -200,7 +200,7 @@ fn icmp_error_of_no_service_passes() {
         return;
     }
     let (balancer, ids) = balancer(ServiceMode::default());
-    let quoted = answer(usual_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
+    let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
     let good = error(3, &quoted);
     balancer.expect_sent_to(0, &good, ids[0], "icmp_error");
     let with = |offset: usize, bytes: &[u8]| {
@@ -235,7 +235,7 @@ fn bad_errors_are_dropped_with_a_reason() {
         return;
     }
     let (balancer, ids) = balancer(ServiceMode::default());
-    let quoted = answer(usual_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
+    let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
     let good = error(3, &quoted);
     let mut rng = seeded_rng(74, 0);
     // IP ends before the ports and four bytes more.

@@ -21,7 +21,7 @@ use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
 use crate::support::balancer::{id, random_table, service};
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::{self, Tcp, Udp, may_load_bpf, usual_timestamp};
+use crate::support::{self, Tcp, Udp, aligned_timestamp, may_load_bpf};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -54,7 +54,7 @@ fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
 /// A packet of an established connection, to the MAC address of the load balancer's device.
 fn established(destination_mac: [u8; 6]) -> Vec<u8> {
     let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
-    Tcp { destination_mac, options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) }.frame()
+    Tcp { destination_mac, options: aligned_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) }.frame()
 }
 
 fn device_mac() -> [u8; 6] {

@@ -11,7 +11,7 @@ use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, before, random_table};
 use crate::support::{
-    self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, ones_complement_sum, tcp_offset, timestamp, usual_timestamp,
+    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, ones_complement_sum, tcp_offset, timestamp,
 };
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -35,7 +35,7 @@ fn balancer() -> (Balancer, ServerId, Tcp) {
         Cookie::Server(ids[2]),
         12_345,
     );
-    let packet = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
+    let packet = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
     (balancer, ids[2], packet)
 }
 

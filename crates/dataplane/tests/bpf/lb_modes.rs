@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, before, random_table, service};
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, usual_timestamp};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
@@ -38,12 +38,12 @@ fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
 }
 
-/// A packet of a connection, with timestamps at the usual place or at another one, or without.
+/// A packet of a connection, with aligned timestamps, or at another offset, or without.
 fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
     let options = match options {
         0 => vec![],
-        1 => usual_timestamp(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
-        _ => [&[2, 4, 5, 0xb4][..], &usual_timestamp(7, 99)].concat(),
+        1 => aligned_timestamp(7, if flags & SYN == 0 { 0x1234_5678 } else { 0 }),
+        _ => [&[2, 4, 5, 0xb4][..], &aligned_timestamp(7, 99)].concat(),
     };
     Tcp { flags, options, ..Tcp::new(client, VIP) }.frame()
 }
@@ -196,7 +196,7 @@ fn with_timestamps_off_a_connection_goes_as_one_without_them() {
         // A cookie means nothing.
         let other = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
-        let frame = Tcp { options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+        let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
         balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
         connections.push((client, chosen, before));
     }
@@ -296,7 +296,7 @@ fn traffic_is_counted_by_server() {
     let from = client(&mut rng);
     let server = table.choose(&mut PlacementState::for_table(&table), &tuple(from)).unwrap();
     let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(from), Cookie::Server(server), 5);
-    let with_cookie = |flags| Tcp { flags, options: usual_timestamp(1, echo), ..Tcp::new(from, VIP) }.frame();
+    let with_cookie = |flags| Tcp { flags, options: aligned_timestamp(1, echo), ..Tcp::new(from, VIP) }.frame();
     let frames = [packet(from, SYN, 1), with_cookie(ACK), with_cookie(ACK | FIN), with_cookie(RST)];
     for frame in &frames {
         balancer.destination(frame);
@@ -371,8 +371,8 @@ fn modes_live_side_by_side_and_change() {
                 let by_rule = table.choose(&mut PlacementState::for_table(table), &tuple).unwrap();
                 let by_bucket = table.choose_consistent(&tuple).unwrap();
                 let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple, Cookie::Server(by_rule), 5);
-                let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, vip(position)) };
-                let ack = Tcp { flags: ACK, options: usual_timestamp(2, echo), ..syn.clone() };
+                let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, vip(position)) };
+                let ack = Tcp { flags: ACK, options: aligned_timestamp(2, echo), ..syn.clone() };
                 let before = Identification::Before(before(table, &tuple));
                 let kept = Identification::Kept;
                 let (server, identification, names) = match (mode.timestamps, mode.consistency) {

@@ -17,7 +17,7 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, XDP_TX, id, random_table};
-use crate::support::{ACK, SYN, Tcp, may_load_bpf, usual_timestamp};
+use crate::support::{ACK, SYN, Tcp, aligned_timestamp, may_load_bpf};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const SWITCHES: u64 = 1_000;
@@ -68,7 +68,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
     let packets: Vec<(Vec<u8>, [ServerId; 2])> = (0..512)
         .map(|_| {
             let client = (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
-            let frame = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+            let frame = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
             let chosen = |table: &PlacementTable| {
                 table.choose(&mut PlacementState::for_table(table), &FourTuple::ipv4(client, VIP)).unwrap()
             };
@@ -147,7 +147,7 @@ fn replaced_candidates_decide_new_connections_only() {
         for port in 0..500 {
             let client = (Ipv4Addr::from(rng.next_u32()), 1024 + port);
             let tuple = FourTuple::ipv4(client, VIP);
-            let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+            let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
             let chosen = expected.choose(&mut state, &tuple).unwrap();
             assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)], "SYN {port}");
             // Without timestamps: by the bucket, of another port.
@@ -160,7 +160,7 @@ fn replaced_candidates_decide_new_connections_only() {
         let next = random_table(Rule::Table, 8, groups, &ids, &mut rng);
         balancer.install(0, &next);
         let client = (Ipv4Addr::from(rng.next_u32()), 7);
-        let syn = Tcp { flags: SYN, options: usual_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
+        let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
         let chosen = next.choose(&mut PlacementState::for_table(&next), &FourTuple::ipv4(client, VIP)).unwrap();
         assert_eq!(balancer.destination(&syn), balancer.macs[&(0, chosen)]);
     }

@@ -144,7 +144,7 @@ fn answers_without_a_socket_and_resets_are_stamped() {
     again.payload.clear();
     again.destination_mac = last[6..12].try_into().unwrap();
     let echo = word(&last, timestamp_offset(&last).unwrap());
-    again.options = support::usual_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), echo);
+    again.options = support::aligned_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), echo);
     let sequence = word(&last, tcp + 8).wrapping_sub(1);
     let frame = again.frame_with(sequence, word(&last, tcp + 4));
     sniffer.send(&bed, &frame);

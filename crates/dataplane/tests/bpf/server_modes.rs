@@ -19,7 +19,7 @@ use crate::support::hand_client::{HandClient, send_to_all, set_identification, s
 use crate::support::network::{CLIENT, VIP};
 use crate::support::server_bed::{Bed, PORT, TIMEOUT, flags, id, keys};
 use crate::support::{
-    self, ACK, RST, SYN, Tcp, may_load_bpf, now_ms, ones_complement_sum, timestamp_offset, usual_timestamp, word,
+    self, ACK, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, now_ms, ones_complement_sum, timestamp_offset, word,
 };
 
 const INDEX: u16 = 0x2abc;
@@ -145,12 +145,12 @@ fn a_flood_of_syns_costs_indexes_and_no_connection() {
         let mut syn = Tcp::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
         syn.flags = SYN;
         syn.payload.clear();
-        syn.options = usual_timestamp(1, syn_echo(7));
+        syn.options = aligned_timestamp(1, syn_echo(7));
         test_run::run(bed.programs.program(Direction::Ingress), &syn.frame(), 1).unwrap();
         let mut answer = Tcp::new((VIP, PORT), (*syn.source.ip(), 5));
         answer.flags = SYN | ACK;
         answer.payload.clear();
-        answer.options = usual_timestamp(now_ms(), 1);
+        answer.options = aligned_timestamp(now_ms(), 1);
         test_run::run(bed.programs.program(Direction::Egress), &answer.frame(), 1).unwrap();
     }
     assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);

@@ -15,7 +15,7 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::support::{
-    self, ACK, RST, SYN, Tcp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset, usual_timestamp, word,
+    self, ACK, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset, word,
 };
 
 /// linux/pkt_cls.h
@@ -190,7 +190,7 @@ fn zero_is_never_sent() {
     let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
     server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
     let mut packet = Tcp::new(VIP, client);
-    packet.options = usual_timestamp(milliseconds, 0);
+    packet.options = aligned_timestamp(milliseconds, 0);
     let frame = packet.frame();
     let (_, stamped) = server.run(Direction::Egress, &frame);
     assert_eq!(word(&stamped, timestamp_offset(&frame).unwrap()), 1 << 16);
@@ -209,7 +209,7 @@ fn foreign_packet_is_unchanged() {
     };
     let egress = |change: fn(&mut Tcp)| {
         let mut packet = Tcp::new(VIP, CLIENT);
-        packet.options = usual_timestamp(now_ms(), 1);
+        packet.options = aligned_timestamp(now_ms(), 1);
         change(&mut packet);
         packet
     };
@@ -219,7 +219,7 @@ fn foreign_packet_is_unchanged() {
     // A random offset per connection, or microseconds: not the clock by which echoes are restored.
     passes(
         Direction::Egress,
-        &egress(|p| p.options = usual_timestamp(now_ms().wrapping_add(5000), 1)),
+        &egress(|p| p.options = aligned_timestamp(now_ms().wrapping_add(5000), 1)),
         &["egress_other_clock"],
     );
 
@@ -228,7 +228,7 @@ fn foreign_packet_is_unchanged() {
     let stamp = |cookie| server.stamp(&tuple, cookie, now_ms());
     let ingress = |echo, flags| {
         let mut packet = Tcp::new(CLIENT, VIP);
-        packet.options = usual_timestamp(1, echo);
+        packet.options = aligned_timestamp(1, echo);
         packet.flags = flags;
         packet
     };

@@ -8,7 +8,7 @@ use coreward_intf as intf;
 
 use super::network::{SERVER, VIP};
 use super::server_bed::{Bed, PORT, Sniffer, TIMEOUT, flags};
-use super::{ACK, SYN, Tcp, ones_complement_sum, tcp_offset, timestamp_offset, usual_timestamp, word};
+use super::{ACK, SYN, Tcp, aligned_timestamp, ones_complement_sum, tcp_offset, timestamp_offset, word};
 
 /// Nobody's address: the client's kernel keeps silent about what comes for it.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
@@ -56,7 +56,7 @@ impl<'bed> HandClient<'bed> {
         packet.flags = flags;
         packet.payload = payload.to_vec();
         if self.timestamps {
-            packet.options = usual_timestamp(self.own_time, echo);
+            packet.options = aligned_timestamp(self.own_time, echo);
         }
         packet.frame_with(self.sequence, self.acknowledgement)
     }

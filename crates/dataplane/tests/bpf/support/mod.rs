@@ -170,7 +170,7 @@ pub fn timestamp(value: u32, echo: u32) -> Vec<u8> {
 }
 
 /// NOP NOP TIMESTAMP, as nearly every packet has it.
-pub fn usual_timestamp(value: u32, echo: u32) -> Vec<u8> {
+pub fn aligned_timestamp(value: u32, echo: u32) -> Vec<u8> {
     [&[1, 1][..], &timestamp(value, echo)].concat()
 }
 

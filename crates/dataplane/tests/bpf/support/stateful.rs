@@ -14,7 +14,7 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
 
 use super::balancer::{Balancer, OWN_MAC, XDP_TX, random_table, service};
-use super::{ACK, SYN, Tcp, timestamp, timestamp_offset, usual_timestamp, word};
+use super::{ACK, SYN, Tcp, aligned_timestamp, timestamp, timestamp_offset, word};
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const STATEFUL: ServiceMode = ServiceMode {
@@ -67,7 +67,7 @@ pub fn syn(client: Client) -> Vec<u8> {
 /// A later packet, whose cookie of kind 1 holds `number`.
 pub fn packet(keys: &FleetKeys, client: Client, number: u16, flags: u8) -> Tcp {
     let echo = cookie::stamp(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
-    Tcp { flags, options: usual_timestamp(1, echo), ..Tcp::new(client, VIP) }
+    Tcp { flags, options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }
 }
 
 pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> {
