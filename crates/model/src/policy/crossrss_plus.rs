@@ -194,7 +194,7 @@ impl Policy for CrossRssPlus {
         TelemetryLevel::Connections
     }
 
-    fn read<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+    fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         self.recent.evened(pool)
     }
 
@@ -203,7 +203,7 @@ impl Policy for CrossRssPlus {
     }
 
     fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let pool = &*self.read(pool);
+        let pool = &*self.preprocess(pool);
         let kept = &mut self.kept;
         let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
         let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);

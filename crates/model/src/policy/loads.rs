@@ -8,7 +8,7 @@ use crate::load::CoreLoads;
 pub enum Loads {
     /// Of each core, by receive queue, from its agent.
     Local(CoreLoads),
-    /// Of each core, from the server's rack controller, as the service's policy reads them (`Policy::read`).
+    /// Of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
     Relayed(CoreLoads),
     /// Their sum alone: the cores are in the rack's summary ([`super::RackSummary`]).
     Aggregated {

@@ -78,7 +78,7 @@ pub trait Policy: Send {
 
     /// Returns the pool with its loads as this policy uses them. Called once per table, where the load of each core is
     /// known: for servers in a rack, at the rack controller.
-    fn read<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+    fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         Cow::Borrowed(pool)
     }
 

@@ -71,11 +71,11 @@ impl RackSummary {
     /// smooth loads.
     pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
         let most = policy.max_candidates_per_bucket(buckets).min(most);
-        let read = policy.read(pool);
+        let preprocessed = policy.preprocess(pool);
         let mut summary = Self { servers: Vec::new(), spreads: Vec::new(), lists: Vec::new() };
         let mut spreads: BTreeMap<Class, LoadSpread> = BTreeMap::new();
         let mut listed: Vec<(&RssKey, Class, Vec<&PoolServer>)> = Vec::new();
-        for server in &read.servers {
+        for server in &preprocessed.servers {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
             if server.ramp < 1.0 {
