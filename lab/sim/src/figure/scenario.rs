@@ -218,14 +218,14 @@ pub struct PublishedPoint {
 #[serde(untagged, expecting = "expected [x, y] or [x, y, low, high]")]
 enum PublishedNumbers {
     Plain([f64; 2]),
-    Spread([f64; 4]),
+    WithRange([f64; 4]),
 }
 
 impl From<PublishedNumbers> for PublishedPoint {
     fn from(numbers: PublishedNumbers) -> Self {
         match numbers {
             PublishedNumbers::Plain([x, y]) => Self { x, y, spread: None },
-            PublishedNumbers::Spread([x, y, low, high]) => Self { x, y, spread: Some((low, high)) },
+            PublishedNumbers::WithRange([x, y, low, high]) => Self { x, y, spread: Some((low, high)) },
         }
     }
 }
