@@ -77,13 +77,13 @@ struct fragment_entry {
 /* ---- the connection table (stateful mode; Cheetah, Sect. 3.2) --------------------------------------------------- */
 
 /*
- * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its place in the partition by
- * a stack of free places (ConnStack). The cookie holds owner and place; partition and tag come from the hash. So a cookie
+ * 2^k partitions of 1024 entries; a connection's partition is chosen by its own keyed hash, its slot in the partition by
+ * a stack of free slots (ConnStack). The cookie holds owner and slot; partition and tag come from the hash. So a cookie
  * of 14 bits serves a table of any size.
  */
-#define CONNECTION_PLACE_BITS 10
+#define CONNECTION_SLOT_BITS 10
 #define CONNECTIONS_PER_PARTITION 1024
-#define CONNECTION_PLACE_MASK 0x3ffu
+#define CONNECTION_SLOT_MASK 0x3ffu
 #define CONNECTION_OWNER_BITS 4
 #define MAX_OWNERS 16
 #define DEFAULT_CONNECTION_TABLE_ENTRIES 262144
@@ -119,7 +119,7 @@ struct connection {
 	__u32 client_address[4];
 	__u16 client_port;
 	__u16 flags;
-	/* While free: place of the next free entry of the partition + 1; 0: it is the last. */
+	/* While free: slot of the next free entry of the partition + 1; 0: it is the last. */
 	__u32 next_free;
 	/* Generation of the entry's next use; low bits go into `identity`. */
 	__u32 generation;
@@ -127,19 +127,19 @@ struct connection {
 };
 
 /*
- * The top of a partition's stack of free places: place + 1 in the low 16 bits (0: empty), above them a count that grows
+ * The top of a partition's stack of free slots: slot + 1 in the low 16 bits (0: empty), above them a count that grows
  * with every change, so that a compare-and-swap never takes a stack that changed and changed back (ABA) for the old one.
  * A cache line of its own.
  */
 struct connection_stack {
 	__u64 top;
-	/* Place at which the next first packet that finds no free place begins to look for an expired entry. */
+	/* Slot where the next SYN without a free slot begins to search for an expired entry. */
 	__u64 hand;
 	__u64 unused[6];
 };
-#define CONNECTION_STACK_PLACE_MASK 0xffffu
+#define CONNECTION_STACK_SLOT_MASK 0xffffu
 #define CONNECTION_STACK_COUNT_SHIFT 16
-/* Attempts to take a free place; then the connection gets a cookie of the stateless kind. */
+/* Attempts to take a free slot; then the connection gets a cookie of the stateless kind. */
 #define CONNECTION_TAKE_ATTEMPTS 8
 /*
  * Entries at the hand that a first packet reads, each a cache miss: a partition of which a tenth has expired gives one
@@ -160,7 +160,7 @@ struct connection_timers {
 
 /*
  * Entry of a recent SYN, for its retransmission: direct-mapped by the connection's hash, the upper bits of its tag and,
- * in the low CONNECTION_PLACE_BITS, the place. A hint: the entry's own identity decides. With the tag, a new connection
+ * in the low CONNECTION_SLOT_BITS, the slot. A hint: the entry's own identity decides. With the tag, a new connection
  * does not fetch another one's entry, which is rarely in a cache.
  */
 #define RECENT_CONNECTIONS 16384
@@ -182,7 +182,7 @@ struct connection_takes {
 
 /*
  * Index of the connection for the server: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), from which
- * the server's ingress program removes it. This bit and the cookie's kind, owner and place.
+ * the server's ingress program removes it. This bit and the cookie's kind, owner and slot.
  */
 #define SYN_ECHO_HOLDS_COOKIE 0x10000u
 

@@ -5,34 +5,34 @@
  * tests/integration/connection_table_loom.rs runs it against user space's side in every order that the memory model allows.
  *
  * 1. Where an entry is. 2^k partitions of 1024 entries. A connection's own keyed hash (by a key that never
- *    changes while the table lives) names its partition by the low bits and gives its tag, the upper half. The place in
+ *    changes while the table lives) names its partition by the low bits and gives its tag, the upper half. The slot in
  *    the partition is any that was free, and is in the cookie. So finding is an index, and a table of any size needs 10
  *    bits of the cookie. A partition can be full while others are not: at 90 % of all entries in use, one in 2,000 is.
  *
  * 2. The life of an entry.
- *      free      identity is 0, its place is on the partition's stack;
- *      taken     a first packet moved the stack's top to the next place by compare-and-swap, fills the entry, and last of
+ *      free      identity is 0, its slot is on the partition's stack;
+ *      taken     a first packet moved the stack's top to the next slot by compare-and-swap, fills the entry, and last of
  *                all writes the identity;
- *      released  user space put 0 in the place of exactly this identity, by compare-and-swap;
- *      free      an RCU grace period later user space pushes the place;
- *      reused    instead of the last two: a first packet that found the stack empty put 0 in the place of an expired
- *                entry's identity, and fills the entry as if it had taken it (stateful.h, reuse_connection()).
+ *      released  user space replaced exactly this identity by 0, by compare-and-swap;
+ *      free      an RCU grace period later user space pushes the slot;
+ *      reused    instead of the last two: a first packet that found the stack empty replaced the identity of an
+ *                expired entry by 0 and fills the entry as if it had taken it (stateful.h, reuse_connection()).
  *    User space frees by the server's word (docs/design.md), which no packet has. So packets reuse half-open entries,
  *    whose server is not asked, and others only after user space has not swept for CONNECTION_UNSWEPT.
  *
- * 3. Why no place is handed out twice, and none is lost.
- *    - Whoever moves the top from place p to p's next alone has p. The exchange succeeds only if the top is the very one
- *      that was read: the count above the place grows with every change, so a stack on which p came back to the top above
- *      another place is not taken for the old one (ABA). The count has 48 bits. The `next_free` that was read may be of an
+ * 3. Why no slot is handed out twice, and none is lost.
+ *    - Whoever moves the top from slot p to p's next alone has p. The exchange succeeds only if the top is the very one
+ *      that was read: the count above the slot grows with every change, so a stack on which p came back to the top above
+ *      another slot is not taken for the old one (ABA). The count has 48 bits. The `next_free` that was read may be of an
  *      entry that somebody else took meanwhile; then the top has changed and the exchange fails.
  *    - Of all who free an entry the one whose compare-and-swap found the identity pushes it, once. The identity holds the
  *      tag and a generation that grows with each use, so it stands for one use of one entry.
- *    - A daemon killed between release and push loses the place until the next one starts, which finds such places:
+ *    - A daemon killed between release and push loses the slot until the next one starts, which finds such slots:
  *      identity 0, not on the stack, and no packet about to fill them (after a grace period).
  *
  * 4. Why a packet never goes to another connection's server. All that a decision depends on is the identity: tag, service
  *    and server in one aligned word, read by one load. Freed meanwhile, or taken by somebody else: the tag differs. With
- *    32 bits of tag a forged cookie that hits a used place is taken for its connection once in 4 * 10^9.
+ *    32 bits of tag a forged cookie that hits a used slot is taken for its connection once in 4 * 10^9.
  *
  * 5. Why counters are the connection's own. A packet that has seen an identity may add to packets and bytes after user
  *    space released the entry. But programs run inside an RCU read-side section (NAPI's, or the test run's), and user
@@ -46,7 +46,7 @@
  *    `next_free` is read at an address computed from the top, which orders the two on every machine that Linux runs on
  *    but Alpha. User space's pushes and releases are acquire-release.
  *
- * 7. What can go wrong. No free place, or the top changed at each of CONNECTION_TAKE_ATTEMPTS attempts: the first packet
+ * 7. What can go wrong. No free slot, or the top changed at each of CONNECTION_TAKE_ATTEMPTS attempts: the first packet
  *    goes to its server all the same, without an index, and the server stamps its id (the stateless kind): counted as an
  *    event. That is what a SYN flood comes to: it fills the table, whose memory was all there from the start, takes
  *    nothing from connections that have an entry, and new ones are stateless until the half-open ones are freed or
@@ -66,14 +66,14 @@
 #include "state.h"
 
 _Static_assert(sizeof(struct connection) == 64 && sizeof(struct connection_stack) == 64, "a cache line each");
-_Static_assert(CONNECTIONS_PER_PARTITION == 1u << CONNECTION_PLACE_BITS, "a place fits its bits");
+_Static_assert(CONNECTIONS_PER_PARTITION == 1u << CONNECTION_SLOT_BITS, "a slot fits its bits");
 _Static_assert(MAX_OWNERS == 1u << CONNECTION_OWNER_BITS, "an owner fits its bits");
 
 /* Partitions - 1. Fixed when the program is loaded: the maps below have that size. */
 const volatile __u32 connection_partition_mask;
 
 /*
- * User space sets both sizes. The first place of all partitions, then the second one of all ...: low places are handed out
+ * User space sets both sizes. The first slot of all partitions, then the second one of all ...: low slots are handed out
  * first, so the entries in use stand close together however large the table is, and take few pages (TLB).
  */
 struct {
@@ -93,7 +93,7 @@ struct {
 	__type(value, struct connection_stack);
 } connection_stacks SEC(".maps");
 
-/* By the connection's hash: tag and place of the one whose SYN came last. */
+/* By the connection's hash: tag and slot of the one whose SYN came last. */
 __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
 
 #define NANOSECONDS_PER_TICK 100000000
@@ -107,7 +107,7 @@ __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
  * Service and client are 58 bits; two rounds of multiply and shift (as in MurmurHash3's finaliser) with secret odd
  * factors. This is no PRF. The claim: for a sender that knows this code, and neither key nor results, tuples of a
  * simple structure collide as often as by chance (crates/model/tests/integration/connection_hash.rs). No client sees a
- * bit of a result, since places leave this machine in cookies only. docs/security.md has what a collision gives.
+ * bit of a result, since slots leave this machine in cookies only. docs/security.md has what a collision gives.
  */
 static __always_inline __u64 connection_hash(__u32 service, __u32 client_address, __u32 ports)
 {
@@ -118,20 +118,20 @@ static __always_inline __u64 connection_hash(__u32 service, __u32 client_address
 	return hash ^ hash >> 29;
 }
 
-/* The entry at a place in the connection's partition. */
-static __always_inline struct connection *connection_at(__u64 hash, __u32 place)
+/* The entry at a slot in the connection's partition. */
+static __always_inline struct connection *connection_at(__u64 hash, __u32 slot)
 {
 	__u32 partitions = connection_partition_mask + 1;
-	__u32 index = (place & CONNECTION_PLACE_MASK) * partitions + (hash & connection_partition_mask);
+	__u32 index = (slot & CONNECTION_SLOT_MASK) * partitions + (hash & connection_partition_mask);
 
 	return bpf_map_lookup_elem(&connections, &index);
 }
 
 /* The entry that a cookie of the connection names, if it is the connection's. `server_id`: where it goes. */
-static __always_inline struct connection *find_connection(__u64 hash, __u32 place, __u32 service, __u32 *server_id)
+static __always_inline struct connection *find_connection(__u64 hash, __u32 slot, __u32 service, __u32 *server_id)
 {
 	__u64 expected = (hash & CONNECTION_TAG_MASK) | CONNECTION_IN_USE | service << CONNECTION_SERVICE_SHIFT;
-	struct connection *connection = connection_at(hash, place);
+	struct connection *connection = connection_at(hash, slot);
 	__u64 identity;
 
 	if (!connection)
@@ -184,21 +184,21 @@ static __always_inline bool update_connection(struct connection *connection, __u
 /* ---- first packets --------------------------------------------------------------------------------------------- */
 
 /* The entry of the connection whose SYN came lately: by the tuple, so a client that uses its port again gets it too. */
-static __always_inline struct connection *find_recent_connection(__u64 hash, __u32 service, __u32 *place,
+static __always_inline struct connection *find_recent_connection(__u64 hash, __u32 service, __u32 *slot,
 								 __u32 *server_id)
 {
 	__u32 recent = recent_connections[hash & (RECENT_CONNECTIONS - 1)];
 
-	*place = recent & CONNECTION_PLACE_MASK;
-	if ((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_PLACE_MASK)
+	*slot = recent & CONNECTION_SLOT_MASK;
+	if ((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_SLOT_MASK)
 		return NULL;
-	return find_connection(hash, *place, service, server_id);
+	return find_connection(hash, *slot, service, server_id);
 }
 
-static __always_inline void remember_connection(__u64 hash, __u32 place)
+static __always_inline void remember_connection(__u64 hash, __u32 slot)
 {
 	recent_connections[hash & (RECENT_CONNECTIONS - 1)] =
-		(hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_PLACE_MASK) | place;
+		(hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_SLOT_MASK) | slot;
 }
 
 /*
@@ -236,13 +236,13 @@ static __always_inline void fill_connection(struct connection *connection, const
 								service_and_server);
 }
 
-/* take_connection() found no free place; others took or freed places at each attempt. */
+/* take_connection() found no free slot; others took or freed slots at each attempt. */
 #define CONNECTION_TABLE_FULL -1
 #define CONNECTION_CONTENDED -2
 /* may_take_connection() refused. */
 #define CONNECTION_SOURCE_LIMITED -3
 
-/* A free place in the connection's partition, filled; or one of the above. `packet`: the connection's first. */
+/* A free slot in the connection's partition, filled; or one of the above. `packet`: the connection's first. */
 static __noinline int take_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,
 				      __u64 bytes)
 {
@@ -253,22 +253,22 @@ static __noinline int take_connection(const struct packet *packet, __u64 hash, _
 		return CONNECTION_TABLE_FULL;
 	for (int attempt = 0; attempt < CONNECTION_TAKE_ATTEMPTS; attempt++) {
 		__u64 top = *(volatile __u64 *)&stack->top;
-		__u32 place_plus_one = top & CONNECTION_STACK_PLACE_MASK;
+		__u32 slot_plus_one = top & CONNECTION_STACK_SLOT_MASK;
 		struct connection *connection;
 		__u64 next, new_top;
 
-		if (!place_plus_one)
+		if (!slot_plus_one)
 			return CONNECTION_TABLE_FULL;
-		connection = connection_at(hash, place_plus_one - 1);
+		connection = connection_at(hash, slot_plus_one - 1);
 		if (!connection)
 			return CONNECTION_TABLE_FULL;
-		next = *(volatile __u32 *)&connection->next_free & CONNECTION_STACK_PLACE_MASK;
+		next = *(volatile __u32 *)&connection->next_free & CONNECTION_STACK_SLOT_MASK;
 		new_top = ((top >> CONNECTION_STACK_COUNT_SHIFT) + 1) << CONNECTION_STACK_COUNT_SHIFT | next;
 		if (__sync_val_compare_and_swap(&stack->top, top, new_top) != top)
 			continue;
 		fill_connection(connection, packet, hash & CONNECTION_TAG_MASK,
 				service << CONNECTION_SERVICE_SHIFT | server_id, bytes);
-		return place_plus_one - 1;
+		return slot_plus_one - 1;
 	}
 	return CONNECTION_CONTENDED;
 }
@@ -277,13 +277,13 @@ static __noinline int take_connection(const struct packet *packet, __u64 hash, _
 
 static __always_inline __u32 cookie_owner(__u32 cookie)
 {
-	return cookie >> CONNECTION_PLACE_BITS & (MAX_OWNERS - 1);
+	return cookie >> CONNECTION_SLOT_BITS & (MAX_OWNERS - 1);
 }
 
 /* What a first packet's TSecr tells the server. */
-static __always_inline __u32 syn_echo(__u32 owner, __u32 place)
+static __always_inline __u32 syn_echo(__u32 owner, __u32 slot)
 {
-	return SYN_ECHO_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_PLACE_BITS | place;
+	return SYN_ECHO_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_SLOT_BITS | slot;
 }
 
 #endif

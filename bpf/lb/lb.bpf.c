@@ -46,9 +46,9 @@
  *    TSecr, always 0 on the wire, tells the server which: the TCP checksum is mended. From then on cookies hold the
  *    entry's place and our number among the load balancers with such a table (kind 1), and the entry names the server
  *    and counts. An established packet of such a connection stays on the fast path, with a second keyed hash and one
- *    cache line more than in section 3. A packet whose cookie names another load balancer's table is passed on there, so each of
- *    them is also the stateless first tier of the others; if that one is lost, to all. Without a free entry, or a number
- *    of our own yet, the connection is as one of a stateless service.
+ *    cache line more than in section 3. A packet whose cookie names the table of another load balancer is passed
+ *    to that one, and broadcast if that one is lost. Without a free entry, or before this load balancer has a number, a
+ *    connection is treated like one of a stateless service.
  *
  * 7. To all (broadcast.h). An RST without timestamps (from a host that has no such socket) or an ICMP error that the
  *    flow table does not know, and a cookie that names no server and no connection (forged, or of a server that is gone, or its entry

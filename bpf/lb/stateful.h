@@ -148,8 +148,8 @@ static __always_inline void forget_held(__u32 client_address)
 }
 
 /*
- * The place of an expired entry in the connection's partition, filled, or CONNECTION_TABLE_FULL. The hand goes round as
- * in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES places per packet.
+ * The slot of an expired entry in the connection's partition, filled, or CONNECTION_TABLE_FULL. The hand goes round as
+ * in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES slots per packet.
  */
 static __noinline int reuse_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,
 				       __u64 bytes)
@@ -163,8 +163,8 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 	/* Not atomic: where two packets look at the same entries, the exchange of the identity decides. */
 	hand = *(volatile __u64 *)&stack->hand;
 	for (int probe = 0; probe < CONNECTION_HAND_PROBES; probe++) {
-		__u32 place = hand & CONNECTION_PLACE_MASK, client_address;
-		struct connection *connection = connection_at(hash, place);
+		__u32 slot = hand & CONNECTION_SLOT_MASK, client_address;
+		struct connection *connection = connection_at(hash, slot);
 		__u64 identity;
 
 		if (!connection)
@@ -180,7 +180,7 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 		connection->generation++;
 		fill_connection(connection, packet, hash & CONNECTION_TAG_MASK,
 				service << CONNECTION_SERVICE_SHIFT | server_id, bytes);
-		return place;
+		return slot;
 	}
 	return CONNECTION_TABLE_FULL;
 }
@@ -203,7 +203,7 @@ static __always_inline int enter_connection(struct xdp_md *ctx, const struct pac
 }
 
 /*
- * The first packet of a stateful service is placed and takes an entry; its TSecr carries the entry's place to the server.
+ * The first packet of a stateful service is placed and takes an entry; its TSecr carries the entry's slot to the server.
  * A retransmission finds the entry again, if that server still takes new connections. Without an entry TSecr becomes 0,
  * and the server stamps its id.
  */
@@ -211,16 +211,16 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 						  const struct packet *packet, struct decision *decision)
 {
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
-	__u32 owner = lb_state.owner, place, id;
+	__u32 owner = lb_state.owner, slot, id;
 	struct connection *connection;
 	__u64 *held;
 	int taken;
 
-	connection = find_recent_connection(hash, decision->service, &place, &id);
+	connection = find_recent_connection(hash, decision->service, &slot, &id);
 	if (connection && owner < MAX_OWNERS && takes_new_connections(server_at(decision->service, id))) {
 		decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->opens = reopen_connection(connection);
-		decision->echo = syn_echo(owner, place);
+		decision->echo = syn_echo(owner, slot);
 		return;
 	}
 	decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);

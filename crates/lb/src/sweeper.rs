@@ -220,12 +220,12 @@ mod tests {
 
     use super::*;
 
-    fn due(place: u32, server: u64) -> (Connection, ServiceAddress) {
-        let identity = Identity { tag: place, generation: 0, service: 0, server: server.try_into().unwrap() };
+    fn due(slot: u32, server: u64) -> (Connection, ServiceAddress) {
+        let identity = Identity { tag: slot, generation: 0, service: 0, server: server.try_into().unwrap() };
         let connection = Connection {
-            index: ConnectionIndex::new(place / 1024, place % 1024),
+            index: ConnectionIndex::new(slot / 1024, slot % 1024),
             identity,
-            client: format!("10.1.0.7:{}", 1000 + place % 1024).parse().unwrap(),
+            client: format!("10.1.0.7:{}", 1000 + slot % 1024).parse().unwrap(),
             packets: 2,
             bytes: 200,
             opened: Clock(0),
@@ -264,12 +264,12 @@ mod tests {
     #[test]
     fn questions_under_way_are_bounded_in_all_and_for_each_server() {
         let mut sweeper = Sweeper::new(&Timers::default());
-        let all: Vec<_> = (0..2000).map(|place| due(place, u64::from(place % 2))).collect();
+        let all: Vec<_> = (0..2000).map(|slot| due(slot, u64::from(slot % 2))).collect();
         sweeper.queue(&all, at(0));
         assert_eq!(servers(&sweeper.ask(at(0), 100)), [(0, 256), (1, 256)]);
         assert_eq!(servers(&sweeper.ask(at(0), 100)), [(0, 256), (1, 256)]);
         assert_eq!(sweeper.ask(at(0), 100), []);
-        let many: Vec<_> = (2000..2200).map(|place| due(place, u64::from(place))).collect();
+        let many: Vec<_> = (2000..2200).map(|slot| due(slot, u64::from(slot))).collect();
         sweeper.queue(&many, at(1));
         assert_eq!(sweeper.ask(at(1), 10).len(), 10);
         assert_eq!(sweeper.ask(at(1), 1000).len(), UNDER_WAY - 4 - 10);
@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn servers_are_asked_in_turn() {
         let mut sweeper = Sweeper::new(&Timers::default());
-        let all: Vec<_> = (0..90).map(|place| due(place, u64::from(place % 9))).collect();
+        let all: Vec<_> = (0..90).map(|slot| due(slot, u64::from(slot % 9))).collect();
         sweeper.queue(&all, at(0));
         let mut asked = Vec::new();
         for _ in 0..3 {
@@ -302,7 +302,7 @@ mod tests {
     #[test]
     fn connections_of_an_agent_that_stays_away_are_freed_after_a_minute() {
         let mut sweeper = Sweeper::new(&Timers::default());
-        let all: Vec<_> = (0..1000).map(|place| due(place, 7)).collect();
+        let all: Vec<_> = (0..1000).map(|slot| due(slot, 7)).collect();
         let mut freed = Vec::new();
         for second in 0..100 {
             let mut now = sweeper.queue(&all, at(second));
@@ -358,7 +358,7 @@ mod tests {
         }
 
         fn position(connection: &Connection) -> usize {
-            (connection.index.partition() * 1024 + connection.index.place()) as usize
+            (connection.index.partition() * 1024 + connection.index.slot()) as usize
         }
 
         fn release(&mut self, connections: Vec<Connection>) {

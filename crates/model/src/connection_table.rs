@@ -1,6 +1,6 @@
 //! The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack).
 //!
-//! The cookie of a connection's packets has the place of its entry, so that finding, taking and freeing one take
+//! The cookie of a connection's packets has the slot of its entry, so that finding, taking and freeing one take
 //! constant time and no hash table. `bpf/include/intf.h` has the layouts; `bpf/lb/connection_table.h` describes the
 //! operations of packets and their correctness. Here:
 //!
@@ -47,10 +47,10 @@ impl TableSize {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
-    /// Returns the entry at a position in memory: the first place of all partitions, then the second one of all ...
+    /// Returns the entry at a position in memory: the first slot of all partitions, then the second one of all ...
     ///
-    /// Partitions hand out their low places first, so entries in use are close together however large the table is, and
-    /// take few pages. With a partition's places side by side, 16,384 connections in a table of 2 million would be on
+    /// Partitions hand out their low slots first, so entries in use are close together however large the table is, and
+    /// take few pages. With a partition's slots side by side, 16,384 connections in a table of 2 million would be on
     /// 2,048 pages, more than the CPU's second TLB holds; so it is 256.
     pub fn index_at(self, position: u32) -> ConnectionIndex {
         ConnectionIndex::new(position % self.partitions(), position / self.partitions())
@@ -73,29 +73,29 @@ impl TryFrom<u64> for TableSize {
     }
 }
 
-/// An entry: partition and place in one number.
+/// An entry: partition and slot in one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionIndex(u32);
 
 impl ConnectionIndex {
-    /// `place` counts modulo 1,024.
-    pub fn new(partition: u32, place: u32) -> Self {
-        Self(partition << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK)
+    /// `slot` counts modulo 1,024.
+    pub fn new(partition: u32, slot: u32) -> Self {
+        Self(partition << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK)
     }
 
     /// Returns its position in the memory of a table of that size.
     pub fn position(self, size: TableSize) -> u32 {
-        self.place() * size.partitions() + self.partition()
+        self.slot() * size.partitions() + self.partition()
     }
 
     /// Its partition.
     pub fn partition(self) -> u32 {
-        self.0 >> intf::CONNECTION_PLACE_BITS
+        self.0 >> intf::CONNECTION_SLOT_BITS
     }
 
-    /// Returns its place in the partition, which the cookie holds.
-    pub fn place(self) -> u32 {
-        self.0 & intf::CONNECTION_PLACE_MASK
+    /// Returns its slot in the partition, which the cookie holds.
+    pub fn slot(self) -> u32 {
+        self.0 & intf::CONNECTION_SLOT_MASK
     }
 }
 
@@ -134,20 +134,20 @@ impl fmt::Display for OwnerNumber {
     }
 }
 
-/// Returns the content of a cookie of kind 1: owner above, place below.
-pub fn cookie_number(owner: OwnerNumber, place: u32) -> u16 {
-    (u32::from(owner.0) << intf::CONNECTION_PLACE_BITS | place & intf::CONNECTION_PLACE_MASK) as u16
+/// Returns the content of a cookie of kind 1: owner above, slot below.
+pub fn cookie_number(owner: OwnerNumber, slot: u32) -> u16 {
+    (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
 
-/// Returns owner and place in a cookie of kind 1.
-pub fn owner_and_place(number: u16) -> (OwnerNumber, u32) {
+/// Returns owner and slot in a cookie of kind 1.
+pub fn owner_and_slot(number: u16) -> (OwnerNumber, u32) {
     let number = u32::from(number) & intf::COOKIE_ID_MASK;
-    (OwnerNumber((number >> intf::CONNECTION_PLACE_BITS) as u8), number & intf::CONNECTION_PLACE_MASK)
+    (OwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
 }
 
 /// Returns the TSecr that a stateful service's first packet carries to the server.
-pub fn syn_echo(owner: OwnerNumber, place: u32) -> u32 {
-    intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, place))
+pub fn syn_echo(owner: OwnerNumber, slot: u32) -> u32 {
+    intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, slot))
 }
 
 /// Keyed hash of a connection, by a key that never changes while the table lives (the fleet's keys do).
@@ -424,11 +424,11 @@ mod tests {
         }
 
         #[test]
-        fn a_cookie_names_owner_and_place(owner in 0u64..16, place in 0u32..1024) {
+        fn a_cookie_names_owner_and_slot(owner in 0u64..16, slot in 0u32..1024) {
             let owner = OwnerNumber::try_from(owner).unwrap();
-            let number = cookie_number(owner, place);
+            let number = cookie_number(owner, slot);
             prop_assert!(u32::from(number) <= intf::COOKIE_ID_MASK);
-            prop_assert_eq!(owner_and_place(number), (owner, place));
+            prop_assert_eq!(owner_and_slot(number), (owner, slot));
         }
     }
 

@@ -1,7 +1,7 @@
 //! Packets that open no connection: the load balancer's decision, as far as the controller can know.
 
 use coreward_model::ServerId;
-use coreward_model::connection_table::owner_and_place;
+use coreward_model::connection_table::owner_and_slot;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb_stamping;
@@ -119,15 +119,15 @@ impl Case<'_> {
                  it goes to all servers, at a limited rate"
             );
         }
-        let (owner, place) = owner_and_place(number);
+        let (owner, slot) = owner_and_slot(number);
         let name = self.view.owners.iter().find(|(known, _)| *known == owner);
         match name {
             Some((_, name)) => format!(
-                "its cookie, made with key {key}, names place {place} in the connection table of load balancer {name} \
+                "its cookie, made with key {key}, names slot {slot} in the connection table of load balancer {name} \
                  (`coreward connections` there shows the server)"
             ),
             None => format!(
-                "its cookie, read with key {key}, names place {place} in the connection table of owner {owner}, which no \
+                "its cookie, read with key {key}, names slot {slot} in the connection table of owner {owner}, which no \
                  load balancer is: it goes to all servers, and the one with the connection takes it"
             ),
         }

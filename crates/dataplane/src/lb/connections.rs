@@ -85,14 +85,14 @@ impl AtomicStorage for SharedMemory {
 /// Returns the table in two maps of that size.
 pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
     let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
-    let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free places")?;
+    let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free slots")?;
     Ok(ConnectionTable::new(SharedMemory { entries, stacks, size }, size))
 }
 
 const CLOCK: usize = offset_of!(intf::lb_state, clock);
 const OWNERS: usize = offset_of!(intf::lb_state, owners);
 
-/// Prepares new maps: a key of their own, all places free, no owner number.
+/// Prepares new maps: a key of their own, all slots free, no owner number.
 pub(super) fn begin(maps: &Maps) {
     maps.connections.initialise();
     let mut random = UnwrapErr(SysRng);
@@ -141,18 +141,18 @@ pub(super) fn in_use(table: &Table) -> usize {
     table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }
 
-/// Pushes the places that an earlier process released but could not push. Fails when the kernel refuses to wait for a
+/// Pushes the slots that an earlier process released but could not push. Fails when the kernel refuses to wait for a
 /// grace period.
 pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partitions() {
         let mut on_stack = [false; intf::CONNECTIONS_PER_PARTITION as usize];
-        for index in table.free_places(partition) {
-            on_stack[index.place() as usize] = true;
+        for index in table.free_slots(partition) {
+            on_stack[index.slot() as usize] = true;
         }
-        let places = 0..intf::CONNECTIONS_PER_PARTITION;
+        let slots = 0..intf::CONNECTIONS_PER_PARTITION;
         let off_stack =
-            places.filter(|place| !on_stack[*place as usize]).map(|place| ConnectionIndex::new(partition, place));
+            slots.filter(|slot| !on_stack[*slot as usize]).map(|slot| ConnectionIndex::new(partition, slot));
         missing.extend(off_stack.filter(|index| table.is_free(*index)));
     }
     if missing.is_empty() {
@@ -364,7 +364,7 @@ impl LoadBalancer {
     }
 
     /// Frees entries that are still as given; those that changed hands or had another packet stay. Returns the number
-    /// of freed ones. Waits for an RCU grace period (some ms). Fails when the kernel offers no grace period: the places
+    /// of freed ones. Waits for an RCU grace period (some ms). Fails when the kernel offers no grace period: the slots
     /// are lost until the next process takes over.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_place, syn_echo};
+use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_slot, syn_echo};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::Rule;
@@ -35,7 +35,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
     for opened in &opened {
         let entry = balancer.entry(opened.client).unwrap();
         assert_eq!(entry.identity.server, opened.server);
-        assert_eq!(owner_and_place(opened.number), (own(), entry.index.place()));
+        assert_eq!(owner_and_slot(opened.number), (own(), entry.index.slot()));
         let hash = balancer.hash(opened.client);
         let size = TableSize::try_from(4096).unwrap();
         assert_eq!((entry.index.partition(), entry.identity.tag), (hash.partition(size), hash.tag()));
@@ -114,7 +114,7 @@ fn the_server_learns_the_place_wherever_the_option_stands() {
         };
         let (verdict, forwarded) = balancer.counted(&with(echo), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");
-        let mut expected = with(syn_echo(own(), entry.index.place()));
+        let mut expected = with(syn_echo(own(), entry.index.slot()));
         expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
         expected[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(verdict, XDP_TX);
@@ -178,12 +178,12 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
         unknown += 1;
         assert_eq!(balancer.events(0, "connection_unknown"), unknown);
     };
-    // Somebody else's tuple with this place, this tuple with a free place; FIN, which is not for the fast path, too.
+    // Somebody else's tuple with this slot, this tuple with a free slot; FIN, which is not for the fast path, too.
     for _ in 0..200 {
         expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
     }
-    for place in (0..1024).filter(|place| *place != u32::from(opened.number) % 1024).step_by(7) {
-        let number = cookie_number(own(), place);
+    for slot in (0..1024).filter(|slot| *slot != u32::from(opened.number) % 1024).step_by(7) {
+        let number = cookie_number(own(), slot);
         expect_unknown(&balancer, &established(&balancer, opened.client, number));
         expect_unknown(&balancer, &packet(&balancer.keys, opened.client, number, ACK | FIN).frame());
     }
@@ -355,7 +355,7 @@ fn an_entry_is_freed_once_and_only_as_it_was_seen() {
     balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
     assert_eq!(balancer.events(0, "connection_unknown"), 1);
 
-    // There is one free place, and the next connection gets it: another generation.
+    // There is one free slot, and the next connection gets it: another generation.
     let next = balancer.opened(client(&mut rng));
     let entry = balancer.entry(next.client).unwrap();
     assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));

@@ -36,7 +36,7 @@ fn packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice(
     if !may_load_bpf("packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice") {
         return;
     }
-    // At least; and on, until enough places were used again: how soon user space has its turn to free some, who knows.
+    // At least; and on, until enough slots were reused, because the moment at which user space frees some varies.
     const PER_THREAD: u32 = 20_000;
     const ENOUGH: u64 = 2 * ENTRIES;
     const TIME_LIMIT: Duration = Duration::from_secs(120);
@@ -106,7 +106,7 @@ fn packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice(
     // Threads share a row of counters here, so a count may be lost.
     assert!(contended + full <= sent - taken.len() as u64);
 
-    // All places are still there: the table can be filled to the last one.
+    // No slot was lost: the table can be filled to the last one.
     let mut more = BTreeSet::new();
     for number in 0..20_000 {
         let client = client_of(THREADS, number);
@@ -165,7 +165,7 @@ fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an
     let size = lb.connection_table_size();
     drop(lb);
 
-    // A process that dies between releasing an entry and pushing its place.
+    // A process that dies between releasing an entry and pushing its slot.
     let entries = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
     for connection in &before[..10] {
         let zeros = vec![0; size_of::<intf::connection>()];
@@ -182,7 +182,7 @@ fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an
     assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);
     assert_eq!((pinned.clock(), pinned.size().entries()), (Clock(600), 2048));
     let more = (0..20_000).filter(|number| open(&mut lb, client_of(1, *number)).is_some()).count();
-    assert_eq!(more, 2048 - 90, "every place is free or in use");
+    assert_eq!(more, 2048 - 90, "every slot is free or in use");
     drop(lb);
 
     // In use: refused, and nothing has changed. Empty: replaced, in the program at the device, too.
@@ -247,7 +247,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     // The controller has not yet sent its number.
     expect_broadcast(&after, None);
     assert_eq!(after.events(0, "connection_unknown"), 0);
-    // It has its old number, and every place is another connection's: every old index names an entry in use.
+    // It has its old number, and every slot holds another connection: every old index names an entry in use.
     after.lb.set_owner(Some(own()));
     while after.lb.connections_in_use() < ENTRIES as usize {
         after.open(client(&mut rng));

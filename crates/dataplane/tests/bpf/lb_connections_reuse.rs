@@ -25,7 +25,7 @@ fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<Opened>) {
     (balancer, opened)
 }
 
-/// Opens connections until no place is free.
+/// Opens connections until no slot is free.
 fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<Opened> {
     let mut opened = Vec::new();
     while balancer.lb.connections_in_use() < ENTRIES as usize {

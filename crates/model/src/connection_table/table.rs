@@ -57,9 +57,9 @@ const NEXT_FREE_SHIFT: u32 = 32;
 /// Reason for which a first packet gets no entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotTaken {
-    /// The partition has no free place.
+    /// The partition has no free slot.
     Full,
-    /// Other operations took or freed places at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
+    /// Other operations took or freed slots at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
     Contended,
 }
 
@@ -101,7 +101,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     // ---- what packets do ----
 
-    /// `take_connection()` of `bpf/lb/connection_table.h`: takes a free place and fills it. Fails when there is none,
+    /// `take_connection()` of `bpf/lb/connection_table.h`: takes a free slot and fills it. Fails when there is none,
     /// or other operations were always faster.
     pub fn take(&self, packet: &FirstPacket, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
         let partition = packet.hash.partition(self.size);
@@ -110,10 +110,10 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             // BPF has no acquiring load: there the address of `next_free` depends on the loaded word, which orders the
             // two.
             let top = self.memory.load(stack);
-            let Some(place) = (top & u64::from(intf::CONNECTION_STACK_PLACE_MASK)).checked_sub(1) else {
+            let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
                 return Err(NotTaken::Full);
             };
-            let index = ConnectionIndex::new(partition, place as u32);
+            let index = ConnectionIndex::new(partition, slot as u32);
             // If another operation takes the entry meanwhile, this may be anything; then the exchange fails.
             let next = self.next_free(index);
             if self.memory.compare_exchange(stack, top, changed_top(top, next)) {
@@ -124,7 +124,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         Err(NotTaken::Contended)
     }
 
-    /// `reuse_connection()` of `bpf/lb/stateful.h`: gives a first packet without a free place that of an entry that
+    /// `reuse_connection()` of `bpf/lb/stateful.h`: gives a first packet without a free slot that of an entry that
     /// `is_expired`. Returns the connection that had it, too.
     pub fn reuse(
         &self,
@@ -136,9 +136,9 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         let partition = packet.hash.partition(self.size);
         let hand = StorageCell::StackHand(partition);
         (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
-            let place = self.memory.load(hand);
-            self.memory.store(hand, place.wrapping_add(1));
-            let index = ConnectionIndex::new(partition, place as u32);
+            let slot = self.memory.load(hand);
+            self.memory.store(hand, slot.wrapping_add(1));
+            let index = ConnectionIndex::new(partition, slot as u32);
             let before = self.connection(index).filter(&is_expired)?;
             if !self.release(index, before.identity) {
                 return None;
@@ -165,10 +165,10 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.memory.publish(at(IDENTITY), identity.word());
     }
 
-    /// `find_connection()`: returns the server of the connection whose cookie names `place`; `None`: the entry is free
+    /// `find_connection()`: returns the server of the connection whose cookie names `slot`; `None`: the entry is free
     /// or another connection's.
-    pub fn find(&self, hash: ConnectionHash, place: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
-        let index = ConnectionIndex::new(hash.partition(self.size), place);
+    pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
+        let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity = Identity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
@@ -199,11 +199,11 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     // ---- what user space does ----
 
-    /// Chains all places of all partitions: for an unused table whose memory is all 0.
+    /// Chains all slots of all partitions: for an unused table whose memory is all 0.
     pub fn initialise(&self) {
         let last = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.indexes() {
-            let next = if index.place() == last { 0 } else { index.place() + 2 };
+            let next = if index.slot() == last { 0 } else { index.slot() + 2 };
             self.set_next_free(index, next);
         }
         for partition in 0..self.size.partitions() {
@@ -212,7 +212,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 
     /// Takes the entry from its connection, if it still has `identity`. One of several callers succeeds: it must
-    /// [`push`](Self::push) the place when no packet that saw the identity is in flight any longer.
+    /// [`push`](Self::push) the slot when no packet that saw the identity is in flight any longer.
     pub fn release(&self, index: ConnectionIndex, identity: Identity) -> bool {
         if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY), identity.word(), 0) {
             return false;
@@ -222,31 +222,30 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         true
     }
 
-    /// Puts a place that was [`release`](Self::release)d onto the stack of its partition.
+    /// Puts a slot that was [`release`](Self::release)d onto the stack of its partition.
     pub fn push(&self, index: ConnectionIndex) {
         let stack = StorageCell::StackTop(index.partition());
         loop {
             let top = self.memory.load(stack);
-            self.set_next_free(index, (top & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32);
-            if self.memory.compare_exchange(stack, top, changed_top(top, index.place() + 1)) {
+            self.set_next_free(index, (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
+            if self.memory.compare_exchange(stack, top, changed_top(top, index.slot() + 1)) {
                 return;
             }
         }
     }
 
-    /// Returns the free places of a partition from the top. Packets may take some meanwhile; no place may be pushed.
-    pub fn free_places(&self, partition: u32) -> Vec<ConnectionIndex> {
-        let mut places = Vec::new();
+    /// Returns the free slots of a partition from the top. Packets may take some meanwhile; no slot may be pushed.
+    pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
+        let mut slots = Vec::new();
         let mut next =
-            (self.memory.load(StorageCell::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_PLACE_MASK)) as u32;
-        // A taken place keeps its `next_free`, so the walk ends where the stack did when it began.
-        while let Some(place) = next.checked_sub(1).filter(|_| places.len() < intf::CONNECTIONS_PER_PARTITION as usize)
-        {
-            let index = ConnectionIndex::new(partition, place);
-            places.push(index);
+            (self.memory.load(StorageCell::StackTop(partition)) & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32;
+        // A taken slot keeps its `next_free`, so the walk ends where the stack did when it began.
+        while let Some(slot) = next.checked_sub(1).filter(|_| slots.len() < intf::CONNECTIONS_PER_PARTITION as usize) {
+            let index = ConnectionIndex::new(partition, slot);
+            slots.push(index);
             next = self.next_free(index);
         }
-        places
+        slots
     }
 
     /// Whether the entry is free, or about to be filled.
@@ -307,13 +306,13 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 }
 
-/// Returns the top after a change: another place (0: none) and a count that was never there with the old one.
-fn changed_top(top: u64, place_plus_one: u32) -> u64 {
+/// Returns the top after a change: another slot (0: none) and a count that was never there with the old one.
+fn changed_top(top: u64, slot_plus_one: u32) -> u64 {
     let count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
-    count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(place_plus_one & intf::CONNECTION_STACK_PLACE_MASK)
+    count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Tag and place of connections with a recent SYN, by the connection's hash: a hint, because the entry's identity
+/// Tag and slot of connections with a recent SYN, by the connection's hash: a hint, because the entry's identity
 /// decides.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<u32>);
@@ -325,17 +324,17 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Returns the place to check ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
+    /// Returns the slot to check ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
     /// `None`: the latest SYN with this slot was another connection's.
-    pub fn place(&self, hash: ConnectionHash) -> Option<u32> {
+    pub fn slot(&self, hash: ConnectionHash) -> Option<u32> {
         let recent = self.0[hash.recent_slot()];
-        let same = (recent ^ hash.tag()) & !intf::CONNECTION_PLACE_MASK == 0;
-        same.then_some(recent & intf::CONNECTION_PLACE_MASK)
+        let same = (recent ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0;
+        same.then_some(recent & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// `remember_connection()`: records the place for the next SYN of the same connection.
+    /// `remember_connection()`: records the slot for the next SYN of the same connection.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
-        self.0[hash.recent_slot()] = hash.tag() & !intf::CONNECTION_PLACE_MASK | index.place();
+        self.0[hash.recent_slot()] = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
     }
 }
 
@@ -417,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn every_place_is_handed_out_once_and_again_when_it_was_freed() {
+    fn every_slot_is_handed_out_once_and_again_when_it_was_freed() {
         let table = table(4096);
         let mut taken = BTreeSet::new();
         let mut refused = 0;
@@ -433,8 +432,8 @@ mod tests {
         assert_eq!((taken.len(), refused), (4096, 8000 - 4096));
         for (index, client) in &taken {
             let packet = packet(*client);
-            assert_eq!(table.find(packet.hash, index.place(), SERVICE), Some((*index, server(*client))));
-            assert_eq!(table.find(packet.hash, index.place(), SERVICE + 1), None);
+            assert_eq!(table.find(packet.hash, index.slot(), SERVICE), Some((*index, server(*client))));
+            assert_eq!(table.find(packet.hash, index.slot(), SERVICE + 1), None);
             let connection = table.connection(*index).unwrap();
             assert_eq!((connection.client, connection.packets, connection.bytes), (packet.client, 1, 74));
             assert_eq!((connection.opened, connection.identity.generation), (Clock(3), 0));
@@ -443,9 +442,9 @@ mod tests {
             let identity = table.connection(*index).unwrap().identity;
             assert!(table.release(*index, identity) && !table.release(*index, identity));
             table.push(*index);
-            assert_eq!(table.find(packet(*client).hash, index.place(), SERVICE), None);
+            assert_eq!(table.find(packet(*client).hash, index.slot(), SERVICE), None);
         }
-        assert_eq!((0..4).map(|partition| table.free_places(partition).len()).sum::<usize>(), 4096);
+        assert_eq!((0..4).map(|partition| table.free_slots(partition).len()).sum::<usize>(), 4096);
         let again = table.take(&packet(1), server(1), Clock(4)).unwrap();
         assert_eq!(table.connection(again).unwrap().identity.generation, 1);
     }
@@ -455,7 +454,7 @@ mod tests {
         let table = table(1024);
         let packet = packet(1);
         let mut recent = RecentConnections::default();
-        let find = |recent: &RecentConnections| table.find(packet.hash, recent.place(packet.hash)?, SERVICE);
+        let find = |recent: &RecentConnections| table.find(packet.hash, recent.slot(packet.hash)?, SERVICE);
         assert_eq!(find(&recent), None);
         table.take(&self::packet(2), server(2), Clock(10)).unwrap();
         let index = table.take(&packet, server(1), Clock(10)).unwrap();

@@ -12,7 +12,7 @@ use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
 use crate::connection_table::{
-    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timers, owner_and_place, source_shard,
+    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timers, owner_and_slot, source_shard,
     syn_echo,
 };
 use crate::cookie::CookieKey;
@@ -128,7 +128,7 @@ impl LoadBalancer {
         from: Mac,
         now_ns: u64,
     ) -> Indexed {
-        let (owner, entry) = owner_and_place(number);
+        let (owner, entry) = owner_and_slot(number);
         if self.stateful.owner != Some(owner) {
             return Indexed::Decided(self.by_owner((service_slot, source_of(tuple)), owner, from, now_ns), None);
         }
@@ -153,7 +153,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Gives a first packet the place of an expired entry.
+    /// Gives a first packet the slot of an expired entry.
     fn reuse(&mut self, first: &FirstPacket, server: ServerId) -> Option<ConnectionIndex> {
         let (clock, swept) = (self.stateful.clock, self.stateful.swept);
         let is_expired = |connection: &Connection| {
@@ -177,14 +177,14 @@ impl LoadBalancer {
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
         let owner = self.stateful.owner;
-        let recent = self.stateful.recent.place(hash);
+        let recent = self.stateful.recent.slot(hash);
         let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, service_slot as u16));
         if let (Some((index, id)), Some(owner)) = (before, owner)
             && self.service(service_slot).takes_new_connections(id)
         {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
             let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
-            return decision.with_tsecr(echo, syn_echo(owner, index.place()));
+            return decision.with_tsecr(echo, syn_echo(owner, index.slot()));
         }
         let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if echo.value == 0 { decision } else { decision.with_tsecr(echo, 0) };
@@ -204,6 +204,6 @@ impl LoadBalancer {
         };
         *self.stateful.held(packet.client.0) += 1;
         self.stateful.recent.remember(hash, index);
-        decision.with_tsecr(echo, syn_echo(owner, index.place()))
+        decision.with_tsecr(echo, syn_echo(owner, index.slot()))
     }
 }

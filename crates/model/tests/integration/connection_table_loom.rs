@@ -19,18 +19,18 @@ use loom::thread;
 const SERVICE: u16 = 3;
 const WORDS: usize = size_of::<intf::connection>() / 8;
 /// Places of the one partition that are used; the model grows quickly with them.
-const PLACES: usize = 2;
+const SLOTS: usize = 2;
 
 /// What threads decide by is loom's, so that each access is a step of its own; the rest of an entry is plain.
 struct LoomMemory {
     top: AtomicU64,
     /// A hint: no packet relies on it.
     hand: PlainWord,
-    identity: [AtomicU64; PLACES],
-    port_flags_next: [AtomicU64; PLACES],
-    generation: [AtomicU64; PLACES],
-    rest: [[PlainWord; WORDS]; PLACES],
-    /// Every word of the other places: 0, as if free.
+    identity: [AtomicU64; SLOTS],
+    port_flags_next: [AtomicU64; SLOTS],
+    generation: [AtomicU64; SLOTS],
+    rest: [[PlainWord; WORDS]; SLOTS],
+    /// Every word of the other slots: 0, as if free.
     other: PlainWord,
     /// Bits of the stack's top that tell one state from another.
     top_mask: u64,
@@ -66,13 +66,13 @@ impl LoomMemory {
             StorageCell::StackTop(_) => Cell::Loom(&self.top),
             StorageCell::StackHand(_) => Cell::Plain(&self.hand),
             StorageCell::Entry(index, field) => {
-                let place = index.place() as usize;
+                let slot = index.slot() as usize;
                 match field {
-                    _ if place >= PLACES => Cell::Plain(&self.other),
-                    IDENTITY => Cell::Loom(&self.identity[place]),
-                    PORT_FLAGS_NEXT => Cell::Loom(&self.port_flags_next[place]),
-                    GENERATION => Cell::Loom(&self.generation[place]),
-                    _ => Cell::Plain(&self.rest[place][field / 8]),
+                    _ if slot >= SLOTS => Cell::Plain(&self.other),
+                    IDENTITY => Cell::Loom(&self.identity[slot]),
+                    PORT_FLAGS_NEXT => Cell::Loom(&self.port_flags_next[slot]),
+                    GENERATION => Cell::Loom(&self.generation[slot]),
+                    _ => Cell::Plain(&self.rest[slot][field / 8]),
                 }
             }
         }
@@ -105,7 +105,7 @@ impl AtomicStorage for LoomMemory {
 
     fn publish(&self, word: StorageCell, value: u64) {
         let Cell::Loom(cell) = self.cell(word) else { unreachable!("no plain word is published") };
-        assert_eq!(cell.swap(value, Ordering::AcqRel), 0, "a place was handed out that is in use");
+        assert_eq!(cell.swap(value, Ordering::AcqRel), 0, "a slot was handed out that is in use");
     }
 }
 
@@ -115,11 +115,11 @@ fn size() -> TableSize {
     TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
 }
 
-/// A table with `free` free places in its one partition; place 0 is on top.
+/// A table with `free` free slots in its one partition; slot 0 is on top.
 fn table(free: usize, top_mask: u64) -> Arc<Table> {
     let table = ConnectionTable::new(LoomMemory::new(top_mask), size());
-    for place in (0..free as u32).rev() {
-        table.push(ConnectionIndex::new(0, place));
+    for slot in (0..free as u32).rev() {
+        table.push(ConnectionIndex::new(0, slot));
     }
     Arc::new(table)
 }
@@ -152,26 +152,26 @@ fn free(table: &Table, index: ConnectionIndex, identity: Identity) -> bool {
     released
 }
 
-/// Afterwards: what `taken` says, and the rest on the stack, each place once.
+/// Afterwards: what `taken` says, and the rest on the stack, each slot once.
 fn check(table: &Table, taken: &[(u16, ConnectionIndex)]) {
     for (client, index) in taken {
         let connection = table.connection(*index).expect("it was taken");
         assert_eq!((connection.client.port(), connection.bytes), (*client, u64::from(*client)));
         assert_eq!(connection.identity.server, server(*client));
-        assert_eq!(table.find(packet(*client).hash, index.place(), SERVICE), Some((*index, server(*client))));
+        assert_eq!(table.find(packet(*client).hash, index.slot(), SERVICE), Some((*index, server(*client))));
     }
-    let on_stack = table.free_places(0);
-    let places = taken.iter().map(|(_, index)| *index).chain(on_stack.iter().copied());
-    let distinct: BTreeSet<_> = places.clone().collect();
-    assert_eq!((places.count(), distinct.len()), (PLACES, PLACES), "taken {taken:?}, free {on_stack:?}");
+    let on_stack = table.free_slots(0);
+    let slots = taken.iter().map(|(_, index)| *index).chain(on_stack.iter().copied());
+    let distinct: BTreeSet<_> = slots.clone().collect();
+    assert_eq!((slots.count(), distinct.len()), (SLOTS, SLOTS), "taken {taken:?}, free {on_stack:?}");
 }
 
 const WHOLE_TOP: u64 = u64::MAX;
 
 #[test]
-fn two_packets_and_user_space_at_once_lose_no_place_and_hand_none_out_twice() {
+fn two_packets_and_user_space_at_once_lose_no_slot_and_hand_none_out_twice() {
     loom::model(|| {
-        let table = table(PLACES, WHOLE_TOP);
+        let table = table(SLOTS, WHOLE_TOP);
         let first = take(&table, 1).unwrap();
         let others = [2, 3].map(|client| {
             let table = table.clone();
@@ -186,16 +186,16 @@ fn two_packets_and_user_space_at_once_lose_no_place_and_hand_none_out_twice() {
                 Err(NotTaken::Contended) => panic!("three changes cannot spoil eight attempts"),
             }
         }
-        assert!(!taken.is_empty(), "one place was free all the time");
+        assert!(!taken.is_empty(), "one slot was free all the time");
         check(&table, &taken);
     });
 }
 
-/// The ABA problem: one packet reads the top, sleeps, and meanwhile the same place is taken, freed and on top again, but
+/// The ABA problem: one packet reads the top, sleeps, and meanwhile the same slot is taken, freed and on top again, but
 /// with another one below.
-fn a_place_comes_back_to_the_top(top_mask: u64) {
+fn a_slot_comes_back_to_the_top(top_mask: u64) {
     loom::model(move || {
-        let table = table(PLACES, top_mask);
+        let table = table(SLOTS, top_mask);
         let slow = {
             let table = table.clone();
             thread::spawn(move || take(&table, 1))
@@ -213,15 +213,15 @@ fn a_place_comes_back_to_the_top(top_mask: u64) {
 }
 
 #[test]
-fn a_place_that_comes_back_to_the_top_is_not_taken_for_the_old_top() {
-    a_place_comes_back_to_the_top(WHOLE_TOP);
+fn a_slot_that_comes_back_to_the_top_is_not_taken_for_the_old_top() {
+    a_slot_comes_back_to_the_top(WHOLE_TOP);
 }
 
 /// That the model would find it.
 #[test]
-#[should_panic(expected = "a place was handed out that is in use")]
-fn without_the_count_of_changes_a_place_is_handed_out_twice() {
-    a_place_comes_back_to_the_top(u64::from(intf::CONNECTION_STACK_PLACE_MASK));
+#[should_panic(expected = "a slot was handed out that is in use")]
+fn without_the_count_of_changes_a_slot_is_handed_out_twice() {
+    a_slot_comes_back_to_the_top(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
 }
 
 #[test]
@@ -233,7 +233,7 @@ fn reader_never_finds_the_server_of_another_connection() {
             let table = table.clone();
             thread::spawn(move || {
                 for client in [1, 2] {
-                    let found = table.find(packet(client).hash, index.place(), SERVICE);
+                    let found = table.find(packet(client).hash, index.slot(), SERVICE);
                     assert!(found.is_none_or(|(_, found)| found == server(client)));
                 }
             })
@@ -248,7 +248,7 @@ fn reader_never_finds_the_server_of_another_connection() {
 #[test]
 fn concurrent_free_of_an_entry_succeeds_once() {
     loom::model(|| {
-        let table = table(PLACES, WHOLE_TOP);
+        let table = table(SLOTS, WHOLE_TOP);
         let index = take(&table, 1).unwrap();
         let other = {
             let table = table.clone();
@@ -263,7 +263,7 @@ fn concurrent_free_of_an_entry_succeeds_once() {
     });
 }
 
-/// A packet finds the one place in use, by an expired entry, while `other` acts. Returns what each got.
+/// A packet finds the one slot in use, by an expired entry, while `other` acts. Returns what each got.
 fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Option<ConnectionIndex>, Option<T>) {
     let table = table(1, WHOLE_TOP);
     let index = take(&table, 1).unwrap();

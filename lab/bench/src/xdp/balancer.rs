@@ -168,7 +168,7 @@ impl Balancer {
                 }
                 Case::Established(Consistency::Stateful, _) => {
                     let index = places.get(client).with_context(|| format!("{client} has no entry"))?;
-                    Cookie::TableIndex(cookie_number(self.owner, index.place()))
+                    Cookie::TableIndex(cookie_number(self.owner, index.slot()))
                 }
                 _ => Cookie::Server(self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize]),
             };

@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use coreward_dataplane::lb::Options;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_place, syn_echo};
+use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_slot, syn_echo};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys};
 use coreward_model::forwarding::Forwarding;
@@ -83,9 +83,9 @@ pub fn echo_of(frame: &[u8]) -> u32 {
 pub fn number_of(frame: &[u8]) -> Option<u16> {
     let echo = echo_of(frame);
     let number = (echo & intf::COOKIE_ID_MASK) as u16;
-    let (owner, place) = owner_and_place(number);
+    let (owner, slot) = owner_and_slot(number);
     (echo != 0).then(|| {
-        assert_eq!(echo, syn_echo(owner, place));
+        assert_eq!(echo, syn_echo(owner, slot));
         number
     })
 }
