@@ -5,6 +5,7 @@
 
 use std::io;
 use std::net::Ipv4Addr;
+use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
 use nix::errno::Errno;
@@ -21,6 +22,8 @@ const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
 /// struct nlmsghdr and struct rtmsg.
 const HEADER: usize = 16 + 12;
+/// `nlmsg_seq` in struct nlmsghdr.
+const SEQUENCE: Range<usize> = 8..12;
 /// `rtm_type` in struct rtmsg.
 const TYPE_AT: usize = 16 + 7;
 /// Links, IPv4 addresses, routes and rules: RTMGRP_* of include/uapi/linux/rtnetlink.h.
@@ -50,6 +53,8 @@ pub enum RouteError {
 pub struct Routes {
     notifications: OwnedFd,
     queries: OwnedFd,
+    /// Number of the latest query.
+    sequence: u32,
 }
 
 impl Routes {
@@ -59,7 +64,7 @@ impl Routes {
         let (notifications, queries) = (open()?, open()?);
         bind(notifications.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
         setsockopt(&queries, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
-        Ok(Self { notifications, queries })
+        Ok(Self { notifications, queries, sequence: 0 })
     }
 
     /// Whether anything has changed since the last call that may change a next hop.
@@ -78,22 +83,38 @@ impl Routes {
 
     /// Returns the neighbour at the device of index `interface` that packets to `server` go to: a gateway, or the
     /// server. Fails when packets to it do not leave by that device.
-    pub fn next_hop(&self, interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
+    pub fn next_hop(&mut self, interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
+        self.send_query(server).map_err(RouteError::None)?;
+        let mut answer = [0; 4096];
+        loop {
+            let length = match recv(self.queries.as_raw_fd(), &mut answer, MsgFlags::empty()) {
+                Err(Errno::EINTR) => continue,
+                result => result.map_err(RouteError::None)?,
+            };
+            // An answer after the time limit belongs to an earlier query.
+            if answer.get(SEQUENCE) == Some(&self.sequence.to_ne_bytes()[..]) {
+                return read_route(&answer[..length], interface, server);
+            }
+        }
+    }
+
+    /// Sends the query for `server` under the next sequence number.
+    fn send_query(&mut self, server: Ipv4Addr) -> Result<(), Errno> {
+        self.sequence = self.sequence.wrapping_add(1);
         let mut request = Vec::new();
         request.extend(((HEADER + 8) as u32).to_ne_bytes());
         request.extend(libc::RTM_GETROUTE.to_ne_bytes());
         request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
-        // Sequence and port.
-        request.extend([0; 8]);
+        request.extend(self.sequence.to_ne_bytes());
+        // Port.
+        request.extend([0; 4]);
         // Family, length of the destination; the rest of struct rtmsg.
         request.extend([libc::AF_INET as u8, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         request.extend(8u16.to_ne_bytes());
         request.extend(RTA_DST.to_ne_bytes());
         request.extend(server.octets());
-        send(self.queries.as_raw_fd(), &request, MsgFlags::empty()).map_err(RouteError::None)?;
-        let mut answer = [0; 4096];
-        let length = recv(self.queries.as_raw_fd(), &mut answer, MsgFlags::empty()).map_err(RouteError::None)?;
-        read_route(&answer[..length], interface, server)
+        send(self.queries.as_raw_fd(), &request, MsgFlags::empty())?;
+        Ok(())
     }
 }
 
@@ -122,8 +143,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn late_answer_to_an_earlier_query_is_discarded() {
+        let index = nix::net::if_::if_nametoindex("lo").unwrap();
+        let broadcast = Routes::open().unwrap().next_hop(index, Ipv4Addr::BROADCAST);
+        let mut routes = Routes::open().unwrap();
+        // Its answer waits in the socket, as after a timeout.
+        routes.send_query(Ipv4Addr::LOCALHOST).unwrap();
+        assert_ne!(broadcast, Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+        assert_eq!(routes.next_hop(index, Ipv4Addr::BROADCAST), broadcast);
+    }
+
+    #[test]
     fn loopback_is_no_way_to_a_server() {
-        let routes = Routes::open().unwrap();
+        let mut routes = Routes::open().unwrap();
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         assert_eq!(routes.next_hop(index, Ipv4Addr::LOCALHOST), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
         assert!(!routes.changed(), "a query changes nothing");
