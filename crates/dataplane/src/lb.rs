@@ -22,6 +22,7 @@
 
 mod buddy_allocator;
 pub mod capture;
+mod connection_memory;
 pub mod connections;
 mod counters;
 mod device;
@@ -276,7 +277,7 @@ impl LoadBalancer {
                 maps.resize(pins, sizes)?;
                 connections::recover(&maps.connections)?;
                 let mut services = services_of(&maps);
-                maps.adopt_tables(&mut services);
+                placement::adopt_tables(&mut maps, &mut services);
                 variant.in_use = in_use(&services);
                 variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
                 let program = maps.load(&variant)?;
@@ -287,6 +288,7 @@ impl LoadBalancer {
                     variant.counters_by_cpu = program::pinned_counters_by_cpu(pins)?;
                 }
                 let (maps, program) = Maps::create(&variant, sizes)?;
+                connections::begin(&maps);
                 if let (Some(pins), None) = (&pins, &pending_upgrade) {
                     maps.pin(pins)?;
                 }

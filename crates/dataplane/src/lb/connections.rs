@@ -2,14 +2,11 @@
 //! operations of packets; this side's are in [`coreward_model::connection_table::table`].
 
 use std::mem::offset_of;
-use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, StorageCell};
 use coreward_model::connection_table::{
     Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers, entries_per_source, source_shard,
 };
@@ -18,76 +15,13 @@ use coreward_model::{ServerId, ServiceAddress};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
+use super::connection_memory::{Table, in_use};
 use super::program::{self, Maps};
 use super::servers::server_entry;
 use super::services::{names_of, services_of};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
 use crate::mac::MacAddress;
-use crate::mmap_array::MmapArray;
 use crate::rcu::wait_for_programs;
-
-#[derive(Debug)]
-pub(super) struct SharedMemory {
-    entries: MmapArray<[intf::connection]>,
-    stacks: MmapArray<[intf::connection_stack]>,
-    size: TableSize,
-}
-
-/// The table, shared with packets.
-pub(super) type Table = ConnectionTable<SharedMemory>;
-
-impl SharedMemory {
-    fn offset_of_entry(&self, index: ConnectionIndex) -> usize {
-        index.position(self.size) as usize * size_of::<intf::connection>()
-    }
-
-    fn top_of(partition: u32) -> usize {
-        partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, top)
-    }
-
-    fn hand_of(partition: u32) -> usize {
-        partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, hand)
-    }
-}
-
-impl AtomicStorage for SharedMemory {
-    fn load(&self, word: StorageCell) -> u64 {
-        match word {
-            StorageCell::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
-            StorageCell::StackHand(partition) => self.stacks.load(Self::hand_of(partition)),
-            StorageCell::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
-        }
-    }
-
-    fn store(&self, word: StorageCell, value: u64) {
-        match word {
-            StorageCell::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
-            StorageCell::StackHand(partition) => self.stacks.store(Self::hand_of(partition), value),
-            StorageCell::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
-        }
-    }
-
-    fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
-        match word {
-            StorageCell::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
-            StorageCell::StackHand(partition) => self.stacks.compare_exchange(Self::hand_of(partition), old, new),
-            StorageCell::Entry(index, field) => {
-                self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new)
-            }
-        }
-    }
-
-    fn publish(&self, word: StorageCell, value: u64) {
-        self.store(word, value);
-    }
-}
-
-/// Returns the table in two maps of that size.
-pub(super) fn map(entries: BorrowedFd<'_>, stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
-    let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
-    let stacks = MmapArray::new_slice(stacks, size.partitions() as usize).context("mapping the free slots")?;
-    Ok(ConnectionTable::new(SharedMemory { entries, stacks, size }, size))
-}
 
 const CLOCK: usize = offset_of!(intf::lb_state, clock);
 const OWNERS: usize = offset_of!(intf::lb_state, owners);
@@ -134,11 +68,6 @@ fn recount(maps: &Maps) -> u64 {
         let _ = held_by(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
     }
     counted.iter().sum()
-}
-
-/// Returns the number of entries that are not free.
-pub(super) fn in_use(table: &Table) -> usize {
-    table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }
 
 /// Pushes the slots that an earlier process released but could not push. Fails when the kernel refuses to wait for a

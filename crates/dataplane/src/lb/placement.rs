@@ -1,12 +1,15 @@
 //! Placement tables, installed while packets pass.
 
+use std::collections::BTreeMap;
 use std::mem::offset_of;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
+use coreward_model::ServiceAddress;
 use coreward_model::placement::PlacementTable;
 
-use super::services::in_use;
+use super::program::Maps;
+use super::services::{Service, in_use};
 use super::tables::{Full, Hashing, Written};
 use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
@@ -124,6 +127,18 @@ impl LoadBalancer {
 }
 
 /// Returns the offset of the word with the offset of a service's table.
-pub(super) fn table_at(service: ServiceIndex) -> usize {
+fn table_at(service: ServiceIndex) -> usize {
     state_of(service) + offset_of!(intf::service_state, table_at)
+}
+
+/// Assigns the present tables to these services; to be called once, after a take-over.
+pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
+    let at = |service: &Service| maps.state.load(table_at(service.index)) as u32;
+    let mut with_table: Vec<(u32, &mut Service)> =
+        services.values_mut().map(|service| (at(service), service)).filter(|(at, _)| *at != 0).collect();
+    let in_use: Vec<u32> = with_table.iter().map(|(at, _)| *at).collect();
+    let tables = maps.tables.adopt(maps.placement_memory_bytes(), &in_use);
+    for ((_, service), table) in with_table.iter_mut().zip(tables) {
+        service.table = Some(table);
+    }
 }

@@ -1,6 +1,5 @@
 //! Loading `bpf/lb/lb.bpf.c`: its maps, pinned or anonymous, and the variant of the program that the tables need.
 
-use std::collections::BTreeMap;
 use std::fs;
 use std::mem::MaybeUninit;
 use std::net::SocketAddrV4;
@@ -9,16 +8,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::ServiceAddress;
 use coreward_model::connection_table::TableSize;
 use coreward_model::tuple::Protocol;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
 
-use super::connections::{self, Table};
-use super::placement::table_at;
-use super::services::Service;
+use super::connection_memory::{self, Table};
 use super::tables::Tables;
 use super::variant::Variant;
 use super::{LbStampingClock, PacketRate, ServiceIndex};
@@ -157,7 +153,7 @@ impl Maps {
             tables: Tables::new(map_memory(tables, sizes.placement_memory)?, sizes.placement_memory),
             traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
-            connections: connections::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
+            connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
             flows: MmapArray::new_slice(&handles[position(FLOW_TABLE)], sizes.flow_sets as usize)
                 .context("mapping the flow table")?,
             takes: MmapArray::new(&handles[position(TAKES)]).context("mapping the connection table's takes")?,
@@ -194,7 +190,6 @@ impl Maps {
         ];
         let maps = Self::new(handles, sizes)?;
         maps.state.store(std::mem::offset_of!(intf::lb_state, layout_version), u64::from(intf::LB_LAYOUT_VERSION));
-        connections::begin(&maps);
         Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
     }
 
@@ -279,7 +274,7 @@ impl Maps {
         if found == wanted {
             return Ok(());
         }
-        let used = connections::in_use(&self.connections);
+        let used = connection_memory::in_use(&self.connections);
         ensure!(
             used == 0,
             "the connection table in {} has {} entries, not {}, and {used} of them are in use: give it the old size, or \
@@ -291,22 +286,10 @@ impl Maps {
         self.replace_array::<intf::connection>(directory, CONNECTIONS, wanted.entries())?;
         self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, wanted.partitions())?;
         let [entries, stacks] = [CONNECTIONS, CONNECTION_STACKS].map(|name| self.descriptor(name));
-        self.connections = connections::map(entries, stacks, wanted)?;
+        self.connections = connection_memory::map(entries, stacks, wanted)?;
         self.sizes.connection_table = wanted;
         self.connections.initialise();
         Ok(())
-    }
-
-    /// Assigns the present tables to these services; to be called once, after a take-over.
-    pub fn adopt_tables(&mut self, services: &mut BTreeMap<ServiceAddress, Service>) {
-        let at = |service: &Service| self.state.load(table_at(service.index)) as u32;
-        let mut with_table: Vec<(u32, &mut Service)> =
-            services.values_mut().map(|service| (at(service), service)).filter(|(at, _)| *at != 0).collect();
-        let in_use: Vec<u32> = with_table.iter().map(|(at, _)| *at).collect();
-        let tables = self.tables.adopt(self.sizes.placement_memory, &in_use);
-        for ((_, service), table) in with_table.iter_mut().zip(tables) {
-            service.table = Some(table);
-        }
     }
 
     pub fn flow_sets(&self) -> usize {
