@@ -52,6 +52,8 @@ mod share_limiter;
 mod share_limiter_tests;
 pub mod status;
 pub mod table_acks;
+#[cfg(test)]
+mod table_inputs_tests;
 pub mod tables;
 #[cfg(test)]
 mod tests;

@@ -1,0 +1,245 @@
+//! Inputs of tables that are kept from one table to the next equal those that are read again, after any changes.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use coreward_config::Source;
+use coreward_model::ServerId;
+use coreward_model::health::{Verdict, WhenAllDown};
+use coreward_model::policy::{Pool, PoolServer};
+use coreward_model::rss::seeded_rng;
+use coreward_wire::{CheckedServer, HealthMessage, TrafficMessage, v1};
+use proptest::prelude::*;
+
+use super::service::{Eligibility, Service};
+use super::tests::{plain_report, plain_rss};
+use super::{Controller, Now, Session};
+use coreward_fleet::config::FleetConfig;
+use coreward_fleet::fleet::Fleet;
+use coreward_fleet::records::Records;
+
+const SERVERS: usize = 4;
+const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
+
+/// Whether each server takes new connections; `None`: it is not in the document.
+type States = [Option<bool>; SERVERS];
+
+#[derive(Debug, Clone)]
+enum Change {
+    Report { server: usize, busy_ms: u64, cores: u32 },
+    Disconnect { server: usize },
+    Configure { states: States, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
+    Check { down: [bool; SERVERS] },
+    Unresolved { servers: [bool; SERVERS] },
+    Traffic { server: usize, opened: u64 },
+    LoseLoadBalancer,
+    Nothing,
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    let state = prop_oneof![1 => Just(None), 1 => Just(Some(false)), 4 => Just(Some(true))];
+    let states = [state.clone(), state.clone(), state.clone(), state];
+    let capacity = proptest::option::of(1..4u32);
+    prop_oneof![
+        6 => (0..SERVERS, 0..100u64, 1..3u32)
+            .prop_map(|(server, busy_ms, cores)| Change::Report { server, busy_ms, cores: 2 * cores }),
+        1 => (0..SERVERS).prop_map(|server| Change::Disconnect { server }),
+        2 => (states, 1..4u32, capacity, any::<bool>(), any::<bool>()).prop_map(
+            |(states, weight, capacity, slow_start, fail_open)| {
+                Change::Configure { states, weight, capacity, slow_start, fail_open }
+            }
+        ),
+        2 => any::<[bool; SERVERS]>().prop_map(|down| Change::Check { down }),
+        1 => any::<[bool; SERVERS]>().prop_map(|servers| Change::Unresolved { servers }),
+        2 => (0..SERVERS, 1..50u64).prop_map(|(server, opened)| Change::Traffic { server, opened }),
+        1 => Just(Change::LoseLoadBalancer),
+        2 => Just(Change::Nothing),
+    ]
+}
+
+fn at(milliseconds: u64) -> Now {
+    let monotonic = Duration::from_millis(milliseconds);
+    let wall = Duration::from_secs(1_700_000_000) + monotonic;
+    Now { monotonic, wall, record: wall }
+}
+
+fn config(change: &Change) -> FleetConfig {
+    let Change::Configure { states, weight, capacity, slow_start, fail_open } = change else { unreachable!() };
+    let mut text = String::new();
+    for (n, takes_connections) in states.iter().enumerate().filter_map(|(n, state)| Some((n, (*state)?))) {
+        let state = if takes_connections { "active" } else { "draining" };
+        let address = format!("10.2.0.{}", n + 1);
+        text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"{address}\"\nid = {n}\nstate = \"{state}\"\n");
+        text += &format!("weight = {weight}\n");
+        text += &capacity.map(|capacity| format!("capacity = {capacity}\n")).unwrap_or_default();
+    }
+    for (n, policy) in POLICIES.iter().enumerate() {
+        text += &format!("[[service]]\nname = \"{policy}\"\nvip = \"10.200.0.1:{}\"\npolicy = \"{policy}\"\n", 80 + n);
+        text += if *slow_start { "slow_start = \"2s\"\n" } else { "" };
+        text += if *fail_open { "when_all_down = \"fail-open\"\n" } else { "" };
+        text += "[service.health]\ncheck = \"tcp\"\n";
+    }
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
+}
+
+struct Harness {
+    controller: Controller,
+    records: Records,
+    agents: [Option<Session>; SERVERS],
+    sequence: u64,
+    load_balancer: Option<u64>,
+    traffic: TrafficMessage,
+    /// By service.
+    in_tables: BTreeMap<String, Vec<PoolServer>>,
+}
+
+impl Harness {
+    fn new() -> Self {
+        let all = Change::Configure {
+            states: [Some(true); SERVERS],
+            weight: 1,
+            capacity: None,
+            slow_start: false,
+            fail_open: false,
+        };
+        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        records.apply(&config(&all), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        let controller = Controller::new(Fleet::new(&config(&all), &records));
+        let (agents, traffic, in_tables) = Default::default();
+        Self { controller, records, agents, sequence: 0, load_balancer: None, traffic, in_tables }
+    }
+
+    fn apply(&mut self, change: &Change, now: Now) {
+        match change {
+            Change::Report { server, busy_ms, cores } => self.report(*server, *busy_ms, *cores, now),
+            Change::Disconnect { server } => {
+                if let Some(session) = self.agents[*server].take() {
+                    self.controller.disconnect(&session);
+                }
+            }
+            Change::Configure { .. } => {
+                let config = config(change);
+                if self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).is_ok() {
+                    self.controller.configure(Fleet::new(&config, &self.records));
+                }
+            }
+            Change::Check { down } => {
+                let Some(session) = self.load_balancer(now) else { return };
+                let indexes: Vec<_> = self.controller.services.iter().map(|service| service.fleet().index).collect();
+                let servers = indexes.into_iter().flat_map(|index| (0..SERVERS).map(move |n| (index, n)));
+                let checked = |verdict| CheckedServer { verdict: Some(verdict), ..Default::default() };
+                let verdict = |n: usize| checked(if down[n] { Verdict::Down } else { Verdict::Up });
+                let servers = servers.map(|(index, n)| (index, id(n), verdict(n))).collect();
+                self.controller.load_balancers.health(session, HealthMessage { servers }, now);
+            }
+            Change::Unresolved { servers } => {
+                let Some(session) = self.load_balancer(now) else { return };
+                let named = servers.iter().enumerate().filter(|(_, is)| **is).map(|(n, _)| format!("s{n}"));
+                let state = v1::LoadBalancerState { unresolved_servers: named.collect(), ..Default::default() };
+                self.controller.load_balancer_state(session, state, now);
+            }
+            Change::Traffic { server, opened } => {
+                let Some(session) = self.load_balancer(now) else { return };
+                self.traffic.servers.entry(id(*server)).or_default().opened += opened;
+                self.controller.load_balancer_traffic(session, &self.traffic, now);
+            }
+            Change::LoseLoadBalancer => {
+                if let Some(session) = self.load_balancer.take() {
+                    self.controller.load_balancers.disconnect(session, now);
+                }
+            }
+            Change::Nothing => {}
+        }
+    }
+
+    /// Another number of cores means another RSS.
+    fn report(&mut self, server: usize, busy_ms: u64, cores: u32, now: Now) {
+        if self.agents[server].is_none() {
+            self.agents[server] = self.controller.register(&format!("s{server}"), "test", now).ok();
+        }
+        let Some(session) = &self.agents[server] else { return };
+        self.sequence += 1;
+        let mut report = plain_report(self.sequence, now, &vec![busy_ms * 1_000_000 * self.sequence; cores as usize]);
+        report.time_to_live = Duration::from_secs(2);
+        report.rss_generation = u64::from(cores);
+        report.rss = Some(plain_rss(128, cores));
+        report.open_connections = busy_ms as u32;
+        let _ = self.controller.report(session, Ok(report), now);
+    }
+
+    fn load_balancer(&mut self, now: Now) -> Option<u64> {
+        if self.load_balancer.is_none() {
+            self.load_balancer = self.controller.register_load_balancer("lb", now).ok();
+        }
+        self.load_balancer
+    }
+
+    /// Returns whether a server takes new connections of the service by the present inputs.
+    fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
+        let of = |id: ServerId| controller.eligibility(service.fleet(), id, now);
+        let mut members = service.fleet().members.keys();
+        let fails_open = service.fleet().when_all_down == WhenAllDown::FailOpen
+            && members.all(|id| of(*id) != Eligibility::Eligible)
+            && of(id) == Eligibility::Unhealthy;
+        of(id) == Eligibility::Eligible || fails_open
+    }
+
+    /// Compares the inputs of each service's newest table with those that are read now.
+    fn check(&mut self, now: Now) {
+        for service in &self.controller.services {
+            let name = &service.fleet().name;
+            let read = self.controller.pool(service, now);
+            let read = compared(service, &read);
+            // A dropped pool is read again for the next table, which is not due.
+            let in_table = self.in_tables.entry(name.clone()).or_default();
+            if let Some(pool) = service.cached_pool() {
+                *in_table = compared(service, pool);
+            }
+            assert_eq!(*in_table, read, "{name}");
+            for server in in_table {
+                assert_eq!(
+                    server.eligible,
+                    Self::is_eligible(&self.controller, service, server.id, now),
+                    "{name} {}",
+                    server.id
+                );
+            }
+        }
+    }
+}
+
+fn id(server: usize) -> ServerId {
+    ServerId::try_from(server as u64).unwrap()
+}
+
+/// Returns the servers without what the service's policy does not read, and without what restarts with each table.
+fn compared(service: &Service, pool: &Pool) -> Vec<PoolServer> {
+    let compared = |server: PoolServer| {
+        let server = PoolServer { fresh: true, ..server };
+        let server = match service.reads_traffic() {
+            true => server,
+            false => PoolServer { traffic: None, open_connections: 0, ..server },
+        };
+        if service.reads_loads() { server } else { PoolServer { loads: None, rss: None, ..server } }
+    };
+    pool.servers().iter().cloned().map(compared).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn cached_inputs_of_tables_equal_those_read_again(
+        changes in proptest::collection::vec((change(), 1..1_500u64), 1..40),
+    ) {
+        let mut harness = Harness::new();
+        let mut now = 0;
+        for (change, pause) in changes {
+            now += pause;
+            harness.apply(&change, at(now));
+            harness.controller.poll_inputs(at(now), true);
+            while harness.controller.next_due(at(now)).is_some() {}
+            harness.check(at(now));
+        }
+    }
+}
