@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
+use crate::addresses::{DEVICE, SERVICE, server_address};
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process, TIMEOUT};
-use crate::topology::{DEVICE, SERVICE, Testbed, make_namespaces, server_address};
+use crate::topology::{Testbed, make_namespaces};
 
 /// Its address, in the servers' segment.
 pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);

@@ -14,13 +14,14 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::rss::{seeded_rng, uniform_below};
 
+use crate::addresses::{DEVICE, SERVICE, server_address};
 use crate::counters::{self, Counters, OVERTAKEN_ACKS, OVERTAKEN_DATA, TIMESTAMP_DROPS};
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
 use crate::http::Connection;
 use crate::instance;
 use crate::namespace::Namespace;
 use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WHO};
-use crate::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
+use crate::topology::{Testbed, TestbedOptions};
 
 /// Length of each part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]

@@ -8,8 +8,9 @@ use std::{fs, thread};
 use anyhow::ensure;
 
 use crate::TIMEOUT;
+use crate::addresses::SERVICE;
 use crate::process::Process;
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const PORT: u16 = 8080;

@@ -18,9 +18,10 @@ use coreward_tls::Role;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use nix::sys::signal::Signal;
 
+use crate::addresses::{load_balancer_name, rack_name};
 use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};
-use crate::topology::{Testbed, load_balancer_name, rack_name};
+use crate::topology::Testbed;
 
 pub(crate) use daemons::logs;
 pub use daemons::{asking, asking_of, coreward_command, lab_command, unit_capabilities};

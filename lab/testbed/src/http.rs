@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
+use crate::addresses::SERVICE;
 use crate::nginx::WHO;
-use crate::topology::SERVICE;
 
 /// A connection is opened, and a request answered, within this time.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);

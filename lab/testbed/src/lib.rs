@@ -3,6 +3,7 @@
 //! Two things in it are emulated, and said to be wherever they show: RSS (virtual Ethernet has none) and cores (one
 //! machine with two CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
 //!
+//! * [`addresses`]: addresses and names of the hosts
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it
 //! * [`rss_emulation`]: a server's NIC
 //! * [`nginx`]: stock nginx on a server
@@ -20,6 +21,7 @@
 //! * [`process`], [`namespace`]: what runs where
 //! * [`demo`]: `coreward-lab demo`; [`cli`]: `coreward-lab testbed`
 
+pub mod addresses;
 pub mod baseline_lb;
 pub mod chaos;
 pub mod cli;

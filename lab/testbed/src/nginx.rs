@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
 
-use crate::topology::{Testbed, server_address};
+use crate::addresses::server_address;
+use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
 /// Size of the file at [`LARGE_FILE`].

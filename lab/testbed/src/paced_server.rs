@@ -23,10 +23,11 @@ use nix::unistd::{ForkResult, Pid, fork};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
+use crate::addresses::SERVICE;
 use crate::core_load_file::{BusyFile, VirtualCore, read_busy_file};
 use crate::fleet;
 use crate::process::Process;
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, accept, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response, SERVICE_MAX_US};
 

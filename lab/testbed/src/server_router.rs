@@ -9,8 +9,9 @@
 
 use std::net::Ipv4Addr;
 
+use crate::addresses::DEVICE;
 use crate::namespace::ip_batch;
-use crate::topology::{DEVICE, Testbed, make_namespaces};
+use crate::topology::{Testbed, make_namespaces};
 
 const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
 const ROUTER_ADDRESS_AT_SERVERS: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 254);

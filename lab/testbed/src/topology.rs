@@ -12,25 +12,22 @@
 //! which its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly.
 //! With [`TestbedOptions::router_mtu`] the client stands behind a router, which then chooses: [`crate::uplink`].
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
+use crate::addresses::{
+    CONTROLLER_ADDRESS, DEVICE, MTU_MAX, MTU_MIN, VIP, load_balancer_address, load_balancer_name, rack_address,
+    rack_name, route_by_router, server_address,
+};
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process};
-use crate::{rss_emulation, uplink};
+use crate::rss_emulation;
 
-/// The device of every host.
-pub const DEVICE: &str = "eth0";
-/// The first VIP; the others follow.
-pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
-/// The service that the demo balances.
-pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
-pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 const CLIENT_ADDRESSES_MAX: u16 = 200;
 const SERVERS_MAX: u16 = 250;
 const LOAD_BALANCERS_MAX: u16 = 32;
@@ -157,7 +154,7 @@ impl Testbed {
             (options.racks, 0, RACKS_MAX, "racks"),
             (options.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
             (u16::from(options.vips), 1, 250, "VIPs"),
-            (options.router_mtu.unwrap_or(uplink::MTU_MAX), uplink::MTU_MIN, uplink::MTU_MAX, "bytes of MTU"),
+            (options.router_mtu.unwrap_or(MTU_MAX), MTU_MIN, MTU_MAX, "bytes of MTU"),
         ] {
             if !(min..=max).contains(&value) {
                 bail!("{value} {name} in a testbed: expected {min} to {max}");
@@ -239,7 +236,7 @@ impl Testbed {
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
         let address = load_balancer_address(number);
-        let mut routes = if self.options.answers_by_load_balancer { uplink::route_by_router() } else { String::new() };
+        let mut routes = if self.options.answers_by_load_balancer { route_by_router() } else { String::new() };
         routes += &self.route_to_servers();
         ip_batch(Some(&namespace), &format!("address add {address}/16 dev {DEVICE}\n{routes}"))?;
         if self.options.answers_by_load_balancer {
@@ -455,31 +452,6 @@ impl Testbed {
     pub fn run(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
         process::run(namespace, command)
     }
-}
-
-/// The address of server `number`, counted from 1.
-pub fn server_address(number: u16) -> Ipv4Addr {
-    Ipv4Addr::new(10, 1, 1, number as u8)
-}
-
-/// The address of load balancer `number`, counted from 1.
-pub fn load_balancer_address(number: u16) -> Ipv4Addr {
-    Ipv4Addr::new(10, 1, 2, number as u8)
-}
-
-/// The name of load balancer `number`: of its namespace's role, its port, its daemon.
-pub fn load_balancer_name(number: u16) -> String {
-    format!("lb{number}")
-}
-
-/// The address of the host of rack controller `number`, counted from 1.
-pub fn rack_address(number: u16) -> Ipv4Addr {
-    Ipv4Addr::new(10, 1, 3, number as u8)
-}
-
-/// The name of rack controller `number`: of its namespace's role, its port, its daemon.
-pub fn rack_name(number: u16) -> String {
-    format!("rack{number}")
 }
 
 fn numbered(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {

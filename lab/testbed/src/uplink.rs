@@ -17,16 +17,11 @@ use std::net::Ipv4Addr;
 
 use anyhow::ensure;
 
+use crate::addresses::{DEVICE, MTU_MAX, ROUTER_ADDRESS, load_balancer_address, route_by_router};
 use crate::namespace::{Namespace, ip_batch};
-use crate::topology::{DEVICE, Testbed, load_balancer_address, make_namespaces};
-
-/// Least MTU of an IPv4 link (RFC 791).
-pub(crate) const MTU_MIN: u16 = 68;
-/// MTU of Ethernet, and of all devices here.
-pub(crate) const MTU_MAX: u16 = 1500;
+use crate::topology::{Testbed, make_namespaces};
 
 const VIPS: &str = "10.200.0.0/24";
-const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
 /// The router's device at the client's side.
 const CLIENT_LINK: &str = "client";
@@ -97,9 +92,4 @@ impl Testbed {
         }
         self.router().map_or_else(String::new, |_| route_by_router())
     }
-}
-
-/// The direct way to a client behind a router, as a line for `ip`.
-pub(crate) fn route_by_router() -> String {
-    format!("route add 10.2.0.0/16 via {ROUTER_ADDRESS}\n")
 }

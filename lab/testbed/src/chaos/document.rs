@@ -7,7 +7,7 @@ use std::net::SocketAddrV4;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use crate::topology::{rack_name, server_address};
+use crate::addresses::{rack_name, server_address};
 
 /// [`seeded_rng`]'s stream for what changes.
 const PURPOSE_CHANGES: u64 = 0x6368_6102;

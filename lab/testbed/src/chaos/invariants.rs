@@ -14,7 +14,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::cli_probe::Operator;
-use crate::topology::{Testbed, load_balancer_name, rack_name};
+use crate::addresses::{load_balancer_name, rack_name};
+use crate::topology::Testbed;
 
 /// Address of every load balancer's metrics, in its own namespace.
 pub const METRICS: &str = "127.0.0.1:9440";

@@ -35,12 +35,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
+use crate::addresses::SERVICE;
 use crate::conformance::{SetOnDrop, change_loads, write_busy};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
 use crate::interrupt;
 use crate::nginx::Nginx;
 use crate::preload::Preload;
-use crate::topology::{SERVICE, Testbed, TestbedOptions};
+use crate::topology::{Testbed, TestbedOptions};
 use byzantine_agent::Lie;
 use byzantine_share::ByzantineShare;
 use config_mutator::{Model, Writer};

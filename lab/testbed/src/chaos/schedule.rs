@@ -10,8 +10,8 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::etcd::MEMBERS;
 use super::fault::{Fault, FaultKind};
+use crate::addresses::{load_balancer_name, rack_name};
 use crate::fleet::{CONTROLLER, agent_name, controller_name};
-use crate::topology::{load_balancer_name, rack_name};
 
 /// [`seeded_rng`]'s stream for what goes wrong.
 const PURPOSE_FAULTS: u64 = 0x6368_6101;

@@ -14,12 +14,13 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 use serde::Serialize;
 
+use crate::addresses::{SERVICE, VIP};
 use crate::conformance::{download_once, parse_wrk};
 use crate::connection_errors::Broken;
 use crate::http::{Answerer, Connection};
 use crate::nginx::WHO;
 use crate::stream::client::{StreamClient, Streams};
-use crate::topology::{SERVICE, Testbed, VIP};
+use crate::topology::Testbed;
 
 /// Address of the stream servers; the service of nginx is [`SERVICE`].
 pub const STREAM_SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 9000);

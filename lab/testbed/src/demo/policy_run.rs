@@ -7,12 +7,13 @@ use std::process::Command;
 
 use anyhow::{Context as _, ensure};
 
+use crate::addresses::SERVICE;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use crate::instance;
 use crate::load::LoadReport;
 use crate::paced_server::PacedServer;
 use crate::process::{Process, TIMEOUT};
-use crate::topology::{SERVICE, Testbed, TestbedOptions};
+use crate::topology::{Testbed, TestbedOptions};
 
 use super::options::{DemoOptions, Tables};
 use super::samples::{Sample, SeedMeasures};

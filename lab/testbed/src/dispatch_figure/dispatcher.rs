@@ -12,9 +12,10 @@ use coreward_load::request_type::RequestType;
 use coreward_sim::rpc::{Policy, Service};
 use serde_json::Value;
 
+use crate::addresses::SERVICE;
 use crate::fleet::coreward_command;
 use crate::process::{Process, TIMEOUT};
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 
 /// The dispatch of one service on one server; detached when dropped.
 #[derive(Debug)]

@@ -12,10 +12,11 @@ use coreward_sim::path;
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, found, key};
 use super::requests::{Measurement, Requests, allow_sockets};
+use crate::addresses::SERVICE;
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
-use crate::topology::{SERVICE, Testbed, TestbedOptions, missing_privilege};
+use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 
 /// Most bytes that wait in a worker's socket.
 const RECEIVE_BUFFER: &str = "16000000";

@@ -11,9 +11,10 @@ use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde::Deserialize;
 
+use crate::addresses::SERVICE;
 use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 
 /// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every
 /// request would.

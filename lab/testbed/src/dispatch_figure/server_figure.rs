@@ -14,9 +14,10 @@ use coreward_sim::rpc;
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, found, key, same_curve};
 use super::requests::{Measurement, Requests, allow_sockets};
+use crate::addresses::{VIP, server_address};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
-use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
+use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 
 /// Most bytes that wait in a worker's socket: all that comes in the longest run.
 const RECEIVE_BUFFER: &str = "16000000";

@@ -5,8 +5,8 @@ use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 use anyhow::Context as _;
 use socket2::{Domain, Protocol, Socket, Type};
 
+use crate::addresses::SERVICE;
 use crate::namespace::Namespace;
-use crate::topology::SERVICE;
 
 /// Ids from here on are not the load's, which counts from 0.
 pub const FIRST_ID: u32 = 1 << 31;

@@ -15,10 +15,11 @@ use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
+use crate::addresses::{SERVICE, VIP, server_address};
 use crate::fleet::{coreward_command, lab_command};
 use crate::key_value::handle::KeyValueServer;
 use crate::process::{Process, TIMEOUT};
-use crate::topology::{SERVICE, Testbed, TestbedOptions, VIP, server_address};
+use crate::topology::{Testbed, TestbedOptions};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod skeleton {

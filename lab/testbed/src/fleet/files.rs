@@ -13,7 +13,8 @@ use coreward_tls::{Files, Identity, Name, Role};
 
 use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
 use super::options::{AdminState, FleetOptions, LoadSource};
-use crate::topology::{DEVICE, Testbed, load_balancer_name, rack_name, server_address};
+use crate::addresses::{DEVICE, load_balancer_name, rack_name, server_address};
+use crate::topology::Testbed;
 
 /// File in which the paced server of a server publishes the busy time of its workers.
 pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {

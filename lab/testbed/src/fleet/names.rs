@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 
-use crate::topology::{CONTROLLER_ADDRESS, rack_address};
+use crate::addresses::{CONTROLLER_ADDRESS, rack_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
 /// The port of the first controller's HTTP API, on its own host only; those of others follow.

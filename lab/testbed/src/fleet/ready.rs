@@ -10,7 +10,8 @@ use serde_json::Value;
 use super::Fleet;
 use super::names::api_address_of;
 use super::options::AdminState;
-use crate::topology::{Testbed, load_balancer_name};
+use crate::addresses::load_balancer_name;
+use crate::topology::Testbed;
 
 impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {

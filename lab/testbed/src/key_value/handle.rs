@@ -8,10 +8,11 @@ use anyhow::Context as _;
 
 use super::server::WorkerCounters;
 use super::worker::Counters;
+use crate::addresses::SERVICE;
 use crate::core_load_file::read_busy_file;
 use crate::fleet;
 use crate::process::Process;
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 
 /// A key-value server; killed when dropped.
 #[derive(Debug)]

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use coreward_load::dns::{self, Query};
 
-use crate::topology::{Testbed, VIP};
+use crate::addresses::VIP;
+use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
 /// Address of the service, on every server.

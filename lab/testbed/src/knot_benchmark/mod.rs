@@ -11,9 +11,10 @@ use coreward_sim::output::{Format, Printed};
 use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
+use crate::addresses::{VIP, server_address};
 use crate::dispatch_figure::dispatcher::Dispatcher;
 use crate::dispatch_figure::requests::{Report, allow_sockets, undisturbed};
-use crate::topology::{Testbed, TestbedOptions, VIP, missing_privilege, server_address};
+use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
 

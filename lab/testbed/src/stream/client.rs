@@ -25,12 +25,13 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
+use crate::addresses::SERVICE;
 use crate::connection_errors::{Broken, Failure};
 use crate::fleet::lab_command;
 use crate::interrupt;
 use crate::load::{Latency, new_histogram};
 use crate::process::Process;
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 
 const SECOND_NS: u64 = 1_000_000_000;

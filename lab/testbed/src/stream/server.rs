@@ -18,11 +18,12 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
+use crate::addresses::SERVICE;
 use crate::core_load_file::{BusyFile, VirtualCore};
 use crate::fleet;
 use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};
-use crate::topology::{SERVICE, Testbed};
+use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, accept, now_ns};
 
 const BACKLOG: i32 = 4096;

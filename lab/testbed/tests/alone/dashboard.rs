@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
 use fantoccini::elements::Element;
 use fantoccini::wd::Capabilities;

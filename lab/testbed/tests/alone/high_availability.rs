@@ -7,13 +7,13 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use coreward_etcd::local::Member;
+use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{
     Fleet, FleetOptions, LoadSource, api_address_of, asking_of, controller_address_of, coreward_command,
 };
 use coreward_testbed::process::Process;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
-use coreward_testbed::topology::CONTROLLER_ADDRESS;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use nix::sys::signal::Signal;
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
 use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Namespace, TestbedOptions, counters, skip_without_privilege};
 
 use crate::support::{TestEnv, pause, unbroken};

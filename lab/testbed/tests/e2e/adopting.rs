@@ -5,11 +5,11 @@ use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use coreward_testbed::addresses::{SERVICE, server_address};
 use coreward_testbed::baseline_lb::{self, Kind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::topology::{SERVICE, server_address};
 use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
 
 use crate::support::{eventually, eventually_in_force, pause};

@@ -4,8 +4,8 @@
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
 
+use coreward_testbed::addresses::{DEVICE, VIP, load_balancer_address};
 use coreward_testbed::fleet::{FleetOptions, coreward_command};
-use coreward_testbed::topology::{DEVICE, VIP, load_balancer_address};
 use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, skip_without_privilege};
 
 use crate::support::{TestEnv, eventually, unbroken};

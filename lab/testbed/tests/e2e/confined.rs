@@ -1,9 +1,9 @@
 //! Daemons with just the capabilities that their systemd units leave them: everything works as with all of them.
 
 use coreward_daemon::drop_capabilities::Daemon;
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
 use coreward_testbed::http::Connection;
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
 use crate::support::{eventually, eventually_in_force};

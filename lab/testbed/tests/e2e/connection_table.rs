@@ -4,9 +4,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 
 use coreward_model::consistency::Consistency;
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::{PACKET_BYTES, Request, content};
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;

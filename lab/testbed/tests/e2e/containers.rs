@@ -4,9 +4,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
 use coreward_model::consistency::{Consistency, Timestamps};
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::container::{ANSWER, Container};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
 use crate::support::{TestEnv, eventually};

@@ -7,9 +7,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_etcd::local::{ClientTls, Member};
+use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{certificates, controller_address_of, coreward_command};
 use coreward_testbed::process::Process;
-use coreward_testbed::topology::CONTROLLER_ADDRESS;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{Files, Identity, Role, read_certificates};

@@ -1,7 +1,7 @@
 //! `coreward dispatch` in the agent: a key-value server's requests, from the agent's file to `coreward status`.
 
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{TIMEOUT, Testbed, skip_without_privilege};
 use nix::sys::signal::Signal;
 use serde_json::Value;

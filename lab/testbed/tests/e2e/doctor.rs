@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use coreward_testbed::addresses::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::topology::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
 use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, skip_without_privilege};
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -294,7 +294,7 @@ fn frames_that_veth_drops(site: &TestEnv) {
     site.shell(site.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let config = site.testbed.directory().join("lb1.toml");
     let connect = || {
-        let address = coreward_testbed::topology::SERVICE.into();
+        let address = coreward_testbed::addresses::SERVICE.into();
         Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok())
     };
     eventually(Duration::from_secs(30), "frames are dropped and named", || {

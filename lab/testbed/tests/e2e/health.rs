@@ -225,7 +225,7 @@ fn when_all_are_down() {
     site.fleet.set_options(&site.testbed, options).unwrap();
     let is_dropped = |site: &TestEnv| {
         let open = || {
-            let address = coreward_testbed::topology::SERVICE.into();
+            let address = coreward_testbed::addresses::SERVICE.into();
             Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
         };
         site.testbed.client().within(open).unwrap()

@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
+use coreward_testbed::addresses::{VIP, load_balancer_address, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_files, certificates, issue};
-use coreward_testbed::topology::{VIP, load_balancer_address, server_address};
 use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{Files, Role};

@@ -8,10 +8,10 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
 use coreward_testbed::TIMEOUT;
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::key_value::handle::KeyValueServer;
 use coreward_testbed::skip_without_privilege;
-use coreward_testbed::topology::SERVICE;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 

@@ -5,8 +5,8 @@
 use std::process::Command;
 
 use coreward_model::consistency::Timestamps;
+use coreward_testbed::addresses::{DEVICE, VIP};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::topology::{DEVICE, VIP};
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 

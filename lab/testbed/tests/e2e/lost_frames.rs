@@ -4,9 +4,9 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::Duration;
 
+use coreward_testbed::addresses::{DEVICE, SERVICE};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::topology::{DEVICE, SERVICE};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 

@@ -10,8 +10,8 @@ use std::net::{SocketAddr, SocketAddrV4, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
+use coreward_testbed::addresses::{SERVICE, VIP};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::topology::{SERVICE, VIP};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters, skip_without_privilege};
 use socket2::{Domain, Protocol, Socket, Type};
 

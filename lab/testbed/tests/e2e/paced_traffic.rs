@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::load::LoadReport;
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Process, Testbed, skip_without_privilege};
 
 use crate::support::eventually;

@@ -3,9 +3,9 @@
 
 use std::process::Command;
 
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx};
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Testbed, TestbedOptions, counters, skip_without_privilege};
 
 const CLIENT_ADDRESSES: u16 = 12;

@@ -5,9 +5,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::stream::Request;
-use coreward_testbed::topology::SERVICE;
 use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;

@@ -5,10 +5,10 @@ use std::net::SocketAddrV4;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use coreward_testbed::addresses::{DEVICE, SERVICE};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::topology::{DEVICE, SERVICE};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
 use crate::support::{eventually, still_answered};

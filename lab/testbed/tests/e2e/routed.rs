@@ -2,8 +2,8 @@
 //! directly.
 
 use coreward_model::forwarding::Forwarding;
+use coreward_testbed::addresses::load_balancer_address;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::topology::load_balancer_address;
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
 use crate::support::{TestEnv, eventually, unbroken};

@@ -9,9 +9,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_testbed::addresses::{DEVICE, SERVICE, VIP, server_address};
 use coreward_testbed::instance::remains;
 use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
-use coreward_testbed::topology::{DEVICE, SERVICE, VIP, server_address};
 use coreward_testbed::{Testbed, TestbedOptions, counters, nginx, skip_without_privilege};
 use nix::unistd::{Pid, getpgid};
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use coreward_testbed::addresses::{SERVICE, VIP};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::topology::{SERVICE, VIP};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
 use crate::support::{TestEnv, eventually};

@@ -5,11 +5,11 @@ use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use coreward_etcd::local::Member;
+use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, asking_of};
 use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
-use coreward_testbed::topology::CONTROLLER_ADDRESS;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 

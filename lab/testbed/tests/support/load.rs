@@ -4,8 +4,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::Context as _;
+use coreward_testbed::addresses::{SERVICE, VIP, server_address};
 use coreward_testbed::fleet::lab_command;
-use coreward_testbed::topology::{SERVICE, VIP, server_address};
 use coreward_testbed::{Process, Testbed, TestbedOptions};
 use serde_json::Value;
 
