@@ -16,25 +16,28 @@ use crate::{checks, fix, report};
 /// Options.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// The daemon's file (docs/config.md); it says the role, the interface, the controller
+    /// The daemon's file (docs/config.md), with role, interface and controller
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// The device of the services' packets
     #[arg(long, value_name = "NAME")]
     interface: Option<String>,
-    /// What the machine is for
+    /// The machine's role
     #[arg(long, value_enum)]
     role: Option<Role>,
-    /// Where the controller listens
+    /// The controller's `listen`
     #[arg(long, value_name = "ADDRESS:PORT")]
     controller: Option<SocketAddr>,
     /// A service of this machine that the controller does not name; may be repeated
     #[arg(long = "service", value_name = "ADDRESS:PORT[/tcp|/udp]")]
     services: Vec<NamedService>,
-    /// Do what is safe, then look again
+    /// Make the safe repairs, then check again
     #[arg(long)]
     fix: bool,
-    /// What to print
+    /// Print every check with its roles and expectation, and check nothing
+    #[arg(long, conflicts_with_all = ["config", "fix"])]
+    list: bool,
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
 }
@@ -63,22 +66,25 @@ impl FromStr for NamedService {
     }
 }
 
-/// What is to be printed, and whether no fault is left. Fails when the file or the options are wrong.
+/// Returns the output, and whether no fault is left. Fails when the file or the options are wrong.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
-    let told = CliOptions {
+    if args.list {
+        return Ok((list(args.format), true));
+    }
+    let options = CliOptions {
         config: args.config.clone(),
         interface: args.interface.clone(),
         role: args.role,
         controller: args.controller,
         services: args.services.iter().map(|service| service.0).collect(),
     };
-    let mut facts = gather(&told)?;
+    let mut facts = gather(&options)?;
     let mut findings = checks::run(&facts);
     let mut done = Vec::new();
     if args.fix {
         done = fix::apply(&findings);
         if !done.is_empty() {
-            facts = gather(&told)?;
+            facts = gather(&options)?;
             findings = checks::run(&facts);
         }
     }
@@ -90,9 +96,28 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     Ok((text, fit))
 }
 
+/// Lists every check.
+fn list(format: Format) -> String {
+    match format {
+        Format::Text => checks::CHECKS.iter().map(report::check_line).collect::<Vec<_>>().join("\n"),
+        Format::Json => format!("{:#}", checks::CHECKS.iter().map(report::check_json).collect::<serde_json::Value>()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn list_has_one_line_per_check() {
+        let text = list(Format::Text);
+        assert_eq!(text.lines().count(), checks::CHECKS.len());
+        let jit = text.lines().find(|line| line.starts_with("jit ")).unwrap();
+        assert!(jit.ends_with("lb, server (--fix): BPF programs are compiled, not interpreted"), "{jit}");
+        let json: serde_json::Value = serde_json::from_str(&list(Format::Json)).unwrap();
+        assert_eq!(json.as_array().unwrap().len(), checks::CHECKS.len());
+        assert_eq!(json[0]["roles"][0], "lb");
+    }
 
     #[test]
     fn services_are_named_by_address_port_and_protocol() {

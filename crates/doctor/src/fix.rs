@@ -61,8 +61,8 @@ fn apply_one(fix: &Fix, check: &str) -> anyhow::Result<String> {
     }
 }
 
-const HEAD: &str = "# By `coreward doctor --fix`; the name behind each line is the check (docs/operations.md). Delete a line, or the file, to\n\
-                    # undo it for the next boot.\n";
+const HEAD: &str = "# By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
+                    # Delete a line, or the file, to undo it for the next boot.\n";
 
 /// Writes `name = value` to the drop-in file, in place of an older line.
 fn keep(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {

@@ -12,6 +12,18 @@ fn count(findings: &[(&Check, Finding)], severity: Severity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
+/// Describes a check: name, roles, whether `--fix` repairs findings, expectation.
+pub fn check_line(check: &Check) -> String {
+    let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
+    let fixes = if check.fixes { " (--fix)" } else { "" };
+    format!("{:<16} {}{fixes}: {}", check.name, roles.join(", "), check.expects)
+}
+
+pub fn check_json(check: &Check) -> Value {
+    let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
+    json!({ "check": check.name, "roles": roles, "fix": check.fixes, "expects": check.expects })
+}
+
 /// Returns the text. `done`: executed repairs.
 pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! Checks of the facts: pure functions, a file per subject. docs/operations.md lists them.
+//! Checks of the facts: pure functions, a file per subject. `coreward doctor --list` lists them.
 
 pub mod addresses;
 pub mod certificates;

@@ -1,4 +1,4 @@
-//! Checks against constructed facts, for what a network namespace cannot have, and the tables of docs/operations.md.
+//! Checks against constructed facts, for what a network namespace cannot have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -448,31 +448,6 @@ fn firewalls_and_tracking() {
     assert_eq!(with(Role::Lb, translates, false), []);
     let unseen = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
     assert_eq!(found(Role::Server, unseen), []);
-}
-
-/// Returns the checks listed in docs/operations.md, each in one line.
-fn documented_checks() -> Vec<String> {
-    let text = include_str!("../../../../docs/operations.md");
-    let section = text.split("## Checks").nth(1).expect("docs/operations.md lists the checks");
-    let section = section.split("\n#").next().unwrap();
-    section.split("\n* ").skip(1).map(|item| item.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
-}
-
-#[test]
-fn the_documented_checks_are_those_there_are() {
-    let expected: Vec<String> = CHECKS
-        .iter()
-        .map(|check| {
-            let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
-            let fixes = if check.fixes { "; `--fix`" } else { "" };
-            format!("`{}` ({}{fixes}): {}", check.name, roles.join(", "), check.expects)
-        })
-        .collect();
-    let found = documented_checks();
-    for (found, expected) in found.iter().zip(&expected) {
-        assert_eq!(found, expected);
-    }
-    assert_eq!(found.len(), expected.len());
 }
 
 #[test]
