@@ -18,9 +18,13 @@ fn the_documented_metrics_are_those_there_are() {
         .iter()
         .map(|metric| {
             let parts: Vec<&str> = metric.parts.iter().map(|part| part.name()).collect();
-            let labels =
-                if metric.labels.is_empty() { String::new() } else { format!(", by {}", metric.labels.join(", ")) };
-            format!("`{}` ({}{labels}; {}): {}", metric.name, metric.kind.name(), parts.join(", "), metric.help)
+            let labels = format!("by {}", metric.labels.join(", "));
+            let is_counter = matches!(metric.kind, Kind::Counter);
+            assert_eq!(metric.name.ends_with("_total"), is_counter, "{}", metric.name);
+            let kind = matches!(metric.kind, Kind::Histogram).then_some("histogram");
+            let notes: Vec<&str> = kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels)).collect();
+            let notes = if notes.is_empty() { String::new() } else { format!("{}; ", notes.join(", ")) };
+            format!("`{}` ({notes}{}): {}", metric.name, parts.join(", "), metric.help)
         })
         .collect();
     for (found, expected) in rows.iter().zip(&expected) {
