@@ -3,9 +3,10 @@
 use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, Rss};
+use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::nginx::{Nginx, WHO};
 use coreward_testbed::rss_emulation::{move_established, read_registers, write_registers};
-use coreward_testbed::topology::{SERVICE, Testbed, skip_without_privilege};
+use coreward_testbed::topology::{Testbed, skip_without_privilege};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 

@@ -14,7 +14,8 @@ use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
-use coreward_testbed::topology::{DEVICE, SERVICE, Testbed, TestbedOptions, server_address};
+use coreward_testbed::addresses::{DEVICE, SERVICE, server_address};
+use coreward_testbed::topology::{Testbed, TestbedOptions};
 use coreward_wire::{AgentConfiguration, StampedService};
 use socket2::{Domain, Socket, Type};
 
