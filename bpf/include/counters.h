@@ -30,6 +30,7 @@ enum lb_counter {
 	LB_COUNTER_DROP_UNKNOWN_COOKIE,
 	LB_COUNTER_DROP_SERVER_UNRESOLVED,
 	LB_COUNTER_DROP_EXCEEDS_MTU, /* with its outer header it is longer than the device's MTU */
+	LB_COUNTER_DROP_FRAGMENTATION_NEEDED, /* the same, and an ICMP error went to the sender */
 	LB_COUNTER_DROP_NOT_BROADCAST, /* no server is known for it, and a broadcast ends at the first router */
 	LB_COUNTER_DROP_NO_ELIGIBLE_SERVER,
 	LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
@@ -108,6 +109,7 @@ enum server_counter {
 	SERVER_COUNTER_DROP_CHAIN_UNRESOLVED, /* no socket here, and the MAC address of the server before is not known */
 	SERVER_COUNTER_DROP_MALFORMED_TCP,
 	SERVER_COUNTER_DROP_NO_MEMORY, /* the packet could not be made writable */
+	SERVER_COUNTER_MSS_CLAMPED, /* a SYN-ACK left with a smaller MSS: the outer header needs room */
 	SERVER_COUNTER_COUNT,
 };
 

@@ -325,8 +325,12 @@ enum broadcast_reason {
 	BROADCAST_RESET, /* a reset without timestamps */
 	BROADCAST_ICMP, /* an ICMP error whose quote names no server */
 	BROADCAST_OWNER_LOST, /* a cookie with an index of a connection table that is lost */
+	BROADCAST_FRAGMENTATION_NEEDED, /* no broadcast, but limited likewise: an ICMP error to a packet's sender */
 	BROADCAST_REASON_COUNT,
 };
+
+/* A power of two: a mask bounds a reason. */
+#define BROADCAST_REASON_SLOTS 8
 
 /* Sources share a bucket by their hash. */
 #define BROADCAST_SHARDS 4096
@@ -337,8 +341,8 @@ enum broadcast_reason {
  */
 struct broadcast_buckets {
 	__u64 by_source[BROADCAST_SHARDS];
-	__u64 by_service[MAX_SERVICES][BROADCAST_REASON_COUNT];
-	__u64 of_all[BROADCAST_REASON_COUNT];
+	__u64 by_service[MAX_SERVICES][BROADCAST_REASON_SLOTS];
+	__u64 of_all[BROADCAST_REASON_SLOTS];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */
@@ -451,7 +455,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 7
+#define LB_LAYOUT_VERSION 8
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {

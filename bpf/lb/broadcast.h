@@ -29,13 +29,13 @@ struct token_bucket {
 };
 
 /* By reason; fixed when the program is loaded. */
-const volatile struct token_bucket broadcast_by_source[BROADCAST_REASON_COUNT];
-const volatile struct token_bucket broadcast_by_service[BROADCAST_REASON_COUNT];
-const volatile struct token_bucket broadcast_of_all[BROADCAST_REASON_COUNT];
+const volatile struct token_bucket broadcast_by_source[BROADCAST_REASON_SLOTS];
+const volatile struct token_bucket broadcast_by_service[BROADCAST_REASON_SLOTS];
+const volatile struct token_bucket broadcast_of_all[BROADCAST_REASON_SLOTS];
 
 struct broadcast_buckets broadcast SEC(".bss.broadcast");
 
-_Static_assert((BROADCAST_REASON_COUNT & (BROADCAST_REASON_COUNT - 1)) == 0, "a mask bounds a reason");
+_Static_assert(BROADCAST_REASON_COUNT <= BROADCAST_REASON_SLOTS, "each reason has a slot");
 
 #define BROADCAST_MAC 0xffffffffffffull
 
@@ -63,7 +63,7 @@ __noinline int may_broadcast(__u32 service, __u32 source, __u32 reason)
 
 	/* Kernel 6.1's verifier must see the masks on the very registers that become indexes. */
 	barrier_var(reason);
-	reason &= BROADCAST_REASON_COUNT - 1;
+	reason &= BROADCAST_REASON_SLOTS - 1;
 	barrier_var(service);
 	service &= MAX_SERVICES - 1;
 	halvings =

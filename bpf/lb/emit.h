@@ -16,6 +16,7 @@
 #include "emit_gue.h"
 #include "emit_ipip.h"
 #include "forwarding.h"
+#include "fragmentation_needed.h"
 #include "parse.h"
 #include "placement.h"
 #include "rewrite.h"
@@ -26,6 +27,15 @@ static __always_inline int drop(struct xdp_md *ctx, __u32 service, enum lb_count
 {
 	count_packet(ctx, service, reason, 0);
 	return XDP_DROP;
+}
+
+/* Drops a packet longer than `mtu`. Returns an XDP action: the frame may be an error to the sender then. */
+static __always_inline int drop_exceeding(struct xdp_md *ctx, __u32 service, __u32 mtu)
+{
+	if (!answer_fragmentation_needed(ctx, service, mtu))
+		return drop(ctx, service, LB_COUNTER_DROP_EXCEEDS_MTU);
+	count_packet(ctx, service, LB_COUNTER_DROP_FRAGMENTATION_NEEDED, 0);
+	return XDP_TX;
 }
 
 static __always_inline __u32 overhead_of(enum forwarding forwarding)
@@ -55,7 +65,7 @@ __noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server
 	overhead = overhead_of(forwarding);
 	length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len))) + overhead;
 	if (length > lb_state.mtu)
-		return drop(ctx, service, LB_COUNTER_DROP_EXCEEDS_MTU);
+		return drop_exceeding(ctx, service, lb_state.mtu - overhead);
 	next_hop = server_at(service, server_id);
 	tunnel = tunnels[server_id & (SERVER_ID_COUNT - 1)];
 	if (!tunnel.address)

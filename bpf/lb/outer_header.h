@@ -50,15 +50,14 @@ static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 th
 	return ~sum;
 }
 
-/* The Ethernet header and the outer IPv4 header. `data`: ETH_HLEN and 20 bytes are there. */
-static __always_inline void write_outer_header(void *data, server_entry_t next_hop, const struct outer *outer)
+/* An Ethernet header to `neighbour` and an IPv4 header. `data`: ETH_HLEN and 20 bytes are there. */
+static __always_inline void write_headers(void *data, __u64 neighbour, __u32 source, const struct outer *outer)
 {
-	__u32 source = lb_state.own_address;
 	__u32 first = 0x45 | outer->type_of_service << 8 | (__u32)bpf_htons(outer->length) << 16;
 	__u32 second = (__u32)bpf_htons(IP_DONT_FRAGMENT) << 16;
 	__u32 third = OUTER_TTL | outer->protocol << 8;
 
-	rewrite_mac(data, next_hop);
+	rewrite_mac(data, neighbour);
 	PACKET_U16(data, ETH_HLEN - 2) = bpf_htons(ETH_P_IP);
 	third |= (__u32)header_checksum(first, second, third, source, outer->destination) << 16;
 	PACKET_U32(data, ETH_HLEN) = first;
@@ -66,6 +65,11 @@ static __always_inline void write_outer_header(void *data, server_entry_t next_h
 	PACKET_U32(data, IP_AT(ttl)) = third;
 	PACKET_U32(data, IP_AT(saddr)) = source;
 	PACKET_U32(data, IP_AT(daddr)) = outer->destination;
+}
+
+static __always_inline void write_outer_header(void *data, server_entry_t next_hop, const struct outer *outer)
+{
+	write_headers(data, next_hop, lb_state.own_address, outer);
 }
 
 #endif

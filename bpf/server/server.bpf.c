@@ -69,6 +69,8 @@
  * 10. RSS (rss.h). Of each SYN the queue that Toeplitz and the table predict is compared with the one it came
  *    by: what a NIC displays is not always what is in force.
  *
+ * 11. MSS (mss.h). Packets of some services arrive with an outer header (decap.bpf.c), for which SYN-ACKs leave room.
+ *
  * What can go wrong: a header that lies beyond the linear part is pulled in first. A TCP header that contradicts itself
  * is dropped and counted (the kernel would do the same); a malformed list of options ends where it goes wrong, as in the
  * kernel, and the packet passes. Fragments pass untouched (the load balancer forwards none). A rewrite does both, option
@@ -90,6 +92,7 @@
 #include "forwarded.h"
 #include "icmp.h"
 #include "index.h"
+#include "mss.h"
 #include "rss.h"
 #include "segment.h"
 #include "socket.h"
@@ -174,6 +177,8 @@ int server_egress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (segment.syn)
 		note_handshake(tail, forwarded);
+	if (segment.syn && number & SERVER_NUMBER_ENCAPSULATED && clamp_mss(skb, &segment) != TC_ACT_UNSPEC)
+		return TC_ACT_SHOT;
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;
 	if (locate_timestamp_pulled(skb, &segment) != LOCATED_TCP || segment.timestamp == NO_TIMESTAMP) {

@@ -101,7 +101,7 @@ impl BroadcastRates {
         Self { by_source: rate, by_service: rate, of_all: rate }
     }
 
-    /// 60,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
+    /// 80,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
     /// have the largest rate, because forged ones with any source look the same. Packets with a lost connection table
     /// cost one delivery per connection until it has healed, and come all at once.
     pub const DEFAULT: Broadcast = {
@@ -109,6 +109,7 @@ impl BroadcastRates {
         let mut rates = [small; intf::BROADCAST_REASON_COUNT as usize];
         rates[intf::BROADCAST_ICMP as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
         rates[intf::BROADCAST_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
+        rates[intf::BROADCAST_FRAGMENTATION_NEEDED as usize] = Self::new((250, 64), (10_000, 1_000), (20_000, 2_000));
         rates
     };
 }

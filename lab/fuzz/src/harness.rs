@@ -284,8 +284,11 @@ impl Harness {
         self.count(&outcome, frame.len());
         let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
         let (verdict, length) = instance.run(frame)?;
-        let broken = if verdict == XDP_TX { self.promises.broken(frame, &instance.out[..length]) } else { None };
-        if outcome.counter == intf::LB_COUNTER_DROP_EXCEEDS_MTU {
+        let exceeds_mtu =
+            [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
+        let is_forwarded = verdict == XDP_TX && !exceeds_mtu;
+        let broken = if is_forwarded { self.promises.broken(frame, &instance.out[..length]) } else { None };
+        if exceeds_mtu {
             self.promises.placed(frame);
         }
         let expected_verdict = match outcome.verdict() {
@@ -318,7 +321,7 @@ impl Harness {
         if outcome.service.is_some() {
             words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened(service);
         }
-        if outcome.verdict() == Verdict::Transmit {
+        if outcome.verdict() == Verdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
             words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
         }
     }

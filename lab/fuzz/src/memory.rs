@@ -9,7 +9,7 @@ use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::cookie::CookieKey;
-use coreward_model::lb::{Buckets, REASONS, ServerTraffic};
+use coreward_model::lb::{Buckets, ServerTraffic};
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle};
 
@@ -64,7 +64,10 @@ impl Memory {
         let set = |start: usize, at: usize| self.broadcast.store(start + word(at), paid_until);
         match buckets {
             Buckets::OfService(service, reason) => {
-                set(offset_of!(intf::broadcast_buckets, by_service), service * REASONS + reason as usize);
+                set(
+                    offset_of!(intf::broadcast_buckets, by_service),
+                    service * intf::BROADCAST_REASON_SLOTS as usize + reason as usize,
+                );
             }
             Buckets::OfAll(reason) => set(offset_of!(intf::broadcast_buckets, of_all), reason as usize),
             Buckets::OfSources(first) => {

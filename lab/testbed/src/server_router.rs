@@ -39,7 +39,8 @@ impl Testbed {
             Some(router),
             &format!(
                 "address add {ROUTER_ADDRESS}/16 dev {DEVICE}\nlink set {SERVER_LINK} up\n\
-                 address add {ROUTER_ADDRESS_AT_SERVERS}/24 dev {SERVER_LINK}\n"
+                 address add {ROUTER_ADDRESS_AT_SERVERS}/24 dev {SERVER_LINK}\n{}",
+                self.route_to_client()
             ),
         )?;
         router.set_sysctls(&[("ipv4/ip_forward", "1")])

@@ -24,7 +24,7 @@ use crate::topology::{Testbed, make_namespaces};
 const VIPS: &str = "10.200.0.0/24";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
 /// The router's device at the client's side.
-const CLIENT_LINK: &str = "client";
+pub const CLIENT_LINK: &str = "client";
 const FIRST_CLIENT_ADDRESS: u8 = 7;
 
 impl Testbed {

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate};
 use coreward_dataplane::mac::MacAddress;
+use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
@@ -105,7 +106,8 @@ fn one_source_leaves_tokens_to_the_others() {
         return;
     }
     let rates = BroadcastRates { by_source: rate(10), by_service: rate(100), of_all: rate(1000) };
-    let balancer = balancer(1, Options { broadcast: [rates; 4], ..Options::default() });
+    let balancer =
+        balancer(1, Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(124, 0);
     let junk = (0..1000u16).map(|port| reset((FORGED, port)));
     let sent = junk.filter(|frame| reaches_all(&balancer, frame)).count();
@@ -122,7 +124,8 @@ fn all_services_together_are_bounded() {
         return;
     }
     let rates = BroadcastRates { by_source: rate(100), by_service: rate(100), of_all: rate(300) };
-    let balancer = balancer(40, Options { broadcast: [rates; 4], ..Options::default() });
+    let balancer =
+        balancer(40, Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(125, 0);
     let sent = (0..2000u16)
         .filter(|n| {

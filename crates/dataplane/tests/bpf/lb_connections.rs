@@ -161,7 +161,8 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table: TableSize::try_from(1024).unwrap(),
-        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 }); 4],
+        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 });
+            intf::BROADCAST_REASON_COUNT as usize],
         ..Options::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -214,7 +215,8 @@ fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() 
         return;
     }
     let mut rng = seeded_rng(105, 0);
-    let mut broadcast = [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); 4];
+    let mut broadcast =
+        [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::BROADCAST_REASON_COUNT as usize];
     broadcast[intf::BROADCAST_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
     let options = Options { broadcast, ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);

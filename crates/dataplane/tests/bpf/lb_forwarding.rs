@@ -2,7 +2,8 @@
 
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::lb::{Options, Tunnel};
+use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Tunnel};
+use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::forwarding::{Forwarding, flow_port};
 use coreward_model::placement::{PlacementTable, Rule};
@@ -23,8 +24,12 @@ fn outer_address(server: ServerId) -> Ipv4Addr {
 }
 
 fn balancer(mode: ServiceMode, mtu: u32) -> (Balancer, PlacementTable) {
+    balancer_with(mode, mtu, Options::default())
+}
+
+fn balancer_with(mode: ServiceMode, mtu: u32, options: Options) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
-    let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
+    let mut balancer = Balancer::with(&[(service(VIP), mode)], options, &mut rng);
     balancer.lb.set_outer(OWN, mtu);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     for id in &ids {
@@ -100,17 +105,64 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
     assert_eq!(source_port(&balancer), 50_123);
 }
 
+/// A SYN of `length` bytes in IP.
+fn syn_of(length: usize) -> Vec<u8> {
+    let payload = vec![7; length - (syn().len() - ETHERNET - b"payload".len())];
+    Tcp { flags: SYN, options: aligned_timestamp(7, 0), payload, ..Tcp::new(CLIENT, VIP) }.frame()
+}
+
+fn longest(forwarding: Forwarding) -> usize {
+    1500 - forwarding.overhead()
+}
+
 #[test]
-fn packet_too_long_with_its_outer_header_is_dropped_and_counted() {
-    if !may_load_bpf("packet_too_long_with_its_outer_header_is_dropped_and_counted") {
+fn packet_too_long_with_its_outer_header_is_answered_by_fragmentation_needed() {
+    if !may_load_bpf("packet_too_long_with_its_outer_header_is_answered_by_fragmentation_needed") {
         return;
     }
     for forwarding in [Forwarding::Ipip, Forwarding::Gue] {
-        let length = (syn().len() - ETHERNET + forwarding.overhead()) as u32;
-        let mode = ServiceMode { forwarding, ..ServiceMode::default() };
-        assert_eq!(balancer(mode, length).0.counted(&syn(), Some(0), "new_connection").0, XDP_TX);
-        balancer(mode, length - 1).0.expect(&syn(), XDP_DROP, 0, "drop_exceeds_mtu");
+        let (balancer, _) = balancer(ServiceMode { forwarding, ..ServiceMode::default() }, 1500);
+        let mtu = longest(forwarding);
+        assert_eq!(balancer.counted(&syn_of(mtu), Some(0), "new_connection").0, XDP_TX);
+        let frame = syn_of(mtu + 1);
+        let (verdict, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
+        assert_eq!(verdict, XDP_TX);
+        assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &[8, 0]].concat());
+        let (header, message) = packet[ETHERNET..].split_at(20);
+        assert_eq!(header[..10], [0x45, 0xc0, 0, 96, 0, 0, 0x40, 0, 64, 1]);
+        assert_eq!(header[12..], [VIP.0.octets(), CLIENT.0.octets()].concat());
+        assert_eq!((ones_complement_sum(header), ones_complement_sum(message)), (0xffff, 0xffff));
+        let [high, low] = (mtu as u16).to_be_bytes();
+        assert_eq!((&message[..2], &message[4..8]), (&[3, 4][..], &[0, 0, high, low][..]));
+        assert_eq!(message[8..], frame[ETHERNET..][..68]);
     }
+}
+
+#[test]
+fn source_that_is_no_host_gets_no_error() {
+    if !may_load_bpf("source_that_is_no_host_gets_no_error") {
+        return;
+    }
+    let forwarding = Forwarding::Gue;
+    let (balancer, _) = balancer(ServiceMode { forwarding, ..ServiceMode::default() }, 1500);
+    let mut multicast = syn_of(longest(forwarding) + 1);
+    multicast[ETHERNET + 12] = 239;
+    assert_eq!(balancer.counted(&multicast, Some(0), "drop_exceeds_mtu").0, XDP_DROP);
+}
+
+#[test]
+fn errors_to_a_flood_of_long_packets_are_limited() {
+    if !may_load_bpf("errors_to_a_flood_of_long_packets_are_limited") {
+        return;
+    }
+    let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
+    let options = Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() };
+    let mode = ServiceMode { forwarding: Forwarding::Ipip, ..ServiceMode::default() };
+    let (balancer, _) = balancer_with(mode, 1500, options);
+    let frame = syn_of(1500);
+    let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
+    assert!((8..=11).contains(&answered), "{answered}");
+    balancer.counted(&frame, Some(0), "drop_exceeds_mtu");
 }
 
 #[test]

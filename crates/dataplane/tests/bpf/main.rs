@@ -24,6 +24,7 @@ mod lb_udp;
 mod pins;
 mod server_kernel_tcp;
 mod server_modes;
+mod server_mss;
 mod server_test_run;
 mod support;
 mod verifier_costs;

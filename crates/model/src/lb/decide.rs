@@ -49,7 +49,7 @@ impl LoadBalancer {
                 packet::set_echo(frame, echo, *value);
             }
             let to_server = outcome.service.zip(outcome.server);
-            if let Err(dropped) = self.emit(frame, &decision, to_server, flow) {
+            if let Err(dropped) = self.emit(frame, &decision, to_server, flow, now_ns) {
                 self.count_connections(&decision, to_server);
                 return Decision { counter: dropped, ..decision }.outcome(read);
             }
@@ -63,15 +63,20 @@ impl LoadBalancer {
 
     /// Writes the frame by the service's kind of forwarding. Fails with the counter of a dropped packet.
     fn emit(
-        &self,
+        &mut self,
         frame: &mut Vec<u8>,
         decision: &Decision,
         to_server: Option<(usize, ServerId)>,
         flow: (Ipv4Addr, [u8; 4]),
+        now_ns: u64,
     ) -> Result<(), Ended> {
         if let Some((place, server)) = to_server {
             let forwarding = self.service(place).mode.forwarding;
             if forwarding.encapsulates() {
+                let mtu = self.constants.outer.mtu - forwarding.overhead();
+                if usize::from(packet::u16_at(&frame[packet::ETHERNET_HEADER..], 2)) > mtu {
+                    return Err(self.drop_exceeding(frame, place, mtu, now_ns));
+                }
                 self.encapsulate(frame, forwarding, server, flow)?;
             }
         }

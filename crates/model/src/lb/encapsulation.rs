@@ -39,7 +39,7 @@ impl LoadBalancer {
         self.tunnels.insert(id, tunnel);
     }
 
-    /// Puts an outer header around the packet of `frame`, whose MAC addresses are right. Fails with the counter of the
+    /// Puts an outer header around the packet of `frame`, which fits with it. Fails with the counter of the
     /// drop.
     pub(super) fn encapsulate(
         &self,
@@ -48,11 +48,7 @@ impl LoadBalancer {
         id: ServerId,
         flow: (Ipv4Addr, [u8; 4]),
     ) -> Result<(), intf::lb_counter> {
-        let inner = usize::from(packet::u16_at(&frame[ETHERNET_HEADER..], 2));
-        let length = inner + forwarding.overhead();
-        if length > self.constants.outer.mtu {
-            return Err(intf::LB_COUNTER_DROP_EXCEEDS_MTU);
-        }
+        let length = usize::from(packet::u16_at(&frame[ETHERNET_HEADER..], 2)) + forwarding.overhead();
         let tunnel = self.tunnels.get(&id).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
         let protocol = if forwarding == Forwarding::Ipip { PROTOCOL_IPIP } else { PROTOCOL_UDP };
         let type_of_service = frame[ETHERNET_HEADER + 1];
@@ -68,14 +64,18 @@ impl LoadBalancer {
     }
 }
 
-fn ip_header(type_of_service: u8, length: usize, protocol: u8, source: Ipv4Addr, destination: Ipv4Addr) -> Vec<u8> {
+pub(super) fn ip_header(
+    type_of_service: u8,
+    length: usize,
+    protocol: u8,
+    source: Ipv4Addr,
+    destination: Ipv4Addr,
+) -> Vec<u8> {
     let [high, low] = (length as u16).to_be_bytes();
     let mut header = vec![0x45, type_of_service, high, low, 0, 0, DONT_FRAGMENT, 0, TTL, protocol, 0, 0];
     header.extend(source.octets());
     header.extend(destination.octets());
-    let sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
-    let folded = (sum & 0xffff) + (sum >> 16);
-    let checksum = !((folded & 0xffff) + (folded >> 16)) as u16;
+    let checksum = packet::checksum(&header);
     header[10..12].copy_from_slice(&checksum.to_be_bytes());
     header
 }

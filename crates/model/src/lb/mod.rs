@@ -12,12 +12,14 @@
 //! * [`mod@lb_stamped`]: LB-side stamping
 //! * [`mod@decide`], [`mod@decision`]: decisions on packets
 //! * [`mod@encapsulation`]: outer headers
+//! * [`mod@fragmentation_needed`]: ICMP errors for packets that do not fit
 //! * [`mod@rate`]: rate limits of broadcasts
 
 mod decide;
 mod decision;
 mod encapsulation;
 mod flow;
+mod fragmentation_needed;
 mod lb_stamped;
 mod packet;
 mod place;
@@ -75,12 +77,14 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by it.
+    /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by it, except for one.
     pub fn verdict(&self) -> Verdict {
         match self.counter {
             intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
                 Verdict::Pass
             }
+            // The frame is an ICMP error to the sender.
+            intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED => Verdict::Transmit,
             counter if counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4 => Verdict::Transmit,
             _ => Verdict::Drop,
         }

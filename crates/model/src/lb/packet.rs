@@ -15,7 +15,7 @@ const UDP_HEADER: usize = 8;
 const ICMP_HEADER: usize = 8;
 /// RFC 791, Sect. 3.1.
 const MORE_FRAGMENTS: u16 = 0x2000;
-const FRAGMENT_OFFSET: u16 = 0x1fff;
+pub(super) const FRAGMENT_OFFSET: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
 /// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
@@ -43,7 +43,7 @@ fn u32_at(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
 }
 
-fn address_at(frame: &[u8], offset: usize) -> Ipv4Addr {
+pub(super) fn address_at(frame: &[u8], offset: usize) -> Ipv4Addr {
     Ipv4Addr::from(u32_at(frame, offset))
 }
 
@@ -290,6 +290,13 @@ fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
         }
     }
     Ok(None)
+}
+
+/// Returns the Internet checksum (RFC 1071) of `bytes`, of even length.
+pub(super) fn checksum(bytes: &[u8]) -> u16 {
+    let sum: u32 = bytes.chunks(2).map(|word| u32::from(u16_at(word, 0))).sum();
+    let folded = (sum & 0xffff) + (sum >> 16);
+    !((folded & 0xffff) + (folded >> 16)) as u16
 }
 
 /// Updates a checksum after a change of one covered word (RFC 1624, Eqn. 3).

@@ -31,6 +31,7 @@ mod rack_controllers;
 mod resets;
 mod robustness;
 mod routed;
+mod routed_mtu;
 mod topology;
 mod tutorial;
 mod udp;

@@ -76,7 +76,8 @@ impl Balancer {
 
     pub fn with_to_all_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
         let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
-        let broadcast = [BroadcastRates::uniform(PacketRate { per_second, burst }); 4];
+        let broadcast =
+            [BroadcastRates::uniform(PacketRate { per_second, burst }); intf::BROADCAST_REASON_COUNT as usize];
         Self::with(&services, Options { broadcast, ..Options::default() }, rng)
     }
 

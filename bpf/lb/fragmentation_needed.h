@@ -1,0 +1,95 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * ICMP "fragmentation needed" (RFC 1191) to the sender of a packet that its outer header makes longer than the MTU.
+ *
+ * Packets without DF get it, too: nothing here can fragment them, and Linux then sends shorter fragments. The source is
+ * the VIP, which has a route from wherever the packet came; the address of this host may have none. ICMP, later
+ * fragments and sources that are no host get no error (RFC 1122, Sect. 3.2.2). Rates bound errors as they bound
+ * broadcasts (broadcast.h).
+ */
+#ifndef COREWARD_LB_FRAGMENTATION_NEEDED_H
+#define COREWARD_LB_FRAGMENTATION_NEEDED_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "broadcast.h"
+#include "outer_header.h"
+#include "parse.h"
+
+#define ICMP_UNREACHABLE 3
+#define ICMP_FRAGMENTATION_NEEDED 4
+#define ICMP_HEADER_LENGTH 8
+/* The longest IP header and 8 bytes (RFC 792), or a TCP header with 28 bytes of options. */
+#define QUOTED_LENGTH 68
+#define ICMP_ERROR_LENGTH (sizeof(struct iphdr) + ICMP_HEADER_LENGTH + QUOTED_LENGTH)
+/* Internetwork control (RFC 1812, Sect. 4.3.2.5). */
+#define ICMP_TYPE_OF_SERVICE 0xc0
+/* 224.0.0.0 and above are multicast, reserved or broadcast. */
+#define FIRST_NETWORK_WITHOUT_HOSTS 224
+
+/* The packet may be answered by an error. */
+static __always_inline bool may_answer(const void *data, const void *data_end)
+{
+	__u8 network;
+
+	if (data + ETH_HLEN + QUOTED_LENGTH > data_end)
+		return false;
+	network = PACKET_U8(data, IP_AT(saddr));
+	return PACKET_U8(data, IP_AT(protocol)) != IPPROTO_ICMP && network && network < FIRST_NETWORK_WITHOUT_HOSTS &&
+	       !(PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
+}
+
+/* Makes the frame an error about its packet, back to its neighbour. Returns false if the frame could not change. */
+static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32 mtu)
+{
+	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
+	struct outer outer = {
+		.length = ICMP_ERROR_LENGTH,
+		.type_of_service = ICMP_TYPE_OF_SERVICE,
+		.protocol = IPPROTO_ICMP,
+	};
+	__u32 vip, icmp_at = ETH_HLEN + sizeof(struct iphdr);
+	__u64 sender;
+	__s64 sum;
+
+	if (data + ETH_HLEN + QUOTED_LENGTH > data_end)
+		return false;
+	outer.destination = PACKET_U32(data, IP_AT(saddr));
+	vip = PACKET_U32(data, IP_AT(daddr));
+	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
+	if (bpf_xdp_adjust_tail(ctx, ETH_HLEN + QUOTED_LENGTH - (int)(data_end - data)) ||
+	    bpf_xdp_adjust_head(ctx, -(int)(ICMP_ERROR_LENGTH - QUOTED_LENGTH)))
+		return false;
+	data = (void *)(long)ctx->data;
+	data_end = (void *)(long)ctx->data_end;
+	if (data + ETH_HLEN + ICMP_ERROR_LENGTH > data_end)
+		return false;
+	write_headers(data, sender, vip, &outer);
+	PACKET_U32(data, icmp_at) = ICMP_UNREACHABLE | ICMP_FRAGMENTATION_NEEDED << 8;
+	PACKET_U32(data, icmp_at + 4) = bpf_htonl(mtu);
+	sum = bpf_csum_diff(0, 0, data + icmp_at, ICMP_HEADER_LENGTH + QUOTED_LENGTH, 0);
+	sum = (sum & 0xffff) + (sum >> 16 & 0xffff);
+	PACKET_U16(data, icmp_at + 2) = ~((sum & 0xffff) + (sum >> 16));
+	return true;
+}
+
+/* Answers the packet, if rates allow it. `mtu`: the longest packet that fits. */
+static __always_inline bool answer_fragmentation_needed(struct xdp_md *ctx, __u32 service, __u32 mtu)
+{
+	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
+	__u32 source;
+
+	if (!may_answer(data, data_end) || data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+		return false;
+	source = PACKET_U32(data, IP_AT(saddr));
+	return may_broadcast(service, source, BROADCAST_FRAGMENTATION_NEEDED) && write_fragmentation_needed(ctx, mtu);
+}
+
+#endif

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The MSS in SYN-ACKs of services whose packets arrive encapsulated: clients' segments need room for the outer header.
+ * The answer goes without one, so only this direction is bounded.
+ */
+#ifndef COREWARD_SERVER_MSS_H
+#define COREWARD_SERVER_MSS_H
+
+#include <linux/bpf.h>
+#include <linux/ip.h>
+#include <linux/pkt_cls.h>
+#include <linux/tcp.h>
+#include <linux/udp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "segment.h"
+#include "state.h"
+
+/* Kind 2, length 4 (RFC 9293, Sect. 3.2). */
+#define MSS_OPTION 0x02040000u
+#define MSS_MASK 0xffffu
+/* The longer one of the outer headers, GUE's; IPv4 and TCP without options. */
+#define ENCAPSULATED_HEADERS                                                                                           \
+	(sizeof(struct iphdr) + sizeof(struct udphdr) + sizeof(struct iphdr) + sizeof(struct tcphdr))
+
+/*
+ * Bounds the MSS of a SYN-ACK by the device's MTU. Linux writes this option first (tcp_options_write(),
+ * net/ipv4/tcp_output.c); a SYN-ACK with another first option is left as it is. Returns TC_ACT_SHOT if the packet could
+ * not change.
+ */
+static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment *segment)
+{
+	__u32 mtu = 0, option;
+	__be32 old;
+
+	if (bpf_check_mtu(skb, 0, &mtu, 0, 0) < 0 || mtu < ENCAPSULATED_HEADERS ||
+	    bpf_skb_load_bytes(skb, segment->tcp_offset + sizeof(struct tcphdr), &old, sizeof(old)))
+		return TC_ACT_UNSPEC;
+	option = bpf_ntohl(old);
+	if ((option & ~MSS_MASK) != MSS_OPTION || (option & MSS_MASK) <= mtu - ENCAPSULATED_HEADERS)
+		return TC_ACT_UNSPEC;
+	count(SERVER_COUNTER_MSS_CLAMPED);
+	return rewrite(skb, segment, sizeof(struct tcphdr), old, bpf_htonl(MSS_OPTION | (mtu - ENCAPSULATED_HEADERS)));
+}
+
+#endif

@@ -1,0 +1,220 @@
+//! Servers behind a router, and clients whose links have another MTU than the load balancer's: 1 MB each way by TCP and
+//! by UDP, in packets that do not fit with their outer header until the client has learnt so.
+
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use coreward_model::forwarding::Forwarding;
+use coreward_testbed::addresses::{DEVICE, SERVICE, load_balancer_address};
+use coreward_testbed::fleet::{Fleet, FleetOptions};
+use coreward_testbed::uplink::CLIENT_LINK;
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use nix::sys::socket::{getsockopt, sockopt};
+
+use crate::support::eventually;
+
+const MEGABYTE: usize = 1_000_000;
+const ETHERNET_MTU: usize = 1500;
+/// Without DF, in several fragments; and with DF, in one packet.
+const DATAGRAMS: [usize; 2] = [8_000, 1_400];
+/// Time without an answer after which a client sends a datagram again.
+const INTERVAL: Duration = Duration::from_millis(500);
+
+/// On every server two threads that return what they get: 1 MB by connection, and each datagram; until this is dropped.
+struct Echoes(Arc<AtomicBool>);
+
+impl Echoes {
+    fn start(testbed: &Testbed) -> Self {
+        let done = Arc::new(AtomicBool::new(false));
+        for number in testbed.server_numbers() {
+            let bind = || Ok((TcpListener::bind(SERVICE)?, UdpSocket::bind(SERVICE)?));
+            let (listener, socket) = testbed.server(number).unwrap().within(bind).unwrap();
+            listener.set_nonblocking(true).unwrap();
+            socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+            let (done_tcp, done_udp) = (Arc::clone(&done), Arc::clone(&done));
+            std::thread::spawn(move || accept(&listener, &done_tcp));
+            std::thread::spawn(move || answer(&socket, &done_udp));
+        }
+        Self(done)
+    }
+}
+
+impl Drop for Echoes {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn accept(listener: &TcpListener, done: &AtomicBool) {
+    while !done.load(Ordering::Relaxed) {
+        match listener.accept() {
+            Ok((mut stream, _)) => drop(std::thread::spawn(move || {
+                stream.set_nonblocking(false)?;
+                let mut bytes = vec![0; MEGABYTE];
+                stream.read_exact(&mut bytes)?;
+                stream.write_all(&bytes)
+            })),
+            Err(_) => std::thread::sleep(Duration::from_millis(10)),
+        }
+    }
+}
+
+fn answer(socket: &UdpSocket, done: &AtomicBool) {
+    let mut buffer = vec![0; 65_536];
+    while !done.load(Ordering::Relaxed) {
+        if let Ok((length, client)) = socket.recv_from(&mut buffer) {
+            // An ICMP error about an earlier answer is reported once: the client sends again.
+            let _ = socket.send_to(&buffer[..length], client);
+        }
+    }
+}
+
+/// 1 MB there and back by one connection.
+fn exchange_by_tcp() -> anyhow::Result<()> {
+    let mut stream = TcpStream::connect_timeout(&SERVICE.into(), *TIMEOUT)?;
+    stream.set_read_timeout(Some(*TIMEOUT))?;
+    stream.set_write_timeout(Some(*TIMEOUT))?;
+    let sent: Vec<u8> = (0..MEGABYTE).map(|index| (index % 251) as u8).collect();
+    stream.write_all(&sent)?;
+    let mut received = vec![0; MEGABYTE];
+    stream.read_exact(&mut received)?;
+    anyhow::ensure!(sent == received, "other bytes came back");
+    Ok(())
+}
+
+/// An ICMP error has reached the socket; the kernel sends shorter fragments from now on.
+fn is_too_long(error: &std::io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EMSGSIZE)
+}
+
+/// Sends 1 MB there and back in datagrams of `length`, one after the other. Returns how many were sent again, and the
+/// MTU that the client has learnt.
+fn exchange_by_udp(length: usize) -> anyhow::Result<(usize, i32)> {
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    socket.connect(SERVICE)?;
+    socket.set_read_timeout(Some(INTERVAL))?;
+    let (mut repeats, mut buffer) = (0, vec![0; 65_536]);
+    for number in 0..MEGABYTE / length {
+        let sent = vec![number as u8; length];
+        let end = Instant::now() + *TIMEOUT;
+        socket.send(&sent)?;
+        loop {
+            match socket.recv(&mut buffer) {
+                Ok(received) if buffer[..received] == sent[..] => break,
+                // To a datagram that was sent again.
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock || is_too_long(&error) => {
+                    anyhow::ensure!(Instant::now() < end, "no answer to datagram {number} of {length} bytes");
+                    socket.send(&sent)?;
+                    repeats += 1;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+    Ok((repeats, getsockopt(&socket, sockopt::IpMtu)?))
+}
+
+/// `arguments`: of ip(8).
+fn configure(testbed: &Testbed, namespace: &Namespace, arguments: &str) {
+    let mut ip = Command::new("ip");
+    ip.args(arguments.split_whitespace());
+    testbed.run(namespace, ip).unwrap();
+}
+
+fn started(instance: &str, forwarding: Forwarding) -> (Fleet, Echoes, Testbed) {
+    let testbed = Testbed::create(TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 2,
+        routed_servers: true,
+        router_mtu: Some(ETHERNET_MTU as u16),
+        ..TestbedOptions::default()
+    })
+    .unwrap();
+    let echoes = Echoes::start(&testbed);
+    let datagrams = format!(
+        "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\npolicy = \"rr\"\n\
+         forwarding = \"{}\"\n",
+        forwarding.name()
+    );
+    let agents_more = format!("decapsulate_from = [\"{}\"]\n", load_balancer_address(1));
+    let options =
+        FleetOptions { forwarding, agents_more, policy: "rr".to_owned(), more: datagrams, ..FleetOptions::default() };
+    (Fleet::start(&testbed, options).unwrap(), echoes, testbed)
+}
+
+fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
+    let status = fleet.status(testbed).unwrap();
+    status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
+}
+
+/// `client_mtu`: of both ends of the client's link, or with `from_router` of packets to the client only.
+fn megabytes_pass(instance: &str, forwarding: Forwarding, client_mtu: u16, from_router: bool) {
+    let (fleet, _echoes, testbed) = started(instance, forwarding);
+    let router = testbed.router().unwrap();
+    if from_router {
+        configure(&testbed, router, &format!("route replace 10.2.0.0/16 dev {CLIENT_LINK} mtu {client_mtu}"));
+    } else {
+        configure(&testbed, testbed.client(), &format!("link set {DEVICE} mtu {client_mtu}"));
+        configure(&testbed, router, &format!("link set {CLIENT_LINK} mtu {client_mtu}"));
+    }
+    let longest = ETHERNET_MTU - forwarding.overhead();
+    let leaves_client = if from_router { ETHERNET_MTU } else { client_mtu.into() };
+    testbed
+        .client()
+        .within(|| {
+            (0..4).try_for_each(|_| exchange_by_tcp())?;
+            for length in DATAGRAMS {
+                let (repeats, mtu) = exchange_by_udp(length)?;
+                println!("{length} bytes: {repeats} sent again, MTU {mtu}");
+                anyhow::ensure!(repeats <= 10, "{repeats} of {} sent again", MEGABYTE / length);
+                // The kernel keeps an MTU by destination.
+                anyhow::ensure!(mtu as usize == longest.min(leaves_client), "an MTU of {mtu}");
+            }
+            Ok(())
+        })
+        .unwrap();
+    if leaves_client > longest {
+        let answered = || counter(&fleet, &testbed, "drop_fragmentation_needed");
+        eventually(*TIMEOUT, "the load balancer reports its ICMP errors", || answered() > 0);
+    }
+}
+
+#[test]
+fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
+    if !skip_without_privilege("megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280") {
+        megabytes_pass("mtuipipsmall", Forwarding::Ipip, 1_280, true);
+    }
+}
+
+#[test]
+fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
+    if !skip_without_privilege("megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280") {
+        megabytes_pass("mtuguesmall", Forwarding::Gue, 1_280, true);
+    }
+}
+
+#[test]
+fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
+    if !skip_without_privilege("megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000") {
+        megabytes_pass("mtuipiplarge", Forwarding::Ipip, 9_000, false);
+    }
+}
+
+#[test]
+fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
+    if !skip_without_privilege("megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000") {
+        megabytes_pass("mtuguelarge", Forwarding::Gue, 9_000, false);
+    }
+}
+
+#[test]
+fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
+    if !skip_without_privilege("megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280") {
+        megabytes_pass("mtugueclient", Forwarding::Gue, 1_280, false);
+    }
+}
