@@ -6,66 +6,36 @@ use std::path::{Path, PathBuf};
 use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, config_enum, config_struct, string_enum};
 use coreward_daemon::Controllers;
 
-/// What the daemon is told. Services, ids and keys come from the controller.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
-    /// The server's name in the fleet's file.
-    pub server: String,
-    /// Where the controllers listen.
-    pub controllers: Controllers,
-    /// The Ethernet device on which the services' packets come and go.
-    pub interface: String,
-    /// A directory in a BPF file system: what packets need lives there and outlives the daemon.
-    pub pin_directory: PathBuf,
-    /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
-    pub manage_rss: bool,
-    /// Set net.ipv4.tcp_timestamps=2, which restoring by the clock needs; without it somebody else must have.
-    pub manage_timestamps: bool,
-    /// Which worker serves the connections of core k.
-    pub steer: Steer,
-    /// Where the load of the cores is found.
-    pub load: Load,
-    /// Where the RSS key and table are.
-    pub rss: Rss,
-    /// Where metrics are served for Prometheus; `None`: nowhere.
-    pub metrics: Option<SocketAddr>,
-    /// Who it is; `None`: connections are neither encrypted nor authenticated.
-    pub tls: Option<coreward_tls::Files>,
-    /// Which worker of UDP services gets a request.
-    pub dispatch: Option<coreward_dispatch::config::Config>,
-    /// Load balancers whose encapsulated packets are taken; `None`: no program decapsulates.
-    pub decapsulate_from: Option<Vec<Ipv4Addr>>,
-}
-
 config_struct! {
-    /// The file.
-    pub struct File {
+    /// Configuration of the daemon. Services, ids and keys come from the controller.
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    pub struct Config {
         /// This server's name in the fleet's file.
-        server: Name,
-        /// Where the controller listens; a list where there are several.
-        controllers as "controller": Controllers,
-        /// The Ethernet device on which the services' packets come and go.
-        interface: Interface,
-        /// A directory in a BPF file system, made when missing; one per agent.
-        pin_directory: AbsolutePath,
+        pub server: String as Name,
+        /// Addresses of the controllers: one, or a list.
+        pub controllers as "controller": Controllers,
+        /// The Ethernet device of the services' packets.
+        pub interface: String as Interface,
+        /// Directory of the data plane in a BPF file system, created if missing; one per agent.
+        pub pin_directory: PathBuf as AbsolutePath,
         /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
-        manage_rss: bool = false,
+        pub manage_rss: bool = false,
         /// Set net.ipv4.tcp_timestamps=2 once a service is stamped here; without it somebody else must.
-        manage_timestamps: bool = true,
-        /// Which worker takes the connections of receive queue k.
-        steer: Steer = Steer::Affinity,
-        /// Where the load of the cores is found.
-        load: Load = Load::Cpu {},
-        /// Where the RSS key and table are.
-        rss: Rss = Rss::Ethtool {},
-        /// Addresses of the load balancers whose encapsulated packets are taken; without it nothing is decapsulated.
-        decapsulate_from: Option<Vec<Ipv4Addr>>,
-        /// Address and port at which metrics are served for Prometheus; without it nowhere.
-        metrics: Option<SocketAddr>,
-        /// Who this daemon is, and whom it believes.
-        tls: Option<coreward_tls::Files>,
-        /// Which worker of UDP services gets a request.
-        dispatch: Option<coreward_dispatch::config::Table>,
+        pub manage_timestamps: bool = true,
+        /// Selection of the worker for connections of receive queue k.
+        pub steer: Steer = Steer::Affinity,
+        /// Source of the cores' load.
+        pub load: Load = Load::Cpu {},
+        /// Source of the RSS key and table.
+        pub rss: Rss = Rss::Ethtool {},
+        /// Addresses of the load balancers whose encapsulated packets are accepted; without it nothing is decapsulated.
+        pub decapsulate_from: Option<Vec<Ipv4Addr>>,
+        /// Address and port of the metrics for Prometheus; without it none are served.
+        pub metrics: Option<SocketAddr>,
+        /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
+        pub tls: Option<coreward_tls::Files>,
+        /// Dispatch of requests to the workers of UDP services.
+        pub dispatch: Option<coreward_dispatch::config::Config>,
     }
 }
 
@@ -119,32 +89,14 @@ config_enum! {
 }
 
 impl Config {
-    /// # Errors
-    /// When the file cannot be read; everything in it that is wrong.
+    /// Fails when the file cannot be read; the error lists every mistake.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// # Errors
-    /// Everything in the text that is wrong.
+    /// The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|file: File, reader| {
-            Some(Self {
-                server: file.server.0,
-                controllers: file.controllers,
-                interface: file.interface.0,
-                pin_directory: file.pin_directory.0,
-                manage_rss: file.manage_rss,
-                manage_timestamps: file.manage_timestamps,
-                steer: file.steer,
-                load: file.load,
-                rss: file.rss,
-                metrics: file.metrics,
-                tls: file.tls,
-                dispatch: file.dispatch.map(|table| table.check_within(reader)),
-                decapsulate_from: file.decapsulate_from,
-            })
-        })
+        source.read_as(|config, _| Some(config))
     }
 }
 
@@ -215,7 +167,8 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             (
                 "manage_rs = true",
                 "5:1: key `manage_rs`: is not known: expected one of `server`, `controller`, `interface`, `pin_directory`, \
-                 `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `metrics`, `tls`, `dispatch` (nearest: `manage_rss`)",
+                 `manage_rss`, `manage_timestamps`, `steer`, `load`, `rss`, `decapsulate_from`, `metrics`, `tls`, \
+                 `dispatch` (nearest: `manage_rss`)",
             ),
             ("load = { source = \"published\" }", "5:8: key `load.path`: is missing: expected a path in quotes"),
             (

@@ -281,12 +281,35 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
     }
 }
 
+impl<const MIN: u64, const MAX: u64> Number<MIN, MAX> {
+    const FITS_32_BITS: () = assert!(MAX <= u32::MAX as u64);
+}
+
+impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for u32 {
+    fn from(number: Number<MIN, MAX>) -> Self {
+        let () = Number::<MIN, MAX>::FITS_32_BITS;
+        number.0 as u32
+    }
+}
+
+impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for usize {
+    fn from(number: Number<MIN, MAX>) -> Self {
+        number.0 as usize
+    }
+}
+
 /// Name without blanks and control characters, so that logs and tables stay readable.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Name(pub String);
 
 /// Limit of a name, bytes.
 const LONGEST_NAME: usize = 64;
+
+impl From<Name> for String {
+    fn from(name: Name) -> Self {
+        name.0
+    }
+}
 
 impl FromToml for Name {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {

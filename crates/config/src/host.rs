@@ -15,6 +15,12 @@ pub struct Interface(pub String);
 /// Bytes (IFNAMSIZ with the zero byte at its end).
 const LONGEST_INTERFACE: usize = 15;
 
+impl From<Interface> for String {
+    fn from(interface: Interface) -> Self {
+        interface.0
+    }
+}
+
 impl FromToml for Interface {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |name| {
@@ -39,6 +45,12 @@ impl FromToml for Interface {
 /// Absolute path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbsolutePath(pub PathBuf);
+
+impl From<AbsolutePath> for PathBuf {
+    fn from(path: AbsolutePath) -> Self {
+        path.0
+    }
+}
 
 impl FromToml for AbsolutePath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {

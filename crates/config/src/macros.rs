@@ -9,6 +9,8 @@
 ///     pub struct Daemon {
 ///         /// Name of the daemon.
 ///         pub name: coreward_config::Name,
+///         /// Entries of its table.
+///         pub entries: u32 as coreward_config::Number<1, 64> = coreward_config::Number(8),
 ///         /// Interval of polls.
 ///         pub interval: Option<coreward_config::Period<{ coreward_config::SECOND }, { coreward_config::MINUTE }>>,
 ///         /// Names of services.
@@ -28,8 +30,9 @@
 /// );
 /// ```
 ///
-/// `as "service"`: the key, if it differs from the field's name. `= false`: the default, also after a mistake. Without
-/// one an `Option` or a `Vec` is optional, other types are required.
+/// `as "service"`: the key, if it differs from the field's name. `: u32 as Number<1, 8>`: the type in the file, from
+/// which the field's is converted. `= false`: the default in the file, also after a mistake. Without one an `Option` or
+/// a `Vec` is optional, other types are required.
 #[macro_export]
 macro_rules! config_struct {
     (
@@ -37,7 +40,7 @@ macro_rules! config_struct {
         $visibility:vis struct $name:ident {
             $(
                 $(#[doc = $doc:literal])*
-                $field_visibility:vis $field:ident $(as $key:literal)? : $type:ty $(= $default:expr)?
+                $field_visibility:vis $field:ident $(as $key:literal)? : $type:ty $(as $written:ty)? $(= $default:expr)?
             ),* $(,)?
         }
         $(elsewhere { $($elsewhere:literal => $expected:expr),* $(,)? })?
@@ -56,13 +59,13 @@ macro_rules! config_struct {
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
                 let table = reader.table::<Self>(value, known, elsewhere)?;
                 // Reads all keys, so that each mistake is found, before the first missing one ends it.
-                $(let $field: Option<$type> =
+                $(let $field: Option<$crate::config_struct!(@written $type $(, $written)?)> =
                     table.key(
                         $crate::config_struct!(@key $field $($key)?),
                         $crate::config_struct!(@default $($default)?),
                         reader,
                     );)*
-                Some(Self { $($field: $field?),* })
+                Some(Self { $($field: $crate::config_struct!(@convert $field? $(, $written)?)),* })
             }
 
             fn expected() -> String {
@@ -72,16 +75,17 @@ macro_rules! config_struct {
             fn schema() -> $crate::serde_json::Value {
                 let mut properties = $crate::serde_json::Map::new();
                 let mut required: Vec<&str> = Vec::new();
-                $(
+                $({
                     let key = $crate::config_struct!(@key $field $($key)?);
-                    let mut schema = <$type as $crate::FromToml>::schema();
+                    type Written = $crate::config_struct!(@written $type $(, $written)?);
+                    let mut schema = <Written as $crate::FromToml>::schema();
                     schema["description"] = concat!($($doc),*).trim().into();
                     properties.insert(key.to_owned(), schema);
                     let has_default = $crate::config_struct!(@has $($default)?);
-                    if <$type as $crate::FromToml>::REQUIRED && !has_default {
+                    if <Written as $crate::FromToml>::REQUIRED && !has_default {
                         required.push(key);
                     }
-                )*
+                })*
                 $crate::serde_json::json!({
                     "type": "object",
                     "properties": properties,
@@ -93,6 +97,10 @@ macro_rules! config_struct {
     };
     (@key $field:ident) => { stringify!($field) };
     (@key $field:ident $key:literal) => { $key };
+    (@written $type:ty) => { $type };
+    (@written $type:ty, $written:ty) => { $written };
+    (@convert $value:expr) => { $value };
+    (@convert $value:expr, $written:ty) => { <$written>::into($value) };
     (@default) => { None };
     (@default $default:expr) => { Some(|| $default) };
     (@has) => { false };

@@ -92,9 +92,15 @@ impl<'a> Reader<'a> {
 
     /// Stores a mistake within the present value; the key follows from the place.
     pub fn mistake_within(&mut self, span: Span, message: impl Display) {
+        self.by_place(|reader| reader.mistake(span, message));
+    }
+
+    /// Runs `check` of the present value; the key of each mistake follows from its place.
+    pub fn by_place<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let keys = std::mem::take(&mut self.keys);
-        self.mistake(span, message);
+        let checked = check(self);
         self.keys = keys;
+        checked
     }
 
     /// Stores a mistake of a name that is not in `known`.

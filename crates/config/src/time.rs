@@ -23,6 +23,12 @@ pub const HOUR: u64 = 60 * MINUTE;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Period<const MIN: u64, const MAX: u64>(pub Duration);
 
+impl<const MIN: u64, const MAX: u64> From<Period<MIN, MAX>> for Duration {
+    fn from(period: Period<MIN, MAX>) -> Self {
+        period.0
+    }
+}
+
 const LARGEST_FIRST: [(&str, u64); 6] =
     [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
 

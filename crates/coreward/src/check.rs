@@ -142,11 +142,11 @@ impl Kind {
         match self {
             Self::Controller => schema::<ControllerFile>("coreward controller"),
             Self::Fleet => schema::<FleetFile>("the fleet of coreward"),
-            Self::Lb => schema::<coreward_lb::config::File>("coreward lb"),
-            Self::Agent => schema::<coreward_agent::config::File>("coreward agent"),
+            Self::Lb => schema::<coreward_lb::config::Config>("coreward lb"),
+            Self::Agent => schema::<coreward_agent::config::Config>("coreward agent"),
             Self::Dispatch => schema::<coreward_dispatch::config::Table>("coreward dispatch"),
             Self::Orchestrate => schema::<coreward_orchestrator::config::Table>("coreward orchestrate"),
-            Self::Rack => schema::<coreward_rack::config::File>("coreward rack"),
+            Self::Rack => schema::<coreward_rack::config::Config>("coreward rack"),
         }
     }
 

@@ -4,8 +4,11 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use coreward_config::serde_json::Value;
+use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    AbsolutePath, Diagnostics, Field, HOUR, Number, Period, Reader, Source, Spanned, config_struct, string_enum,
+    AbsolutePath, Diagnostics, Field, FromToml, HOUR, Number, Period, Reader, Source, Spanned, config_struct,
+    string_enum,
 };
 use coreward_dataplane::dispatch::{
     self, LONGEST_RESPONSE_TIMEOUT, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Policy, RequestType,
@@ -177,9 +180,25 @@ impl Config {
     }
 }
 
+/// As a table of another daemon's file.
+impl FromToml for Config {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        let table = Table::read(value, reader)?;
+        Some(reader.by_place(|reader| table.check_within(reader)))
+    }
+
+    fn expected() -> String {
+        Table::expected()
+    }
+
+    fn schema() -> Value {
+        Table::schema()
+    }
+}
+
 impl Table {
     /// [`Table::check`] for a table of another daemon's file, which serves metrics itself.
-    pub fn check_within(self, reader: &mut Reader<'_>) -> Config {
+    fn check_within(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let address = metrics.get_ref();
             reader.mistake(

@@ -12,46 +12,6 @@ use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options};
 use coreward_model::connection_table::{TableSize, Timers};
 
-/// Configuration of the daemon. Everything else comes from the controller.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
-    /// Name in `coreward status`.
-    pub name: String,
-    /// Addresses of the controllers.
-    pub controllers: Controllers,
-    /// Interface of packets for VIPs, in both directions.
-    pub interface: String,
-    /// Directory of the data plane, in a BPF file system.
-    pub pin_directory: PathBuf,
-    /// Directory of the last configuration, for a start without controller.
-    pub state_directory: PathBuf,
-    pub xdp_mode: XdpMode,
-    /// Address for other load balancers; without it the interface's first IPv4 address.
-    pub address: Option<Ipv4Addr>,
-    /// Capacity for connections without a cookie: entries.
-    pub flow_table: u32,
-    /// Capacity for connections of stateful services.
-    pub connection_table: TableSize,
-    /// Address of the metrics for Prometheus; `None`: none are served.
-    pub metrics: Option<SocketAddr>,
-    /// Own identity; `None`: connections are neither encrypted nor authenticated.
-    pub tls: Option<coreward_tls::Files>,
-    /// Ages at which connections of stateful services are checked.
-    pub connection_timers: Timers,
-    /// Announcement of VIPs; `None`: by other means.
-    pub announce: Option<Announce>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Announce {
-    /// The kernel's routing table that a routing daemon learns from.
-    pub table: u32,
-    /// Treatment of announced VIPs at the daemon's end.
-    pub on_stop: OnStop,
-    /// Time between their withdrawal and the end.
-    pub drain: Duration,
-}
-
 /// Treatment of announced VIPs at the daemon's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnStop {
@@ -62,34 +22,36 @@ pub enum OnStop {
 }
 
 config_struct! {
-    /// The file.
-    pub struct File {
-        /// What `coreward status` calls this load balancer; different for every one.
-        name: Name,
-        /// Where the controller listens; a list where there are several.
-        controllers as "controller": Controllers,
-        /// The interface that packets for VIPs come in by, and leave by towards the servers.
-        interface: Interface,
-        /// A directory in a BPF file system, made when missing; one per load balancer.
-        pin_directory: AbsolutePath,
-        /// A directory on disk for the last configuration: a start without controller goes on by it.
-        state_directory: AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
-        /// Where in the kernel the program runs: "native" in the driver, "generic" after it, "auto" the first that goes.
-        xdp_mode: XdpMode = XdpMode::Auto,
-        /// Where other load balancers reach this one; without it the interface's first IPv4 address.
-        address: Option<Ipv4Addr>,
-        /// Room for connections that carry no cookie: entries.
-        flow_table: Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> = Number(Options::default().flow_table_entries.into()),
-        /// Room for connections of stateful services: entries of 64 bytes.
-        connection_table: TableSize = TableSize::default(),
-        /// Address and port at which metrics are served for Prometheus; without it nowhere.
-        metrics: Option<SocketAddr>,
-        /// Who this daemon is, and whom it believes.
-        tls: Option<coreward_tls::Files>,
-        /// When to ask whether a connection of stateful services still is one.
-        connection_timers: Option<ConnectionTimers>,
-        /// VIPs that this load balancer can serve are announced to the routers by a routing daemon beside it.
-        announce: Option<AnnounceFile>,
+    /// Configuration of the daemon. Everything else comes from the controller.
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    pub struct Config {
+        /// Name in `coreward status`; different for every load balancer.
+        pub name: String as Name,
+        /// Addresses of the controllers: one, or a list.
+        pub controllers as "controller": Controllers,
+        /// Interface of packets for VIPs, in both directions.
+        pub interface: String as Interface,
+        /// Directory of the data plane in a BPF file system, created if missing; one per load balancer.
+        pub pin_directory: PathBuf as AbsolutePath,
+        /// Directory of the last configuration, for a start without controller.
+        pub state_directory: PathBuf as AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
+        /// XDP mode: "native" in the driver, "generic" after it, "auto" the first that works.
+        pub xdp_mode: XdpMode = XdpMode::Auto,
+        /// Address for other load balancers; without it the interface's first IPv4 address.
+        pub address: Option<Ipv4Addr>,
+        /// Capacity for connections without a cookie: entries.
+        pub flow_table: u32 as Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
+            Number(Options::default().flow_table_entries.into()),
+        /// Capacity for connections of stateful services: entries of 64 bytes.
+        pub connection_table: TableSize = TableSize::default(),
+        /// Address and port of the metrics for Prometheus; without it none are served.
+        pub metrics: Option<SocketAddr>,
+        /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
+        pub tls: Option<coreward_tls::Files>,
+        /// Ages at which connections of stateful services are checked.
+        pub connection_timers: Timers as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
+        /// Announcement of VIPs that this load balancer can serve, by a routing daemon; without it by other means.
+        pub announce: Option<Announce>,
     }
 }
 
@@ -98,13 +60,14 @@ const FIRST_TABLE: u64 = 256;
 
 config_struct! {
     /// `[announce]`.
-    struct AnnounceFile {
-        /// The kernel's routing table that the routing daemon learns VIPs from; no rule may look at it.
-        table: Number<FIRST_TABLE, { u32::MAX as u64 }> = Number(7400),
-        /// What becomes of VIPs when this daemon is told to end: "withdraw", or "keep", as the data plane goes on.
-        on_stop: OnStop = OnStop::Withdraw,
-        /// Time between their withdrawal and the end, for routers to hear of it.
-        drain: Period<0, MINUTE> = Period(Duration::from_secs(5)),
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct Announce {
+        /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
+        pub table: u32 as Number<FIRST_TABLE, { u32::MAX as u64 }> = Number(7400),
+        /// Treatment of announced VIPs at the daemon's end: "withdraw", or "keep", as the data plane continues.
+        pub on_stop: OnStop = OnStop::Withdraw,
+        /// Time between their withdrawal and the end, for routers to learn of it.
+        pub drain: Duration as Period<0, MINUTE> = Period(Duration::from_secs(5)),
     }
 }
 
@@ -127,34 +90,12 @@ config_struct! {
     }
 }
 
-impl Config {
-    fn of(file: File) -> Self {
-        let timers = file.connection_timers.map(|timers| (timers.idle, timers.closing)).unwrap_or_default();
-        let or = |timer: Option<Timer>, default: Duration| timer.map_or(default, |Period(time)| time);
+impl From<ConnectionTimers> for Timers {
+    fn from(written: ConnectionTimers) -> Self {
+        let or = |timer: Option<Timer>, default| timer.map_or(default, Duration::from);
         let default = Timers::default();
-        Self {
-            name: file.name.0,
-            controllers: file.controllers,
-            interface: file.interface.0,
-            pin_directory: file.pin_directory.0,
-            state_directory: file.state_directory.0,
-            xdp_mode: file.xdp_mode,
-            address: file.address,
-            flow_table: file.flow_table.0 as u32,
-            connection_table: file.connection_table,
-            metrics: file.metrics,
-            tls: file.tls,
-            connection_timers: Timers {
-                idle: or(timers.0, default.idle),
-                closing: or(timers.1, default.closing),
-                ..default
-            },
-            announce: file.announce.map(|announce| Announce {
-                table: announce.table.0 as u32,
-                on_stop: announce.on_stop,
-                drain: announce.drain.0,
-            }),
-        }
+        let (idle, closing) = (or(written.idle, default.idle), or(written.closing, default.closing));
+        Timers { idle, closing, ..default }
     }
 }
 
@@ -185,7 +126,7 @@ impl Config {
 
     /// The error lists every mistake.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|file: File, _| Some(Self::of(file)))
+        source.read_as(|config, _| Some(config))
     }
 }
 

@@ -11,54 +11,32 @@ use coreward_model::policy::MOST_CANDIDATES;
 use coreward_tls::Files;
 use coreward_tls::certificate::Fingerprint;
 
-/// Configuration of the daemon. Servers and services come from the controller.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Config {
-    /// Name in `coreward status`.
-    pub name: String,
-    /// Address for agents.
-    pub listen: SocketAddr,
-    /// Addresses of the controllers.
-    pub controllers: Controllers,
-    /// Interval at which an agent's whole report is forwarded.
-    pub detail_interval: Duration,
-    /// Candidates sent per bucket, at most.
-    pub candidates: usize,
-    /// Address of the metrics; `None`: not served.
-    pub metrics: Option<SocketAddr>,
-    /// Own certificate; `None`: connections are neither encrypted nor authenticated.
-    pub tls: Option<Files>,
-    /// Rejected certificates, such as those of lost keys.
-    pub revoked_certificates: Vec<Fingerprint>,
-    /// Suppresses the warning about missing TLS.
-    pub allow_plaintext: bool,
-}
-
 /// At most a minute, as `coreward status` shows these reports.
 type Detail = Period<{ 100 * MILLISECOND }, MINUTE>;
 
 config_struct! {
-    /// The file.
-    pub struct File {
-        /// What `coreward status` calls this rack; different for every one.
-        name: Name,
-        /// Address and port at which agents find it: what their files call `controller`.
-        listen: SocketAddr,
-        /// Where the controller listens; a list where there are several.
-        controllers as "controller": Controllers,
-        /// How often each agent's whole report is handed on to the controller, for `coreward status` and metrics.
-        detail_interval: Detail = Period(Duration::from_secs(1)),
-        /// How many of its least loaded cores are passed up for each bucket at most; fewer than 8 cost crossrss-plus
-        /// something.
-        candidates: Number<1, { MOST_CANDIDATES as u64 }> = Number(MOST_CANDIDATES.into()),
-        /// Address and port at which metrics are served for Prometheus; without it nowhere.
-        metrics: Option<SocketAddr>,
-        /// Who this rack is, and whom it believes.
-        tls: Option<Files>,
-        /// Certificates that are refused though they are right, as their keys were lost.
-        revoked_certificates: Vec<Fingerprint>,
-        /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
-        allow_plaintext: bool = false,
+    /// Configuration of the daemon. Servers and services come from the controller.
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    pub struct Config {
+        /// Name in `coreward status`; different for every rack.
+        pub name: String as Name,
+        /// Address and port for agents, whose files have it as `controller`.
+        pub listen: SocketAddr,
+        /// Addresses of the controllers: one, or a list.
+        pub controllers as "controller": Controllers,
+        /// Interval at which each agent's whole report is forwarded, for `coreward status` and metrics.
+        pub detail_interval: Duration as Detail = Period(Duration::from_secs(1)),
+        /// Least loaded cores sent to the controller for each bucket, at most; fewer than 8 cost crossrss-plus
+        /// accuracy.
+        pub candidates: usize as Number<1, { MOST_CANDIDATES as u64 }> = Number(MOST_CANDIDATES.into()),
+        /// Address and port of the metrics for Prometheus; without it none are served.
+        pub metrics: Option<SocketAddr>,
+        /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
+        pub tls: Option<Files>,
+        /// Certificates that are rejected although they are valid, such as those of lost keys.
+        pub revoked_certificates: Vec<Fingerprint>,
+        /// Without `[tls]`: suppresses the warning about plain connections from beyond this host.
+        pub allow_plaintext: bool = false,
     }
 }
 
@@ -70,19 +48,7 @@ impl Config {
 
     /// Parses the file, or returns all mistakes.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|file: File, _| {
-            Some(Self {
-                name: file.name.0,
-                listen: file.listen,
-                controllers: file.controllers,
-                detail_interval: file.detail_interval.0,
-                candidates: file.candidates.0 as usize,
-                metrics: file.metrics,
-                tls: file.tls,
-                revoked_certificates: file.revoked_certificates,
-                allow_plaintext: file.allow_plaintext,
-            })
-        })
+        source.read_as(|config, _| Some(config))
     }
 
     /// Returns the settings of the listening socket.
