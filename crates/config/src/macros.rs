@@ -40,7 +40,7 @@ macro_rules! config_struct {
         $visibility:vis struct $name:ident {
             $(
                 $(#[doc = $doc:literal])*
-                $field_visibility:vis $field:ident $(as $key:literal)? : $type:ty $(as $written:ty)? $(= $default:expr)?
+                $field_visibility:vis $field:ident $(as $key:literal)? : $type:ty $(as $in_file:ty)? $(= $default:expr)?
             ),* $(,)?
         }
         $(elsewhere { $($elsewhere:literal => $expected:expr),* $(,)? })?
@@ -59,13 +59,13 @@ macro_rules! config_struct {
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
                 let table = reader.table::<Self>(value, known, elsewhere)?;
                 // Reads all keys, so that each mistake is found, before the first missing one ends it.
-                $(let $field: Option<$crate::config_struct!(@written $type $(, $written)?)> =
+                $(let $field: Option<$crate::config_struct!(@in_file $type $(, $in_file)?)> =
                     table.key(
                         $crate::config_struct!(@key $field $($key)?),
                         $crate::config_struct!(@default $($default)?),
                         reader,
                     );)*
-                Some(Self { $($field: $crate::config_struct!(@convert $field? $(, $written)?)),* })
+                Some(Self { $($field: $crate::config_struct!(@convert $field? $(, $in_file)?)),* })
             }
 
             fn expected() -> String {
@@ -77,12 +77,12 @@ macro_rules! config_struct {
                 let mut required: Vec<&str> = Vec::new();
                 $({
                     let key = $crate::config_struct!(@key $field $($key)?);
-                    type Written = $crate::config_struct!(@written $type $(, $written)?);
-                    let mut schema = <Written as $crate::FromToml>::schema();
+                    type InFile = $crate::config_struct!(@in_file $type $(, $in_file)?);
+                    let mut schema = <InFile as $crate::FromToml>::schema();
                     schema["description"] = concat!($($doc),*).trim().into();
                     properties.insert(key.to_owned(), schema);
                     let has_default = $crate::config_struct!(@has $($default)?);
-                    if <Written as $crate::FromToml>::REQUIRED && !has_default {
+                    if <InFile as $crate::FromToml>::REQUIRED && !has_default {
                         required.push(key);
                     }
                 })*
@@ -97,10 +97,10 @@ macro_rules! config_struct {
     };
     (@key $field:ident) => { stringify!($field) };
     (@key $field:ident $key:literal) => { $key };
-    (@written $type:ty) => { $type };
-    (@written $type:ty, $written:ty) => { $written };
+    (@in_file $type:ty) => { $type };
+    (@in_file $type:ty, $in_file:ty) => { $in_file };
     (@convert $value:expr) => { $value };
-    (@convert $value:expr, $written:ty) => { <$written>::into($value) };
+    (@convert $value:expr, $in_file:ty) => { <$in_file>::into($value) };
     (@default) => { None };
     (@default $default:expr) => { Some(|| $default) };
     (@has) => { false };
