@@ -4,6 +4,7 @@ pub mod counts;
 
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::sync::OnceLock;
 
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::FourTuple;
@@ -96,6 +97,11 @@ fn request(sequence: u32, connection: &FourTuple) -> Request {
 /// listening one does not count. In the order of `connections`. About 2 us each. Fails when the kernel has no
 /// sock_diag(7) for TCP, or does not answer.
 pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
+    static SUPPORTED: OnceLock<()> = OnceLock::new();
+    if SUPPORTED.get().is_none() {
+        counts::ensure_supported()?;
+        SUPPORTED.get_or_init(|| ());
+    }
     let socket = open()?;
     let mut found = vec![false; connections.len()];
     for (batch, found) in connections.chunks(BATCH).zip(found.chunks_mut(BATCH)) {

@@ -29,6 +29,7 @@ struct Listed {
 
 /// include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED, FIN-WAIT-1 and 2, CLOSE-WAIT, LAST-ACK, CLOSING. With SYN-RECEIVED the kernel
 /// lists half-open ones, too.
+const NO_STATES: u32 = 0;
 const LISTENING: u32 = 1 << 10;
 const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
 /// The kernel fills at most 32 KiB at a time, and less where it has not seen a larger buffer.
@@ -68,8 +69,15 @@ pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
 fn for_each(request: &Request, mut found: impl FnMut(&Listed)) -> anyhow::Result<()> {
     let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
-    while read_list(&socket, &mut buffer, &mut found)? {}
+    // A kernel without IPv6 has no list of it.
+    let may_lack = i32::from(request.family) == libc::AF_INET6;
+    while read_list(&socket, &mut buffer, may_lack, &mut found)? {}
     Ok(())
+}
+
+/// Fails when the kernel has no sock_diag(7) for TCP. To a query for one socket it then answers that there is none.
+pub(super) fn ensure_supported() -> anyhow::Result<()> {
+    for_each(&list(libc::AF_INET as u8, NO_STATES, 0), |_| ())
 }
 
 /// Returns the port that all of them have: the kernel then skips all others.
@@ -104,8 +112,13 @@ fn list(family: u8, states: u32, port: u16) -> Request {
     }
 }
 
-/// Whether more is to come.
-fn read_list(socket: &OwnedFd, buffer: &mut [u8], found: &mut impl FnMut(&Listed)) -> anyhow::Result<bool> {
+/// Whether more is to come. `may_lack`: a kernel without the family has no sockets of it.
+fn read_list(
+    socket: &OwnedFd,
+    buffer: &mut [u8],
+    may_lack: bool,
+    found: &mut impl FnMut(&Listed),
+) -> anyhow::Result<bool> {
     let length = nix::unistd::read(socket, buffer).context("no list from sock_diag")?;
     let mut bytes = &buffer[..length];
     while let Ok((header, _)) = MessageHeader::read_from_prefix(bytes) {
@@ -115,15 +128,18 @@ fn read_list(socket: &OwnedFd, buffer: &mut [u8], found: &mut impl FnMut(&Listed
                 let (listed, _) = Listed::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
                 found(&listed);
             }
-            kind if i32::from(kind) == libc::NLMSG_DONE => return Ok(false),
-            kind if i32::from(kind) == libc::NLMSG_ERROR => {
+            kind if [libc::NLMSG_DONE, libc::NLMSG_ERROR].contains(&kind.into()) => {
                 let code = message.get(size_of::<MessageHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
-                match code.map(|(code, _)| Errno::from_raw(-code)) {
-                    // A kernel without IPv6.
-                    Some(Errno::ENOENT) => return Ok(false),
-                    Some(error) => bail!("sock_diag: {error}"),
-                    None => bail!("sock_diag: an error without a number"),
-                }
+                return match code.map(|(code, _)| Errno::from_raw(-code)) {
+                    None => bail!("sock_diag: an end without a number"),
+                    Some(Errno::ENOENT) if !may_lack => {
+                        bail!("sock_diag: this kernel has none for TCP: modprobe tcp_diag")
+                    }
+                    Some(Errno::ENOENT) => Ok(false),
+                    // The end of a list has the error of its last part, or none.
+                    Some(error) if error as i32 != 0 => bail!("sock_diag: {error}"),
+                    Some(_) => Ok(false),
+                };
             }
             other => bail!("sock_diag: a message of type {other}"),
         }
@@ -149,6 +165,27 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
+
+    /// Result of [`read_list`] for the end of a list with this error.
+    fn read_end(kind: i32, error: i32, may_lack: bool) -> anyhow::Result<bool> {
+        let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        let length = (size_of::<MessageHeader>() + size_of::<i32>()) as u32;
+        let header = MessageHeader { length, kind: kind as u16, flags: 0, sequence: 0, port: 0 };
+        theirs.write_all(&[header.as_bytes(), (-error).as_bytes()].concat()).unwrap();
+        read_list(&ours.into(), &mut [0; 64], may_lack, &mut |_| panic!("no socket is in the list"))
+    }
+
+    #[test]
+    fn a_kernel_without_sock_diag_for_tcp_is_an_error() {
+        for kind in [libc::NLMSG_DONE, libc::NLMSG_ERROR] {
+            let error = read_end(kind, libc::ENOENT, false).unwrap_err().to_string();
+            assert!(error.contains("modprobe tcp_diag"), "{error}");
+            assert!(!read_end(kind, libc::ENOENT, true).unwrap(), "a kernel without IPv6");
+            assert!(read_end(kind, libc::EPERM, true).is_err());
+        }
+        assert!(!read_end(libc::NLMSG_DONE, 0, false).unwrap());
+        ensure_supported().unwrap();
+    }
 
     fn pair(listener: &TcpListener, to: SocketAddr) -> (TcpStream, TcpStream) {
         let client = TcpStream::connect(to).unwrap();
