@@ -48,11 +48,20 @@ impl Daemon {
             }
         }
         caps::clear(None, CapSet::Ambient)?;
-        caps::clear(None, CapSet::Inheritable)?;
-        caps::set(None, CapSet::Effective, &effective)?;
-        caps::set(None, CapSet::Permitted, &permitted)?;
+        reduce(CapSet::Inheritable, &CapsHashSet::new())?;
+        reduce(CapSet::Effective, &effective)?;
+        reduce(CapSet::Permitted, &permitted)?;
         prctl::set_no_new_privs().context("no_new_privs")?;
         prctl::set_dumpable(false).context("dumpable")?;
         Ok(())
     }
+}
+
+/// Sets `set` to `retained`, unless it is that already: the system call filter of a unit without capabilities forbids
+/// capset(2).
+fn reduce(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
+    if caps::read(None, set)? == *retained {
+        return Ok(());
+    }
+    caps::set(None, set, retained).with_context(|| format!("cannot drop {set:?} capabilities"))
 }
