@@ -7,7 +7,7 @@ DIST := $(TARGET)/dist
 
 FIGURES ?= out/figures
 
-.PHONY: help install build dist deb demo figures screenshot test test-model test-fast test-alone test-all test-nic test-upgrade conformance api-test soak chaos fuzz consistency lint bench clean
+.PHONY: help install build dist deb demo figures screenshot test test-model test-fast test-alone test-all test-nic test-units test-upgrade conformance api-test soak chaos fuzz consistency lint bench clean
 
 help: ## what can be typed
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,8 @@ test-alone: ## tests that need the whole machine: demo, chaos, soak, live figure
 test-all: build ## everything: also tests that need the whole machine, a guest with real RSS, the API, upgrades
 	@scripts/test all $(FILTER)
 	@scripts/test-nic
+	@scripts/install deb
+	@scripts/test-units
 	@scripts/install api
 	@scripts/api-test 20
 	@scripts/test-upgrade
@@ -53,6 +55,10 @@ screenshot: build ## the dashboard in a browser, with a fleet behind it: docs/da
 
 test-nic: build ## the real agent on a real driver with real RSS, in a QEMU guest
 	@scripts/test-nic
+
+test-units: build ## the packages and their units under systemd, in a QEMU guest with Debian
+	@scripts/install deb
+	@scripts/test-units
 
 test-upgrade: install ## daemons of another layout, or of an older commit (OLD=COMMIT), exchanged for today's and back, under load
 	@scripts/install run

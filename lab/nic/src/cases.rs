@@ -7,7 +7,7 @@ use anyhow::{Result, anyhow, ensure};
 
 use crate::agent::{self, Daemons, Watched};
 use crate::forwarding;
-use crate::guest::{Guest, Nic, QUEUES};
+use crate::guest::{Guest, Hardware, Nic, QUEUES};
 use crate::initrd;
 use crate::packages::Packages;
 use crate::rss::{self, Measurement};
@@ -182,7 +182,8 @@ impl Case {
             (false, _) => "-arguments",
         };
         let console = parts.logs.join(format!("{}-{}{mark}.console", self.nic.driver(), self.kernel));
-        let boot = || Guest::boot(&parts.packages, &kernel, &initrd, &nics, self.arguments, &console);
+        let boot =
+            || Guest::boot(&parts.packages, &kernel, &initrd, Hardware::with_nics(&nics), self.arguments, &console);
         // QEMU's emulation of several CPUs sometimes trips over itself while the guest sets up its PCI devices
         // (system/physmem.c, iotlb_to_section): nothing of ours has run by then.
         let mut guest = boot().or_else(|error| match format!("{error:#}").contains("Assertion") {

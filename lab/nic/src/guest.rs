@@ -81,6 +81,36 @@ impl Nic {
     }
 }
 
+/// Hardware of a guest, besides its serial lines.
+#[derive(Clone, Copy)]
+pub struct Hardware<'a> {
+    pub nics: &'a [Nic],
+    /// Images of `/dev/vda` and the following.
+    pub disks: &'a [PathBuf],
+    pub memory: &'a str,
+}
+
+impl<'a> Hardware<'a> {
+    /// A machine without disks.
+    pub fn with_nics(nics: &'a [Nic]) -> Self {
+        Self { nics, disks: &[], memory: "512M" }
+    }
+
+    fn arguments(&self) -> Vec<String> {
+        let machine = ["-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", self.memory];
+        let mut arguments: Vec<String> = machine.map(str::to_owned).to_vec();
+        let mut add = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
+        for (index, nic) in (0..).zip(self.nics) {
+            add("-netdev", nic.backend(index));
+            add("-device", nic.device(index));
+        }
+        for disk in self.disks {
+            add("-drive", format!("file={},format=raw,if=virtio", disk.display()));
+        }
+        arguments
+    }
+}
+
 /// A booted guest. Dropping it kills QEMU, and with it the tap goes.
 pub struct Guest {
     qemu: Child,
@@ -126,14 +156,14 @@ impl Guest {
         Ok(Monitor(socket))
     }
 
-    /// Boots a guest with `nics`, and waits for its init to be ready. `arguments` end the kernel's command line; what
+    /// Boots a guest, and waits for its init to be ready. `arguments` end the kernel's command line; what
     /// it prints goes to the file `console`. Fails when QEMU ends or nothing is ready in two minutes; with the last
     /// lines of the console.
     pub fn boot(
         packages: &Packages,
         kernel: &Path,
         initrd: &[u8],
-        nics: &[Nic],
+        hardware: Hardware<'_>,
         arguments: &str,
         console: &Path,
     ) -> Result<Self> {
@@ -145,18 +175,14 @@ impl Guest {
         for folder in packages.firmware() {
             command.arg("-L").arg(folder);
         }
-        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]);
+        command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]).args(hardware.arguments());
         let monitor = tempfile::tempdir()?;
         let socket = monitor.path().join(MONITOR);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", socket.display())]);
-        command.args(["-machine", "q35", "-accel", "tcg,thread=multi", "-cpu", "max", "-m", "512M"]);
         command.args(["-smp", &QUEUES.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
         command.args(["-append", &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {arguments}")]);
         command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);
-        for (index, nic) in (0..).zip(nics) {
-            command.args(["-netdev", &nic.backend(index), "-device", &nic.device(index)]);
-        }
         let complaints = fs::File::create(console.with_extension("qemu"))?;
         let qemu = command
             .stdin(Stdio::from(OwnedFd::from(theirs.try_clone()?)))
@@ -169,6 +195,19 @@ impl Guest {
         let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor };
         guest.lines_until("@ready", BOOT_LIMIT)?;
         Ok(guest)
+    }
+
+    /// Shuts the guest down in order. Fails when QEMU does not end in two minutes.
+    pub fn power_off(mut self) -> Result<()> {
+        self.serial.write_all(b"poweroff\n").context("the guest is gone")?;
+        let end = Instant::now() + BOOT_LIMIT;
+        while self.qemu.try_wait()?.is_none() {
+            if Instant::now() > end {
+                bail!("the guest is still there {} s after `poweroff`; {}", BOOT_LIMIT.as_secs(), self.last_words());
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Ok(())
     }
 
     /// Runs a command (one line of shell) in the guest; its output. Fails when the command fails (with its output), or

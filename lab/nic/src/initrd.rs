@@ -11,7 +11,10 @@ use crate::packages::Packages;
 use crate::process::{run, tied};
 
 const DIRECTORY: u32 = 0o040_755;
-const EXECUTABLE: u32 = 0o100_755;
+/// Mode of a program.
+pub const EXECUTABLE: u32 = 0o100_755;
+/// Mode of a file that everyone may read.
+pub const READABLE: u32 = 0o100_644;
 /// Secrets are among the files, and `coreward` takes none that others can read.
 const OWNERS_ONLY: u32 = 0o100_600;
 
@@ -73,18 +76,45 @@ pub fn build(
     }
     archive.add("init", EXECUTABLE, include_bytes!("../guest/init"));
     archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);
-    let mut order = String::new();
-    for (name, content) in kernel::load_order(kernel_folder, modules)? {
-        archive.add(&format!("modules/{name}.ko"), EXECUTABLE, &content);
-        order += &format!("{name}\n");
-    }
-    archive.add("modules/order", EXECUTABLE, order.as_bytes());
+    add_modules(&mut archive, kernel_folder, modules)?;
     add_ethtool(&mut archive, packages)?;
     add_coreward(&mut archive, coreward, &packages.stripped())?;
     for (name, content) in files {
         archive.add(name, OWNERS_ONLY, content.as_bytes());
     }
     Ok(archive.finish())
+}
+
+/// A first file system that loads the modules, mounts the first disk, copies `files` onto it and starts its init. Fails
+/// when a part is missing, named.
+pub fn build_for_disk(
+    packages: &Packages,
+    kernel_folder: &Path,
+    modules: &[&str],
+    files: &[(&str, u32, String)],
+) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    for folder in ["dev", "disk"] {
+        archive.add(folder, DIRECTORY, &[]);
+    }
+    archive.add("init", EXECUTABLE, include_bytes!("../guest/init-disk"));
+    archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);
+    add_modules(&mut archive, kernel_folder, modules)?;
+    for (name, mode, content) in files {
+        archive.add(&format!("files/{name}"), *mode, content.as_bytes());
+    }
+    Ok(archive.finish())
+}
+
+/// `modules` with those that they need, and the file `modules/order` with their names in the order of loading.
+fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
+    let mut order = String::new();
+    for (name, content) in kernel::load_order(kernel_folder, modules)? {
+        archive.add(&format!("modules/{name}.ko"), EXECUTABLE, &content);
+        order += &format!("{name}\n");
+    }
+    archive.add("modules/order", EXECUTABLE, order.as_bytes());
+    Ok(())
 }
 
 /// ethtool comes from Debian's packages and `coreward` from this machine: two C libraries, so ethtool gets a folder.

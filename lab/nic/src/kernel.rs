@@ -9,7 +9,24 @@ use anyhow::{Context as _, Result};
 use crate::process::{run, tied};
 
 /// Modules that the guests load besides their dependencies; Debian's kernels have some of them built in.
-pub const MODULES: [&str; 7] = ["virtio_pci", "virtio_net", "igb", "vmxnet3", "sch_ingress", "cls_bpf", "veth"];
+pub const MODULES: [&str; 15] = [
+    "virtio_pci",
+    "virtio_net",
+    "igb",
+    "vmxnet3",
+    "sch_ingress",
+    "cls_bpf",
+    "veth",
+    "bridge",
+    "virtio_blk",
+    "ext4",
+    // ext4 loads it by its alias (fs/ext4/super.c, crypto_alloc_shash), which is no dependency.
+    "crc32c_generic",
+    "tcp_diag",
+    "ip_vs",
+    "ip_vs_rr",
+    "ip_vs_mh",
+];
 
 /// Takes image and needed modules out of a kernel package, and lays them flat into `folder`. Fails when the package
 /// lacks one of them.

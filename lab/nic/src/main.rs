@@ -9,9 +9,12 @@
 //! * [`agent`]: what is under test
 //! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
 //! * [`cases`]: the checks
+//!
+//! `make test-units` (`--units`): [`units`] in a guest with Debian and systemd ([`debian`]).
 
 mod agent;
 mod cases;
+mod debian;
 mod forwarding;
 mod guest;
 mod initrd;
@@ -21,6 +24,7 @@ mod process;
 mod rss;
 mod segment;
 mod tally;
+mod units;
 mod wire;
 
 use std::fs;
@@ -51,11 +55,18 @@ struct Arguments {
     /// Only runs this command (one line of shell) in the guests.
     #[arg(long)]
     run: Option<String>,
+    /// Instead checks the Debian packages in the directories `old` and `new` of this one, under systemd.
+    #[arg(long)]
+    units: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let mut tally = Tally::default();
+    if let Some(debs) = &arguments.units {
+        check_units(&arguments, debs, &mut tally);
+        return tally.finish();
+    }
     let cases = CASES.iter().filter(|case| case.is_wanted(&arguments.only));
     match prepare(&arguments) {
         Err(missing) => {
@@ -73,6 +84,17 @@ fn main() -> ExitCode {
     tally.finish()
 }
 
+fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
+    match prepare(arguments) {
+        Err(missing) => tally.skip("Debian with systemd", &format!("{missing:#}")),
+        Ok((parts, _lock)) => {
+            let command = arguments.run.as_deref();
+            let checked = units::check(&parts.packages, &parts.logs, debs, command, tally);
+            checked.unwrap_or_else(|error| tally.check("Debian with systemd", Err(error)));
+        }
+    }
+}
+
 /// Parts of the guests, and the lock that keeps a second run out of them; or one sentence about what is missing.
 fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
@@ -86,7 +108,10 @@ fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     let cache = arguments.cache.canonicalize()?;
     let lock = lock(&cache.join("lock"))?;
     let packages = Packages::fetch(&cache.join("packages"))?;
-    wire::enter_namespace()?;
+    // A guest with systemd has its network inside, and its root file system is fetched later.
+    if arguments.units.is_none() {
+        wire::enter_namespace()?;
+    }
     Ok((Parts { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
 }
 

@@ -19,6 +19,7 @@ use crate::process::{run, tied};
 const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
 /// Downloads are stopped after this many seconds.
 const DOWNLOAD_SECONDS: &str = "300";
+const NO_MIRROR: &str = "this machine's apt-get has no Debian mirror";
 const ARCHITECTURE: &str = "x86_64-linux-gnu";
 
 pub struct Packages {
@@ -32,7 +33,7 @@ impl Packages {
     /// With one sentence that says what could not be had.
     pub fn fetch(folder: &Path) -> Result<Self> {
         let packages = Self { folder: folder.to_path_buf() };
-        let wanted = format!("{KERNELS:?} {:?}\n", kernel::MODULES);
+        let wanted = format!("{KERNELS:?} {:?} debootstrap\n", kernel::MODULES);
         let complete = folder.join("complete");
         if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
             println!("packages: from {}", folder.display());
@@ -48,7 +49,8 @@ impl Packages {
         println!("packages: fetching QEMU and the kernels into {}", folder.display());
         apt.get(&["update"])?;
         let backports = format!("{}-backports", apt.release);
-        apt.get(&["install", "--download-only", "-t", &backports, "qemu-system-x86", "busybox-static", "ethtool"])?;
+        let programs = ["qemu-system-x86", "busybox-static", "ethtool", "debootstrap"];
+        apt.get(&[&["install", "--download-only", "-t", &backports], &programs[..]].concat())?;
         for archive in archives(folder)? {
             run(tied("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
             fs::remove_file(archive)?;
@@ -94,6 +96,16 @@ impl Packages {
             files.push(if usr.exists() { usr } else { libraries.join(name) });
         }
         (root.join("sbin/ethtool"), files)
+    }
+
+    /// debootstrap, without arguments.
+    pub fn debootstrap(&self) -> Command {
+        let root = self.folder.join("root");
+        // It mounts file systems in what it makes: they go with the mount namespace.
+        let mut command = tied("unshare");
+        command.args(["--mount", "sh"]).arg(root.join("usr/sbin/debootstrap"));
+        command.env("DEBOOTSTRAP_DIR", root.join("usr/share/debootstrap"));
+        command
     }
 
     /// Path of the binary under test without its debug information; one place, so that no run leaves another.
@@ -168,23 +180,39 @@ impl Apt {
 
 /// The machine's Debian sources and the backports beside them, as lines of sources.list, and the release's name.
 fn sources() -> Result<(String, String)> {
+    let mut lines = BTreeSet::new();
+    let mut release = None;
+    for (uri, suite) in repositories()? {
+        lines.insert(format!("deb {uri} {suite} main\n"));
+        if !suite.contains('-') {
+            lines.insert(format!("deb {uri} {suite}-backports main\n"));
+            release = Some(suite);
+        }
+    }
+    Ok((lines.into_iter().collect(), release.context(NO_MIRROR)?))
+}
+
+/// The machine's Debian mirror and release, for debootstrap.
+///
+/// # Errors
+/// Without a Debian source of apt-get.
+pub fn mirror() -> Result<(String, String)> {
+    repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR)
+}
+
+/// The machine's Debian sources of programs: address and suite.
+fn repositories() -> Result<Vec<(String, String)>> {
     let mut targets = debian_targets()?;
     if targets.is_empty() {
         // A machine knows which of its sources are Debian's only when it has fetched their lists once.
         run(tied("timeout").args([DOWNLOAD_SECONDS, "apt-get", "-q", "update"]))?;
         targets = debian_targets()?;
     }
-    let mut lines = BTreeSet::new();
-    let mut release = None;
-    for target in targets.lines() {
-        let [uri, suite, "main"] = target.split(' ').collect::<Vec<_>>()[..] else { continue };
-        lines.insert(format!("deb {uri} {suite} main\n"));
-        if !suite.contains('-') {
-            lines.insert(format!("deb {uri} {suite}-backports main\n"));
-            release = Some(suite.to_string());
-        }
-    }
-    Ok((lines.into_iter().collect(), release.context("this machine's apt-get has no Debian mirror")?))
+    let repository = |target: &str| match target.split(' ').collect::<Vec<_>>()[..] {
+        [uri, suite, "main"] => Some((uri.to_owned(), suite.to_owned())),
+        _ => None,
+    };
+    Ok(targets.lines().filter_map(repository).collect())
 }
 
 fn debian_targets() -> Result<String> {

@@ -1,0 +1,127 @@
+//! Guests with Debian's own root file system and systemd.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+
+use crate::guest::{Guest, Hardware};
+use crate::initrd::{self, EXECUTABLE, READABLE};
+use crate::packages::{self, Packages};
+use crate::process::{run, tied};
+
+/// Kernel of the guests: the release's own.
+const KERNEL: &str = "6.1";
+const MODULES: [&str; 13] = [
+    "virtio_pci",
+    "virtio_blk",
+    "crc32c_generic",
+    "ext4",
+    "veth",
+    "bridge",
+    "sch_ingress",
+    "cls_bpf",
+    // The guest has no /lib/modules to load it from when the agent first lists sockets.
+    "tcp_diag",
+    "ip_vs",
+    "ip_vs_rr",
+    "ip_vs_mh",
+    "virtio_net",
+];
+/// Packages that a minimal Debian lacks: for booting, for the daemons' packages, for the tests.
+const PROGRAMS: &str =
+    "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
+/// Size of the root file system: twice what the programs take.
+const IMAGE_SIZE: &str = "1500M";
+
+/// Without gettys: systemd would wait for udev to report the serial lines, and the guest has no udev.
+const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
+const TARGET: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
+const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDependencies=no\nAfter=basic.target\n\
+                           [Service]\nExecStart=/usr/local/sbin/test-serial\nKillMode=process\n";
+const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
+                            [Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/sh -e /etc/test-network\n";
+
+/// A file of the guest: path without leading slash, and content.
+pub type File = (&'static str, String);
+
+/// Makes an image of Debian's root file system, or takes that of an earlier run.
+///
+/// # Errors
+/// When debootstrap cannot fetch the packages.
+pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
+    let (mirror, release) = packages::mirror()?;
+    let wanted = format!("{release} {PROGRAMS} {IMAGE_SIZE}\n");
+    let [image, complete] = ["debian.ext4", "debian.complete"].map(|name| cache.join(name));
+    if image.exists() && fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
+        return Ok(image);
+    }
+    println!("packages: fetching Debian's {release} into {}", image.display());
+    // Users other than root live in it.
+    let root = tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache)?;
+    let include = format!("--include={PROGRAMS}");
+    let arguments = ["--variant=minbase", include.as_str(), release.as_str()];
+    run(packages.debootstrap().args(arguments).arg(root.path()).arg(mirror)).with_context(|| log_of(root.path()))?;
+    run(tied("sh")
+        .args(["-c", "rm -rf \"$0\"/var/cache/apt/archives/*.deb \"$0\"/var/lib/apt/lists/*"])
+        .arg(root.path()))?;
+    let _ = fs::remove_file(&image);
+    run(tied("mke2fs").args(["-q", "-t", "ext4", "-d"]).arg(root.path()).arg(&image).arg(IMAGE_SIZE))?;
+    fs::write(complete, wanted)?;
+    Ok(image)
+}
+
+/// The end of debootstrap's log.
+fn log_of(root: &Path) -> String {
+    let text = fs::read_to_string(root.join("debootstrap/debootstrap.log")).unwrap_or_default();
+    format!("debootstrap: {}", text.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
+}
+
+/// A machine with Debian that boots again and again.
+pub struct Debian<'a> {
+    packages: &'a Packages,
+    kernel: PathBuf,
+    initrd: Vec<u8>,
+    disks: [PathBuf; 2],
+    console: PathBuf,
+}
+
+impl<'a> Debian<'a> {
+    /// `files` are in the root file system; `/etc/test-network` runs before the services. `/dev/vdb` is a tar archive
+    /// of the directory `content`.
+    ///
+    /// # Errors
+    /// When Debian's packages cannot be fetched.
+    pub fn new(packages: &'a Packages, cache: &Path, name: &str, files: &[File], content: &Path) -> Result<Self> {
+        let image = root_image(packages, cache)?;
+        let kernel = packages.kernel(KERNEL);
+        let units = [
+            ("etc/systemd/system/test-serial.service", SERIAL_UNIT.to_owned()),
+            ("etc/systemd/system/test-network.service", NETWORK_UNIT.to_owned()),
+            ("etc/systemd/system/multi-user.target.d/test.conf", TARGET.to_owned()),
+        ];
+        let serial = ("usr/local/sbin/test-serial", EXECUTABLE, include_str!("../guest/serial").to_owned());
+        let readable = units.iter().chain(files).map(|(path, content)| (*path, READABLE, content.clone()));
+        let all: Vec<_> = readable.chain([serial]).collect();
+        let initrd = initrd::build_for_disk(packages, &kernel, &MODULES, &all)?;
+        let disks = [cache.join(format!("{name}.ext4")), cache.join(format!("{name}.tar"))];
+        run(tied("cp").arg("--sparse=always").arg(image).arg(&disks[0]))?;
+        run(tied("tar").arg("-C").arg(content).arg("-cf").arg(&disks[1]).arg("."))?;
+        Ok(Self { packages, kernel, initrd, disks, console: cache.join(format!("{name}.console")) })
+    }
+
+    /// Boots. Fails when QEMU or Debian does not start.
+    pub fn boot(&self) -> Result<Guest> {
+        let hardware = Hardware { nics: &[], disks: &self.disks, memory: "1536M" };
+        Guest::boot(self.packages, &self.kernel, &self.initrd, hardware, KERNEL_ARGUMENTS, &self.console)
+    }
+}
+
+impl Drop for Debian<'_> {
+    fn drop(&mut self) {
+        for disk in &self.disks {
+            let _ = fs::remove_file(disk);
+        }
+    }
+}

@@ -1,0 +1,404 @@
+//! The Debian packages under a booted systemd: installed, started, reloaded, upgraded, killed by the watchdog, removed.
+//!
+//! The load balancer has a network namespace of its own, as it forwards to a server on the same machine.
+
+use std::path::Path;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::debian::{Debian, File};
+use crate::guest::Guest;
+use crate::packages::Packages;
+use crate::tally::Tally;
+
+const NAME: &str = "Debian with systemd";
+/// In the order of their start.
+const DAEMONS: [&str; 4] = ["controller", "rack", "agent", "lb"];
+/// Time limit of a package installation, a start or a reboot, under emulation.
+const INSTALL_LIMIT: Duration = Duration::from_secs(300);
+/// Time limit for daemons to find each other again after each was restarted.
+const SETTLE_LIMIT: Duration = Duration::from_secs(90);
+/// Connections that stay open while daemons are reloaded, upgraded and killed.
+const HELD: usize = 8;
+/// New connections before anything changes.
+const NEW: usize = 20;
+/// Errors of a confined process, as strerror(3) words them.
+const DENIED: &str = "Operation not permitted|Permission denied|Read-only file system";
+
+const NETWORK: &str = "
+ip netns add switch
+ip netns add lb
+ip netns add client
+ip -n switch link add br0 type bridge
+ip -n switch link set br0 up
+port() { # name, namespace, device, address
+	ip link add $3 netns $2 numrxqueues 2 numtxqueues 2 type veth peer name $1 netns switch
+	ip -n switch link set $1 master br0 up
+	ip -n $2 address add $4/24 dev $3
+	ip -n $2 link set $3 up
+	ip -n $2 link set lo up
+	# XDP_TX on veth needs NAPI at the other end; frames of XDP must carry whole checksums.
+	ip netns exec switch ethtool -K $1 gro on
+	ip netns exec $2 ethtool -K $3 tx off
+}
+port p-lb lb eth0 10.2.0.1
+port p-client client eth0 10.2.0.2
+ip netns add server
+port p-server server srv0 10.2.0.11
+ip -n server link set srv0 netns 1
+ip netns delete server
+ip address add 10.2.0.11/24 dev srv0
+ip address add 10.200.0.1/32 dev lo
+ip link set srv0 up
+ip -n client route add 10.200.0.1 via 10.2.0.1
+";
+/// A request to port $1 over a connection of its own.
+const REQUEST: &str = "
+exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
+printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
+timeout 5 grep -q served <&3
+";
+/// A line per new connection, until it is killed.
+const LOAD: &str = "
+while sleep 0.1; do
+	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
+done
+";
+/// Holds $1 connections; for each line in the FIFO a request over each, and the number of answers.
+const HOLD: &str = "
+connections=()
+for ((number = 0; number < $1; number++)); do
+	exec {connection}<>/dev/tcp/10.200.0.1/80 || exit 1
+	connections+=($connection)
+done
+while read -r _ < /run/test-hold.in; do
+	answered=0
+	for connection in ${connections[@]}; do
+		printf 'GET / HTTP/1.1\\r\\nHost: test\\r\\n\\r\\n' >&$connection
+		while read -r -t 5 line <&$connection; do
+			[[ $line == served ]] && answered=$((answered + 1)) && break
+		done
+	done
+	echo $answered > /run/test-hold.out
+done
+";
+const NGINX: &str = "
+user www-data;
+worker_processes 2;
+worker_cpu_affinity auto;
+pid /run/nginx.pid;
+events {}
+http {
+	keepalive_timeout 1h;
+	server {
+		listen 10.200.0.1:80 reuseport;
+		listen 10.200.0.1:8080 reuseport;
+		location / { return 200 \"served\\n\"; }
+	}
+}
+";
+const CONTROLLER: &str = "
+listen = \"10.2.0.11:7400\"
+api = \"127.0.0.1:7401\"
+store = \"/var/lib/coreward/controller.redb\"
+fleet = \"fleet.toml\"
+allow_plaintext = true
+";
+const FLEET: &str = "
+[[server]]
+name = \"s1\"
+address = \"10.2.0.11\"
+
+[[service]]
+name = \"web\"
+vip = \"10.200.0.1:80\"
+";
+const RACK: &str = "
+name = \"rack1\"
+listen = \"10.2.0.11:7410\"
+controller = \"10.2.0.11:7400\"
+allow_plaintext = true
+";
+const AGENT: &str = "
+server = \"s1\"
+controller = [\"10.2.0.11:7410\", \"10.2.0.11:7400\"]
+interface = \"srv0\"
+pin_directory = \"/sys/fs/bpf/coreward/agent\"
+";
+const LB: &str = "
+name = \"lb1\"
+controller = \"10.2.0.11:7400\"
+interface = \"eth0\"
+pin_directory = \"/sys/fs/bpf/coreward/lb\"
+";
+
+fn files() -> Vec<File> {
+    [
+        ("etc/test-network", NETWORK),
+        ("etc/test-request", REQUEST),
+        ("etc/test-load", LOAD),
+        ("etc/test-hold", HOLD),
+        ("etc/nginx/nginx.conf", NGINX),
+        ("etc/coreward/controller.toml", CONTROLLER),
+        ("etc/coreward/fleet.toml", FLEET),
+        ("etc/coreward/rack.toml", RACK),
+        ("etc/coreward/agent.toml", AGENT),
+        ("etc/coreward/lb.toml", LB),
+        ("etc/systemd/system/coreward-lb.service.d/test.conf", "[Service]\nNetworkNamespacePath=/run/netns/lb\n"),
+    ]
+    .map(|(path, content)| (path, content.to_owned()))
+    .to_vec()
+}
+
+/// Checks the packages in the directories `old` and `new` of `debs`; with a `command`, only runs this.
+///
+/// # Errors
+/// When there is no guest.
+pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
+    let debian = Debian::new(packages, cache, "units", &files(), debs)?;
+    let start = Instant::now();
+    let mut guest = debian.boot()?;
+    println!("{NAME}: {} booted in {:.1} s", guest.run("uname -r")?.trim(), start.elapsed().as_secs_f64());
+    guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb")?;
+    if let Some(command) = command {
+        let (status, output) = guest.try_run(command, INSTALL_LIMIT)?;
+        println!("{output}");
+        ensure!(status == 0, "`{command}` ended with status {status}");
+        return Ok(());
+    }
+    if passes(&CHECKS, &mut guest, tally) {
+        guest.power_off()?;
+        passes(&CHECKS_OF_SECOND_BOOT, &mut debian.boot()?, tally);
+    }
+    Ok(())
+}
+
+/// Makes the checks until one fails.
+fn passes(checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
+    for (check, run) in checks {
+        let start = Instant::now();
+        let result = run(guest).map(|found| format!("{found} ({:.1} s)", start.elapsed().as_secs_f64()));
+        let failed = result.is_err();
+        tally.check(&format!("{NAME}: {check}"), result);
+        if failed {
+            println!("{}", journal(guest));
+            return false;
+        }
+    }
+    true
+}
+
+type Check = fn(&mut Guest) -> Result<String>;
+
+/// Each continues where the one before it ended.
+const CHECKS: [(&str, Check); 7] = [
+    ("installing starts nothing", install),
+    ("the units start", start),
+    ("the units are confined", confined),
+    ("connections reach the server", connect),
+    ("a reload is obeyed, a wrong file refused", reload),
+    ("an upgrade restarts the daemons, and no connection breaks", upgrade),
+    ("the watchdog restarts hung daemons, and no connection breaks", watchdog),
+];
+
+const CHECKS_OF_SECOND_BOOT: [(&str, Check); 2] =
+    [("the units start at boot", boot_again), ("removing ends the daemons, not the forwarding", remove)];
+
+fn unit(daemon: &str) -> String {
+    format!("coreward-{daemon}.service")
+}
+
+/// The properties of a unit, in the order of their names here.
+fn show<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
+    let mut values = Vec::new();
+    for property in properties {
+        values.push(guest.run(&format!("systemctl show --value -p {property} {}", unit(daemon)))?.trim().to_owned());
+    }
+    values.try_into().map_err(|values| anyhow::anyhow!("properties of {daemon}: {values:?}"))
+}
+
+fn main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
+    let [state, pid] = show(guest, daemon, ["ActiveState", "MainPID"])?;
+    ensure!(state == "active" && pid != "0", "{} is {state}, its process {pid}", unit(daemon));
+    pid.parse().with_context(|| format!("MainPID {pid:?}"))
+}
+
+fn main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
+    DAEMONS.iter().map(|daemon| main_pid(guest, daemon)).collect()
+}
+
+/// Repeats `check` until it passes.
+fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
+    let end = Instant::now() + limit;
+    loop {
+        match check() {
+            Ok(value) => return Ok(value),
+            Err(error) if Instant::now() > end => return Err(error.context(format!("after {} s", limit.as_secs()))),
+            Err(_) => sleep(Duration::from_millis(500)),
+        }
+    }
+}
+
+/// Lines of the journal that name a fault of the daemons or of their units.
+fn journal(guest: &mut Guest) -> String {
+    let command = "journalctl --no-pager -q -o cat -n 60 -u 'coreward-*'";
+    guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))
+}
+
+fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
+    let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
+    let (status, output) = guest.try_run(&command, INSTALL_LIMIT)?;
+    ensure!(status == 0, "`{command}` ended with status {status}: {output}");
+    Ok(output)
+}
+
+fn install(guest: &mut Guest) -> Result<String> {
+    guest.run("systemctl restart nginx")?;
+    apt(guest, "install /root/debs/old/*.deb")?;
+    for daemon in DAEMONS {
+        let [active, enabled] = show(guest, daemon, ["ActiveState", "UnitFileState"])?;
+        ensure!((active.as_str(), enabled.as_str()) == ("inactive", "disabled"), "{daemon}: {active}, {enabled}");
+    }
+    Ok(guest.run("dpkg-query -W -f '${Package} ${Version} ' 'coreward*'")?.trim().to_owned())
+}
+
+fn start(guest: &mut Guest) -> Result<String> {
+    for daemon in DAEMONS {
+        let (status, output) =
+            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit(daemon)), INSTALL_LIMIT)?;
+        ensure!(status == 0, "{daemon}: {output}");
+    }
+    let pids = main_pids(guest)?;
+    eventually(SETTLE_LIMIT, || request(guest, 80))?;
+    Ok(format!("processes {pids:?}"))
+}
+
+/// One request over a connection of its own.
+fn request(guest: &mut Guest, port: u16) -> Result<()> {
+    guest.run(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
+}
+
+/// Rights of each process by the kernel, not by the unit's file.
+fn confined(guest: &mut Guest) -> Result<String> {
+    let complaints = guest.run("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
+    ensure!(complaints.trim().is_empty(), "systemd complains: {complaints}");
+    guest.run("touch /home/visible")?;
+    let mut found = Vec::new();
+    for daemon in DAEMONS {
+        let pid = main_pid(guest, daemon)?;
+        let [capabilities, user] = show(guest, daemon, ["CapabilityBoundingSet", "User"])?;
+        let status = guest.run(&format!("cat /proc/{pid}/status"))?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim();
+        ensure!(field("NoNewPrivs:") == "1" && field("Seccomp:") == "2", "{daemon}: {status}");
+        let bounding = u64::from_str_radix(field("CapBnd:"), 16)?.count_ones() as usize;
+        ensure!(bounding == capabilities.split_whitespace().count(), "{daemon}: {capabilities:?}, but {status}");
+        ensure!(user.is_empty() == field("Uid:").starts_with('0'), "{daemon}: user {user:?}, but {status}");
+        for attempt in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
+            let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_LIMIT)?;
+            ensure!(status != 0, "{daemon} may {attempt}: {output}");
+        }
+        found.push(format!("{daemon} {bounding}"));
+    }
+    Ok(format!("capabilities: {}", found.join(", ")))
+}
+
+fn connect(guest: &mut Guest) -> Result<String> {
+    for number in 0..NEW {
+        request(guest, 80).with_context(|| format!("connection {number}"))?;
+    }
+    // Finding the service's workers takes the rights of the agent's unit.
+    let steered = || guest.run("! coreward status | grep '! s1: 10.200.0.1:80'");
+    eventually(SETTLE_LIMIT, steered)?;
+    let properties = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
+    guest.run(&format!("systemd-run -q --unit test-load {properties} bash /etc/test-load"))?;
+    guest.run("mkfifo /run/test-hold.in /run/test-hold.out")?;
+    let properties = "-p NetworkNamespacePath=/run/netns/client";
+    guest.run(&format!("systemd-run -q --unit test-hold {properties} bash /etc/test-hold {HELD}"))?;
+    unbroken(guest)
+}
+
+/// Requests over the connections that are held, and those made meanwhile.
+fn unbroken(guest: &mut Guest) -> Result<String> {
+    let answered = guest.run("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
+    ensure!(answered.trim() == HELD.to_string(), "{} of {HELD} held connections were served", answered.trim());
+    let [served, failed] = ["served", "failed"]
+        .map(|word| guest.run(&format!("grep -c {word} /run/test-load || true")).map(|count| count.trim().to_owned()));
+    let (served, failed) = (served?, failed?);
+    ensure!(failed == "0" && served != "0", "{failed} new connections failed, {served} were served");
+    Ok(format!("{HELD} held connections, {served} new ones, 0 failed"))
+}
+
+fn reload(guest: &mut Guest) -> Result<String> {
+    let pids = main_pids(guest)?;
+    let more = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
+    guest.run(&format!("printf '{more}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"))?;
+    eventually(SETTLE_LIMIT, || request(guest, 8080)).context("the service that was added")?;
+    let (status, _) = guest
+        .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_LIMIT)?;
+    ensure!(status != 0, "a wrong controller.toml was taken");
+    guest.run("sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller")?;
+    let dispatch = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
+    guest.run(&format!("printf '{dispatch}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"))?;
+    eventually(SETTLE_LIMIT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
+    let after = main_pids(guest)?;
+    ensure!(after == pids, "the processes were {pids:?}, now {after:?}");
+    unbroken(guest)
+}
+
+fn upgrade(guest: &mut Guest) -> Result<String> {
+    let before = main_pids(guest)?;
+    apt(guest, "install /root/debs/new/*.deb")?;
+    let after = main_pids(guest)?;
+    ensure!(before.iter().zip(&after).all(|(old, new)| old != new), "the processes were {before:?}, now {after:?}");
+    request(guest, 8080)?;
+    let found = unbroken(guest)?;
+    let version = guest.run("dpkg-query -W -f '${Version}' coreward-lb")?;
+    Ok(format!("{}: {found}", version.trim()))
+}
+
+fn watchdog(guest: &mut Guest) -> Result<String> {
+    for daemon in DAEMONS {
+        let pid = main_pid(guest, daemon)?;
+        guest.run(&format!("kill -STOP {pid}"))?;
+        eventually(SETTLE_LIMIT, || {
+            let now = main_pid(guest, daemon)?;
+            if now == pid {
+                bail!("{daemon} is still process {pid}");
+            }
+            Ok(())
+        })?;
+        guest.run(&format!("journalctl -q -o cat -b -u {} | grep -q 'Watchdog timeout'", unit(daemon)))?;
+        unbroken(guest).with_context(|| format!("after {daemon}"))?;
+    }
+    nothing_is_denied(guest)?;
+    unbroken(guest)
+}
+
+/// Fails when a daemon has logged since the boot that it may not do something.
+fn nothing_is_denied(guest: &mut Guest) -> Result<()> {
+    let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{DENIED}' || true"))?;
+    ensure!(denied.trim().is_empty(), "the daemons were denied: {denied}");
+    Ok(())
+}
+
+fn boot_again(guest: &mut Guest) -> Result<String> {
+    let pids = eventually(SETTLE_LIMIT, || main_pids(guest))?;
+    eventually(SETTLE_LIMIT, || request(guest, 80))?;
+    Ok(format!("processes {pids:?}"))
+}
+
+fn remove(guest: &mut Guest) -> Result<String> {
+    nothing_is_denied(guest)?;
+    apt(guest, "remove coreward-controller coreward-rack coreward-agent coreward-lb")?;
+    for daemon in DAEMONS {
+        let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit(daemon)), SETTLE_LIMIT)?;
+        ensure!(status != 0, "{daemon} is active");
+    }
+    request(guest, 80).context("after the removal")?;
+    guest.run("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
+    ensure!(request(guest, 80).is_err(), "the load balancer forwards after --detach");
+    guest.run("coreward agent --config /etc/coreward/agent.toml --detach")?;
+    Ok("forwarded until --detach".to_owned())
+}
