@@ -9,8 +9,8 @@
  * so no response comes before its request was added. Between the two steps a count may be one too low or too high for some
  * ns; sums never drift. (Counts are added to with atomic operations, for the same reason.)
  *
- * Where there is no room in four sets (32 requests) another one is dispatched and not counted, rather than that another
- * one's response find nothing. Without request ids all requests of one client's port fall into the same sets.
+ * When four sets (32 requests) are full, a further request is dispatched without being counted, so that the response of
+ * a counted one finds its entry. Without request ids all requests of one client's port share the same sets.
  */
 #ifndef COREWARD_DISPATCH_STATE_H
 #define COREWARD_DISPATCH_STATE_H

@@ -41,7 +41,7 @@
 #define COOKIE_KEY_BIT 0x8000u
 #define COOKIE_KIND_BIT 0x4000u
 #define COOKIE_ID_MASK 0x3fffu
-/* What the keyed hash hides: everything but the key bit. */
+/* Bits hidden by the keyed hash: everything but the key bit. */
 #define COOKIE_HIDDEN_MASK 0x7fffu
 #define COOKIE_HIDDEN_BITS 15
 #define COOKIE_TIME_SHIFT 16
@@ -55,10 +55,10 @@ struct cookie_key {
 	__u64 vip_factor;
 };
 
-/* What every load balancer and every server of the fleet must agree on. */
+/* Keys that all load balancers and servers of the fleet share. */
 struct fleet_keys {
 	struct cookie_key key[2];
-	/* Which of the two stamps new TSvals (0 or 1); both are always accepted. */
+	/* The key that stamps new TSvals (0 or 1); both are always accepted. */
 	__u32 current;
 	/*
 	 * On servers: TSvals of the server's own clock (ms) from here on are stamped with `current`, earlier ones with the
@@ -70,7 +70,7 @@ struct fleet_keys {
 
 /* ---- services -------------------------------------------------------------------------------------------------- */
 
-/* Of a load balancer, and of a server. */
+/* Services of a load balancer, and of a server. */
 #define MAX_SERVICES 1024
 #define MAX_SERVICES_OF_SERVER 64
 /* UTF-8, padded with zeros. */
@@ -111,8 +111,8 @@ enum consistency {
 /* The load balancer stamps and restores itself (`timestamps = "lb"`). */
 #define SERVICE_TIMESTAMPS_LB 0x4000u
 /*
- * Another load balancer has some of the service's connections: it stands among the servers, takes no first packets, and
- * this is its id. ADOPTED: it had the service before us; HANDED_OVER: it gets the first packets from now on.
+ * Id of another load balancer that has some of the service's connections. It is listed among the servers and takes no
+ * new connections. ADOPTED: it had the service before us; HANDED_OVER: it gets the new connections from now on.
  */
 #define SERVICE_OTHER_BALANCER_SHIFT 16
 #define SERVICE_ADOPTED 0x40000000u
@@ -195,8 +195,8 @@ struct lb_service_directories {
 /* Toeplitz input of IPv4 with ports: source address, destination address, source port, destination port. */
 #define RSS_INPUT_IPV4_BYTES 12
 /*
- * What a NIC does to the input before it hashes it: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
- * Nothing; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of
+ * Transform that a NIC applies to the hash input: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
+ * None; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of
  * both, the destination by their XOR (RXH_XFRM_SYM_OR_XOR, the default of mlx5).
  */
 #define RSS_INPUT_AS_IT_IS 0
@@ -267,7 +267,7 @@ struct placement_table {
 	/* 1..MAX_RSS_GROUPS; group g's candidates of bucket b start at (g * bucket_count + b) * candidates_per_bucket. */
 	__u32 group_count;
 	__u32 candidates_per_bucket;
-	/* What one connection assigned since the switch adds to a candidate's load. */
+	/* Load that each connection assigned since the switch adds to a candidate. */
 	__u32 assignment_cost;
 	__u32 member_count;
 	__u32 rule;
@@ -303,7 +303,7 @@ struct placement_table {
 
 /* 64 bytes: a cache line of its own for each service. */
 struct service_state {
-	/* Where its placement table stands; 0: it has none. */
+	/* Offset of its placement table; 0: it has none. */
 	__u32 table_at;
 	__u32 reserved;
 	/* The counter of rule ROUND_ROBIN. */
@@ -408,15 +408,15 @@ struct server_tunnel {
 #define MAX_LB_STAMPED_SERVERS 16384
 
 /*
- * What the load balancer has learnt of a server's clock from its answers. With net.ipv4.tcp_timestamps=2 all its
- * connections show one clock; with 1 each has an offset of its own, and nothing can be restored.
+ * A server's clock, learnt from its answers. With net.ipv4.tcp_timestamps=2 all its connections show one clock; with 1
+ * each has an offset of its own, and nothing can be restored.
  */
 struct lb_stamped_server {
 	/* TSval minus the load balancer's CLOCK_MONOTONIC in ms, modulo 2^32: what stamped connections go by. */
 	__u32 offset_ms;
 	/* The same by the newest SYN-ACK. */
 	__u32 newest_ms;
-	/* Whose that SYN-ACK was, client's address XOR ports: one that is sent again proves nothing. */
+	/* Client of that SYN-ACK, address XOR ports: a retransmission proves nothing. */
 	__u32 newest_client;
 	__u16 server_id;
 	/* SYN-ACKs in a row that agreed, the newest included, at most LB_STAMPING_AGREEING; with so many it is stamped. */
@@ -449,7 +449,7 @@ struct server_traffic {
 	__u64 bytes;
 };
 
-/* What is remembered of connections: a file of its own for its length. */
+/* Tables of connections. */
 #include "connections.h"
 
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
@@ -504,18 +504,18 @@ struct lb_state {
 #define RECENT_GENERATION_MASK 0x7fu
 #define RECENT_SERVICE_SHIFT 14
 
-/* What is counted: another. */
+/* Counters. */
 #include "counters.h"
 
 /* ---- what people look at and checks send ----------------------------------------------------------------------- */
 
-/* What capture.h tells of one packet; the first captured_length bytes of the frame follow. */
+/* Record of one packet for capture.h; the first captured_length bytes of the frame follow. */
 struct captured_packet {
 	/* CLOCK_MONOTONIC. */
 	__u64 time_ns;
 	/* Grows by one with every packet that this CPU captured; the same as it came and as it was decided. */
 	__u64 sequence;
-	/* Of the frame as it is at this moment. */
+	/* Length of the frame at this moment. */
 	__u32 length;
 	__u32 captured_length;
 	/* CAPTURE_ARRIVED, or the XDP action that was decided. */
@@ -560,7 +560,7 @@ struct emulated_rss {
 	__u32 reserved;
 };
 
-/* What testbed/receive_queues.bpf.c (tests only) saw of one flow. */
+/* One flow as seen by testbed/receive_queues.bpf.c (tests only). */
 struct received_flow {
 	/* Receive queue + 1; 0: none was recorded. */
 	__u32 recorded_queue;

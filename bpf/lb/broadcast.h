@@ -1,15 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The broadcast fallback: delivery to all servers of a service. The packet goes to the broadcast MAC address, and the one
- * server that has the socket takes it.
+ * Broadcast fallback: the packet goes to the broadcast MAC address, and the one server with the socket accepts it.
  *
- * Rates bound it three times, so that it is no amplifier and no sender starves another (struct broadcast_buckets): per source
- * address (sources share a bucket by a keyed hash), per service, and for the whole load balancer. Each enum broadcast_reason has
- * rates of its own: a flood of forged cookies leaves resets and ICMP errors alone.
+ * Rates limit it per source address (hashed buckets), per service and for the whole load balancer (struct
+ * broadcast_buckets), so that it is no amplifier. Each enum broadcast_reason has its own: a flood of forged cookies
+ * does not affect resets and ICMP errors.
  *
- * A source above its rate may use half of the burst of the service and of the load balancer: what the others leave. The
- * other half is for sources within their rates. A limit that held always would be a weapon: packets with a router's
- * forged address would silence that router.
+ * A source above its rate may use the first half of the service's and the load balancer's burst. Otherwise packets with
+ * a router's forged address would silence that router.
  */
 #ifndef COREWARD_LB_BROADCAST_H
 #define COREWARD_LB_BROADCAST_H
@@ -22,13 +20,13 @@
 #include "intf.h"
 #include "connection_table.h"
 
-/* One token per interval, and how far the bucket may be overdrawn. Nanoseconds. */
+/* One token per interval, and the largest overdraft. Nanoseconds. */
 struct token_bucket {
 	__u64 interval_ns;
 	__u64 burst_ns;
 };
 
-/* By reason; fixed when the program is loaded. */
+/* By reason; fixed at load time. */
 const volatile struct token_bucket broadcast_by_source[BROADCAST_REASON_SLOTS];
 const volatile struct token_bucket broadcast_by_service[BROADCAST_REASON_SLOTS];
 const volatile struct token_bucket broadcast_of_all[BROADCAST_REASON_SLOTS];
@@ -40,8 +38,8 @@ _Static_assert(BROADCAST_REASON_COUNT <= BROADCAST_REASON_SLOTS, "each reason ha
 #define BROADCAST_MAC 0xffffffffffffull
 
 /*
- * The generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all tokens taken are paid
- * for. Two CPUs at the same moment: the one that loses the exchange is over the rate. `halvings`: of the burst.
+ * Generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all taken tokens are paid
+ * for. Of two CPUs the one that loses the exchange is over the rate. `halvings`: of the burst.
  */
 static __always_inline bool take_token(__u64 *paid_until_word, const volatile struct token_bucket *bucket, __u64 now,
 				       __u32 halvings)
@@ -54,14 +52,14 @@ static __always_inline bool take_token(__u64 *paid_until_word, const volatile st
 	return __sync_val_compare_and_swap(paid_until_word, paid_until, start + bucket->interval_ns) == paid_until;
 }
 
-/* Whether a packet from `source` (as it stands in the packet) may go to all servers. A global function, as decide() is. */
+/* Returns whether a packet from `source` may be broadcast. A global function, as decide() is. */
 __noinline int may_broadcast(__u32 service, __u32 source, __u32 reason)
 {
 	__u64 hash = connection_hash(service, source, reason);
 	__u64 now = bpf_ktime_get_ns();
 	__u32 halvings;
 
-	/* Kernel 6.1's verifier must see the masks on the very registers that become indexes. */
+	/* Kernel 6.1's verifier must see the masks on the registers that become indexes. */
 	barrier_var(reason);
 	reason &= BROADCAST_REASON_SLOTS - 1;
 	barrier_var(service);

@@ -1,20 +1,17 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Watching the load balancer's program at work, for `coreward capture`: what XDP forwards or drops no tcpdump on that
- * device ever sees.
+ * Capture of the program's decisions for `coreward capture`: tcpdump does not see packets that XDP forwards or drops.
  *
- * A variant of the program, like its others fixed when it is loaded: the command puts it in the place of the one at the
- * device, on the same maps and with the same constants, and at the end the old one back. So nobody pays for it who does
- * not use it. (Programs at the entry and exit of the other one, fentry and fexit, would leave it in its place; but
- * some kernels refuse them, in lockdown for instance.)
+ * A variant of the program, fixed at load time like the others: the command attaches it in place of the present
+ * program, on the same maps with the same constants, and restores the old one at the end. (fentry and fexit programs
+ * would leave the program in place, but some kernels reject them, for example in lockdown.)
  *
- * Each frame that may be of the service that is watched goes to user space twice, by a perf buffer: as it came, and with
- * the action and the outcome that were decided. The outcome is what count_packet() stored last in the row of this
- * receive queue (or CPU), with the service or with "no service": both are cleared before, so the other one is it.
+ * Each frame that may be of the watched service goes to user space twice, by a perf buffer: on arrival, and with action
+ * and outcome. The outcome is the last one that count_packet() stored in this receive queue's (or CPU's) row, for the
+ * service or for "no service": both are cleared before.
  *
- * What can go wrong: user space does not keep up, the buffer is full and a record is lost: the sequence shows it. A
- * command that was killed leaves this variant at work, whose records nobody reads, until the daemon or the next capture
- * puts another one in its place.
+ * When the buffer is full a record is lost, which the sequence shows. After a SIGKILL of the command this variant stays
+ * attached until the daemon or the next capture replaces it.
  */
 #ifndef COREWARD_LB_CAPTURE_H
 #define COREWARD_LB_CAPTURE_H
@@ -31,11 +28,11 @@
 #include "parse.h"
 #include "stats.h"
 
-/* The service that is watched; address and port in network byte order. */
+/* The watched service; address and port in network byte order. */
 const volatile struct {
 	__u32 vip;
 	__u32 service;
-	/* At most so many bytes of a frame. */
+	/* Largest number of bytes per frame. */
 	__u32 length;
 	__u16 port;
 	__u8 protocol;
@@ -47,13 +44,12 @@ struct {
 	__uint(value_size, sizeof(__u32));
 } captured SEC(".maps");
 
-/* By CPU. */
 __u64 capture_sequences[MAX_CPUS] SEC(".bss.capture");
 
-/* No enum lb_counter. */
+/* Not an enum lb_counter. */
 #define NO_OUTCOME 0xffffffffu
 
-/* Whether the frame is of the service that is watched, or may be: fragments, ICMP and broken headers have no port. */
+/* Returns whether the frame is, or may be, of the watched service: fragments, ICMP and broken headers have no port. */
 static __always_inline bool is_watched(const void *data, const void *data_end)
 {
 	__u32 header_length;
@@ -89,7 +85,7 @@ static __always_inline void send_captured(struct xdp_md *ctx, struct captured_pa
 	bpf_perf_event_output(ctx, &captured, flags | (__u64)packet->captured_length << 32, packet, sizeof(*packet));
 }
 
-/* Before anything is decided. Returns whether the frame is watched. */
+/* Runs before the decision. Returns whether the frame is watched. */
 static __noinline bool capture_arrived(struct xdp_md *ctx)
 {
 	struct captured_packet packet = {.action = CAPTURE_ARRIVED};
@@ -107,7 +103,6 @@ static __noinline bool capture_arrived(struct xdp_md *ctx)
 	return true;
 }
 
-/* Afterwards. */
 static __noinline int capture_decided(struct xdp_md *ctx, int action)
 {
 	struct captured_packet packet = {.action = action, .outcome = NO_OUTCOME};

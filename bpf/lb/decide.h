@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Where a packet of a service goes, by the service's mode (enum consistency) and what the packet carries. The rows of
- * "what finds the server" are those of docs/design.md, "Consistency"; where another load balancer has some of the service's
- * connections, those of docs/deployment.md.
+ * Decision about a packet of a service, by its mode (enum consistency) and contents: the table in docs/design.md,
+ * "Consistency", and during a migration the one in docs/deployment.md.
  */
 #ifndef COREWARD_LB_DECIDE_H
 #define COREWARD_LB_DECIDE_H
@@ -80,8 +79,8 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 }
 
 /*
- * `number`: the service's; `decision->service` its index. A global function, so that it is verified once and not once per
- * path that leads here: with all modes in use kernel 6.1's verifier would run out of instructions.
+ * `number`: the service's; `decision->service` its index. A global function, verified once instead of once per call:
+ * otherwise kernel 6.1's verifier runs out of instructions with all modes in use.
  */
 __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *packet, struct decision *decision)
 {
@@ -94,7 +93,7 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 		decide_other_balancer(&service, decision);
 	else
 		decide_by_mode(ctx, &service, &lb_state.services[service.index], packet, decision);
-	/* A cookie may name a server by chance: the echo of a connection of the other load balancer can be any value. */
+	/* The cookie may be a TSecr of a connection of the other load balancer, which can have any value. */
 	if (has_other_balancer(&service) && decision->server_id != NO_SERVER && !(packet->flags & TCP_SYN))
 		decision->before = other_balancer_id(&service);
 	return 0;

@@ -1,26 +1,25 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The flow table: connections that carry no cookie, and their servers. crates/model/src/lb/flow.rs is the same in Rust.
+ * Flow table: servers of connections without a cookie. crates/model/src/lb/flow.rs is the same in Rust.
  *
- * 1. The table is an array of sets of 8 entries (include/connections.h). The keyed hash of a connection selects the set
- * and is the tag: a look-up reads one cache line, and a second one for the age of what it finds. Two flows of one set
- * with equal tags (31 bits) share an entry: the second one is placed at the first one's server, and stays there.
+ * 1. An array of sets of 8 entries (include/connections.h). The keyed hash of a connection selects the set and is the
+ *    tag: a look-up reads one cache line, a hit a second one for its age. Two flows of one set with equal tags (31
+ *    bits) share an entry: the second one goes to the first one's server.
  *
- * 2. Eviction from a full set is fair between services: the service with the most entries in the set loses the one that was used
- *    longest ago, and the new flow's own service counts one more. So a flood of new flows at one service evicts what that service
- *    has, and a service with less than its part of the set loses nothing. One order of use for all (LRU) would give the whole table
- *    to whoever sends most. Hints are evicted first, and evict only hints; of a service's entries those whose SYN-ACK the client has
- *    not acknowledged (HALF_OPEN_FLOW) go before the others, because a SYN flood consists of these.
+ * 2. Eviction is fair between services: the service with most entries in the full set, the new flow's included, loses
+ *    its least recently used one. So a flood at one service evicts that service's entries, not another's. Hints are
+ *    evicted first, and evict only hints. Then come entries without the client's acknowledgement of the SYN-ACK
+ *    (HALF_OPEN_FLOW), of which a SYN flood consists.
  *
- * 3. Entries: every flow of mode HASH_TABLE; connections without timestamps of servers that the load balancer stamps, once an
- *    answer has passed; and as hints other connections without timestamps. A hint needs no proof (the answers do not pass here):
- *    anybody can forge one, and it displaces nothing that is needed. A SYN that the bucket's server cannot take enters its choice
- *    as needed: nothing else finds it.
+ * 3. Entries: every flow of mode HASH_TABLE; with LB-side stamping connections without timestamps, once an answer has
+ *    passed; and as hints other connections without timestamps. A hint can be forged, because no answer passes here. A
+ *    SYN that the bucket's server cannot take stores its choice as a full entry, since nothing else finds it.
  *
- * 4. Entries age: one that was unused for FLOW_IDLE_* counts as free. The clock is the daemon's.
+ * 4. An entry unused for FLOW_IDLE_* counts as free. The clock is the daemon's.
  *
- * 5. Concurrency. The word `flow` is all that a decision depends on. It is replaced by compare-and-swap: of two CPUs that choose
- *    the same entry one chooses again. `use` is written after it: for some ns a new entry may look old and be evicted.
+ * 5. Concurrency. A decision depends on the word `flow` only. It is replaced by compare-and-swap: of two CPUs that
+ *    choose the same entry one chooses again. `use` is written after it: for some ns a new entry may look old and be
+ *    evicted.
  */
 #ifndef COREWARD_LB_FLOW_TABLE_H
 #define COREWARD_LB_FLOW_TABLE_H
@@ -36,10 +35,9 @@
 #include "state.h"
 #include "stats.h"
 
-/* Sets. Fixed when the program is loaded: the map has that size. */
+/* Sets; fixed at load time. */
 const volatile __u32 flow_sets;
 
-/* User space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -57,7 +55,7 @@ static __always_inline struct flow_set *flow_set_of(__u64 hash)
 	return bpf_map_lookup_elem(&flow_table, &set);
 }
 
-/* Loads a flow's set, which nothing waits for: what is decided until it is needed hides a part of the cache misses. */
+/* Prefetches a flow's set: work until its use hides a part of the cache misses. */
 static __always_inline void touch_flow_set(__u32 service, const struct packet *packet)
 {
 	const struct flow_set *set = flow_set_of(connection_hash(service, packet->client_address, packet->ports));
@@ -69,13 +67,12 @@ static __always_inline void touch_flow_set(__u32 service, const struct packet *p
 	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->use[0]));
 }
 
-/* Odd, so that no entry in use is 0. */
 static __always_inline __u32 flow_tag(__u64 hash)
 {
 	return hash >> 32 | 1;
 }
 
-/* 1 for 0, else 0; of a number below 2^63. Without a branch: the verifier would follow both ways for each entry of a set. */
+/* Returns 1 for 0, else 0; of a number below 2^63. Branch-free: the verifier would follow both ways for each entry. */
 static __always_inline __u64 is_zero(__u64 number)
 {
 	number--;
@@ -100,8 +97,8 @@ static __always_inline __u64 flow_is_idle(__u64 use)
 }
 
 /*
- * Fills `entry` and returns true, if the flow is known. The caller has initialised it: clang may spill what is undefined, and the
- * verifier refuses that.
+ * Fills `entry` and returns true if the flow is known. The caller initialises it: clang may spill undefined values,
+ * which the verifier rejects.
  */
 static __always_inline bool find_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
 {
@@ -119,7 +116,7 @@ static __always_inline bool find_flow(__u32 service, const struct packet *packet
 		use = *(volatile __u64 *)&set->use[i];
 		if (flow_is_idle(use))
 			return false;
-		/* Not if another CPU has put another flow there meanwhile. */
+		/* Another CPU may have replaced the flow meanwhile. */
 		if ((__u32)use != now && *(volatile __u64 *)&set->flow[i] == flow)
 			*(volatile __u64 *)&set->use[i] = (use >> FLOW_SERVICE_SHIFT << FLOW_SERVICE_SHIFT) | now;
 		entry->server_id = flow;
@@ -134,19 +131,18 @@ static __always_inline __u32 service_of_use(__u64 use)
 	return use >> FLOW_SERVICE_SHIFT & 0xffff;
 }
 
-/* What decides how soon an entry is replaced, most important first: bits of flow_rank(). */
+/* Bits of flow_rank(): the order of replacement, most important first. */
 #define FLOW_RANK_SAME_SHIFT 59 /* it is the flow's own */
 #define FLOW_RANK_FREE_SHIFT 58 /* or was not used for too long */
 #define FLOW_RANK_HINT_SHIFT 57
 #define FLOW_RANK_COUNT_SHIFT 40 /* entries of its service in the set */
 #define FLOW_RANK_OWN_SHIFT 39 /* its service is the flow's */
 #define FLOW_RANK_HALF_OPEN_SHIFT 38
-/* Below them its age; and, behind all, its position. */
+/* Then its age and, last, its position. */
 #define FLOW_POSITION_BITS 3
 
 _Static_assert(FLOW_SET_ENTRIES == 1 << FLOW_POSITION_BITS, "a position fits its bits");
 
-/* Whether all entries of a set are of `service`. */
 static __always_inline bool set_is_of(const struct flow_set *set, __u32 service)
 {
 	__u32 others = 0;
@@ -157,8 +153,8 @@ static __always_inline bool set_is_of(const struct flow_set *set, __u32 service)
 }
 
 /*
- * How soon an entry is replaced by a flow of `service` with `tag`: the highest rank first (essay, 2). `alone`: all entries of the
- * set are of that service, so that nothing is to be counted.
+ * Returns the rank of an entry for replacement by a flow of `service` with `tag`: the highest goes first (essay, 2).
+ * `alone`: all entries of the set are of that service.
  */
 static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 position, __u32 tag, __u32 service, bool alone)
 {
@@ -176,7 +172,7 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 	       flow_age(use);
 }
 
-/* The highest rank in the set, its entry's position below it (the first of equals). */
+/* Returns the highest rank in the set, its entry's position below it (the first of equals). */
 static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag, __u32 service, bool alone)
 {
 	__s64 highest = 0;
@@ -195,8 +191,8 @@ static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag,
 #define FLOW_INSERT_ATTEMPTS 4
 
 /*
- * Enters a flow, or changes its entry. `entry`: server id, and `before` above it; `hint`: FLOW_HINT or 0. Returns whether it is
- * entered: not when it is a hint in a set without room for one. A global function, as decide() is.
+ * Stores a flow, or changes its entry. `entry`: server id, and `before` above it; `hint`: FLOW_HINT or 0. Returns
+ * whether it is stored: a hint needs room. A global function, as decide() is.
  */
 __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry, __u32 hint)
 {
@@ -246,7 +242,7 @@ static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const
 		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
 }
 
-/* The client has acknowledged the SYN-ACK that brought the entry. */
+/* Marks the SYN-ACK as acknowledged by the client. */
 static __always_inline void open_flow(__u32 service, const struct packet *packet, struct flow_table_entry entry)
 {
 	set_flow(service, packet, flow_entry_word(entry.server_id, NO_SERVER), 0);

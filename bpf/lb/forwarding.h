@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * How packets of a service reach its servers (enum forwarding). emit.h writes the frame.
- */
+/* Selection of enum forwarding by service. emit.h writes the frame. */
 #ifndef COREWARD_LB_FORWARDING_H
 #define COREWARD_LB_FORWARDING_H
 
@@ -12,12 +10,12 @@
 #include "intf.h"
 #include "state.h"
 
-/* Bits 1 << enum forwarding: the kinds in use. Fixed when the program is loaded. */
+/* Kinds in use, as bits 1 << enum forwarding; fixed at load time. */
 const volatile __u32 forwarding_in_use;
 
 #define ONLY(forwarding) (1u << (forwarding))
 
-/* `service`: its index. Reads no memory where all services have one kind. */
+/* Reads no memory if all services have one kind. */
 static __always_inline enum forwarding forwarding_of(__u32 service)
 {
 	if (forwarding_in_use == ONLY(FORWARDING_L2))

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Fragments of UDP datagrams: the first one carries the ports and goes as a whole datagram would; where it went is
- * remembered, and the later ones follow it. (TCP avoids fragments, and a later one of ICMP has nobody to go to.)
+ * Fragments of UDP datagrams: the first one has the ports and goes as a whole datagram would; later ones follow it.
+ * (TCP avoids fragments; later ones of ICMP have no receiver.)
  *
- * Only in this order: a later fragment that overtakes the first one is dropped and counted, and so is the datagram at the
- * server. User space adds the room that CPUs hold back (crates/dataplane/src/lru.rs). The table is small and anybody can fill it: datagrams live for ms, and a flood of first fragments costs the
- * service its other fragmented datagrams, nothing else. A left-over entry is met only by a later fragment without a first
- * one, of the same client and identification.
+ * A later fragment that overtakes the first one is dropped and counted. User space adds the room that CPUs hold back
+ * (crates/dataplane/src/lru.rs). The table is small: a flood of first fragments costs the service its other fragmented
+ * datagrams only, which live for ms.
  */
 #ifndef COREWARD_LB_FRAGMENT_H
 #define COREWARD_LB_FRAGMENT_H
@@ -45,7 +44,6 @@ static __always_inline struct fragment_key fragment_key_of(const struct packet *
 	};
 }
 
-/* A first fragment was sent to a server: the others are to follow. */
 static __always_inline void remember_fragment(const struct packet *packet, const struct decision *decision)
 {
 	struct fragment_key key = fragment_key_of(packet);
@@ -54,7 +52,7 @@ static __always_inline void remember_fragment(const struct packet *packet, const
 	bpf_map_update_elem(&fragments, &key, &entry, BPF_ANY);
 }
 
-/* A later fragment. Returns 0, or how it ended. */
+/* Decides a later fragment. Returns 0, or the end of parsing. */
 static __always_inline int decide_later_fragment(const struct packet *packet, struct decision *decision)
 {
 	struct fragment_key key = fragment_key_of(packet);

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * CONSISTENCY_HASH_TABLE: the flow table has every connection.
- */
+/* CONSISTENCY_HASH_TABLE: the flow table has every connection. */
 #ifndef COREWARD_LB_HASH_TABLE_H
 #define COREWARD_LB_HASH_TABLE_H
 
@@ -18,9 +16,9 @@
 #include "service_mode.h"
 
 /*
- * CONSISTENCY_HASH_TABLE: what begins a flow is placed and remembered. A datagram begins one if none is known, and if the
- * flow's server is down; a SYN, if no entry has a server that takes new connections: anybody can forge a SYN, which
- * must not move an open connection. Another TCP packet begins none, or forged ones would fill the table.
+ * CONSISTENCY_HASH_TABLE: new flows are placed and stored. A datagram is a new flow if none is known, or if the flow's
+ * server is down; a SYN if no entry has a server that takes new connections, so that a forged one moves no open
+ * connection. Other TCP packets begin none, or forged ones would fill the table.
  */
 static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struct service *service,
 						 struct service_state *state, const struct packet *packet,
@@ -33,7 +31,10 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 
 	if (!mode_in_use(CONSISTENCY_HASH_TABLE))
 		return;
-	/* A new flow reads both cache lines of the set: the second one is loaded while the look-up waits for the first one. */
+	/*
+	 * A new flow reads both cache lines of the set: the second one is loaded while the look-up waits for the first
+	 * one.
+	 */
 	if (syn)
 		touch_flow_set(decision->service, packet);
 	if (find_flow(decision->service, packet, &entry)) {
@@ -57,7 +58,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
 		insert_flow(ctx, decision->service, packet, entry, 0);
 	} else if (known) {
-		/* No server takes new flows: this one may be up after all. */
+		/* No server takes new flows: this one may still be up. */
 		decide_by_flow(entry, decision);
 	}
 }

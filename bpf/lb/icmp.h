@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * ICMP errors to a VIP: "fragmentation needed" (RFC 1191), "port unreachable", "time exceeded" and the like, about a
- * packet that a server sent to a client. Without them a path with a smaller MTU than client and server think stalls
- * every connection through it.
+ * ICMP errors to a VIP ("fragmentation needed" (RFC 1191), "port unreachable", "time exceeded" and others) about a
+ * packet from a server to a client. Without them a path with a smaller MTU than the ends assume stalls every
+ * connection.
  *
- * The error quotes the packet's IP header and at least 8 bytes behind it (RFC 792), most routers more (RFC 1812,
- * Sect. 4.3.2.3). So VIP, client and both ports are always there; and if the quote reaches as far as the TCP timestamp,
- * the TSval in it is what the server stamped, whose cookie names the server, or an entry of a connection table. Else the flow table may know; else the error
- * goes to all servers, and the one that has the quoted connection takes it (server.bpf.c). Nothing of a quote can be
- * proved: a forged one reaches a server, whose kernel checks it against its sockets as it would anywhere.
+ * The error quotes the packet's IP header and at least 8 bytes behind it (RFC 792; most routers more: RFC 1812, Sect.
+ * 4.3.2.3), so VIP, client and both ports are there. If the quote has the TCP timestamp, its TSval is a stamped one,
+ * whose cookie names the server or an entry of a connection table. Otherwise the flow table decides, or the error is
+ * broadcast, and the server with the quoted connection accepts it (server.bpf.c). A quote proves nothing: the server's
+ * kernel checks it against its sockets.
  *
- * Errors that quote no service of ours pass to the kernel, as does all other ICMP.
+ * Errors that quote no service pass to the kernel, as does all other ICMP.
  */
 #ifndef COREWARD_LB_ICMP_H
 #define COREWARD_LB_ICMP_H
@@ -27,7 +27,7 @@
 #include "service.h"
 #include "service_mode.h"
 
-/* The types that quote a packet (RFC 792). <linux/icmp.h> drags in libc's headers, which are not for this target. */
+/* Types that quote a packet (RFC 792). <linux/icmp.h> includes libc's headers, which this target lacks. */
 #define ICMP_DESTINATION_UNREACHABLE 3
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12
@@ -40,13 +40,13 @@ struct icmp_header {
 	__be32 rest;
 };
 
-/* What every error begins with. */
+/* Beginning of every error. */
 struct icmp_error {
 	struct icmp_header icmp;
 	struct iphdr quoted;
 };
 
-/* Ports and more: as much of the quoted packet's payload as an error must hold. */
+/* Ports and more: the quoted payload that an error must hold. */
 #define QUOTED_BYTES 8
 
 static __always_inline bool quotes_a_packet(__u8 type)
@@ -55,8 +55,8 @@ static __always_inline bool quotes_a_packet(__u8 type)
 }
 
 /*
- * What of a quoted packet, from VIP to client, tells whose it is: filled into `quoted` as if it were the client's, with
- * TSval in the place of the echo. Returns 0, or how parsing ended.
+ * Fills `quoted` with the quoted packet, from VIP to client, as if it were the client's, with TSval in place of TSecr.
+ * Returns 0, or the end of parsing.
  */
 static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *packet, struct packet *quoted)
 {
@@ -79,7 +79,7 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
 	    quoted->transport + QUOTED_BYTES > quoted->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
-	/* Not about a packet of this VIP; or about a later fragment, which has no ports. */
+	/* Another VIP, or a later fragment, which has no ports. */
 	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (bpf_xdp_load_bytes(ctx, quoted->transport, &ports, sizeof(ports)))
@@ -91,7 +91,7 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	return 0;
 }
 
-/* TSval of a quoted TCP packet, if the quote reaches that far. Returns 0, or how parsing ended. */
+/* Reads TSval of a quoted TCP packet, if the quote reaches that far. Returns 0, or the end of parsing. */
 static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct packet *quoted)
 {
 	struct timestamp_words words = {};
@@ -108,7 +108,7 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 		header_end = quoted->end;
 	if (header_end <= quoted->transport + sizeof(struct tcphdr))
 		return 0;
-	/* Options cut short look malformed: then there is no timestamp. */
+	/* Truncated options look malformed: then there is no timestamp. */
 	found = load_timestamp(ctx, quoted->transport + sizeof(struct tcphdr),
 			       header_end - quoted->transport - sizeof(struct tcphdr), &words);
 	if (found < 0)
@@ -118,14 +118,14 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	return 0;
 }
 
-/* Whose quoted packet it is: the cookie in its own timestamp, the flow table, or all. `source`: the error's sender. */
+/* Decides by the cookie in the quoted timestamp, by the flow table, or broadcasts. `source`: the error's sender. */
 static __always_inline void decide_quoted(struct xdp_md *ctx, const struct service *service, __u32 source,
 					  const struct packet *quoted, struct decision *decision)
 {
 	struct connection *connection;
 	struct flow_table_entry entry = {};
 
-	/* A plain connection's timestamp may look like any cookie: what stands in the flow table is plain. */
+	/* A plain connection's timestamp may look like any cookie: the flow table has the plain ones. */
 	if (quoted->has_timestamp && is_lb_stamped(service) && !find_flow(decision->service, quoted, &entry)) {
 		__u32 id = lb_stamped_id(quoted);
 
@@ -153,7 +153,6 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
 }
 
-/* An ICMP packet to a VIP. Returns 0, or how parsing ended. */
 static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struct packet *packet,
 						 struct decision *decision)
 {
@@ -162,7 +161,7 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 	__u32 number;
 	int ended;
 
-	/* An error is never so long that it must be a fragment. */
+	/* Errors are too short for fragments. */
 	if (packet->fragment)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_quote(ctx, packet, &quoted);

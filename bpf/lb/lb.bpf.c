@@ -1,82 +1,58 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The load balancer: XDP on the device that clients' packets arrive on.
+ * The load balancer: XDP on the device of clients' packets.
  *
- * 1. What passes here. Every frame that the device receives. Those that are sent to the device's own MAC address and
- *    hold IPv4 TCP or UDP for a service (VIP, port and protocol) are ours, and so are ICMP errors about what a service
- *    sent. All others go on to the kernel untouched (XDP_PASS): other protocols, all UDP if no service is of UDP, other
- *    ICMP to a VIP, IPv6, VLAN-tagged frames (services live on the untagged network), frames to a group address or, on
- *    a device that does not filter, to another machine. The last two matter: what section 7 sends to all must not be
- *    taken up again by a second load balancer on the same wire.
+ * 1. Packets of the load balancer: IPv4 TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC
+ *    address, and ICMP errors about packets of a service. All others pass to the kernel unchanged (XDP_PASS): other
+ *    protocols, UDP without a UDP service, other ICMP to a VIP, IPv6, VLAN-tagged frames, and frames to a group address
+ *    or another machine, so that no second load balancer on the wire takes the broadcasts of section 7.
  *
- * 2. What happens to ours. The frame gets a server's MAC address as destination and our own as source, and leaves by
- *    the device it came on (XDP_TX). Nothing above Ethernet changes (sections 5 and 6 have the two exceptions): the
- *    server holds the VIP, answers the client directly, and restores what it stamped (server.bpf.c). Hence no checksum
- *    is verified here, and where one must change it is mended by the difference: a damaged packet stays damaged, reaches
- *    some server and is dropped there.
+ * 2. Forwarding. The frame gets the MAC addresses of a server (destination) and of this device (source) and leaves by
+ *    the device it came on (XDP_TX). Above Ethernet nothing changes but for sections 5 and 6: the server holds the VIP,
+ *    answers the client directly and restores what it stamped (server.bpf.c). No checksum is verified, and changed ones
+ *    are updated by the difference: a damaged packet stays damaged, and its server drops it.
  *
- * 3. Packets of an established connection never look at a table. The client echoes in every packet what the server
- *    stamped into its TCP timestamps; with the keyed hash of the 4-tuple (cookie.h) the echo yields the server's
- *    id, and that is an index into `servers`. This is the fast path, and it is written to touch little memory whatever
- *    the number of connections: the frame; one slot of the service directory; one key; one server entry; one counter.
- *    No helper is called and no map looked up: all of it stands in global variables. (FIN and RST leave this path, so
- *    that they can be counted by server; packets and bytes by server are counted in it only if a policy wants them.)
+ * 3. The fast path: established packets. TSecr has the cookie; the keyed hash of the 4-tuple (cookie.h) reveals the
+ *    server's id, an index into `servers`. For any number of connections it reads the frame, one slot of the service
+ *    directory, one key and one server entry, and writes one counter. These are global variables: no helper, no map
+ *    look-up. FIN and RST leave this path, so that they are counted by server; packets and bytes by server are counted
+ *    only if a policy uses them.
  *
- * 4. First packets (SYN) go where the service's placement table says: placement.h.
+ * 4. New connections (SYN) follow the service's placement table: placement.h.
  *
- * 5. Packets without a cookie (decide.h, flow_table.h): of clients that do not do timestamps, and all of a
- *    service whose timestamps are off. The flow table knows the server; where it has no entry the bucket
- *    says (a choice that changes only with the pool), and from the first packet that is not a SYN on it is remembered, as a
- *    hint. So the table holds these connections and no others, and a flood of SYNs does not fill it. A SYN goes only to a server
- *    that takes new connections, whatever an entry or the bucket says (decide.h). What the table loses, or what
- *    another load balancer knew, goes by the bucket of today; so each of these packets carries in its IP identification
- *    the server that the bucket belonged to before, to whom a server hands what it has no socket for (NO_SERVER: there
- *    is none). The IP header's checksum is mended; an identification means nothing in a packet that is not a fragment.
- *    Other modes of consistency (enum consistency), by service: HASH_TABLE (the flow table for all: what a UDP service
- *    has, and TCP may have for comparison), NONE (each packet by the placement table), BEAMER (the bucket and the server
- *    before, unless a SYN had to leave its bucket). The constant modes_in_use says at load time which there are: what
- *    no service needs is not compiled in.
- *    Another load balancer may have some of a service's connections, while the service is adopted from it or handed over
- *    to it (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/deployment.md): what nothing here knows goes there, and what goes to
- *    a server names it as "the server before", since an echo of a foreign connection may look like any cookie.
- *    Fragments of UDP follow the first one (fragment.h). ICMP errors go to the server whose packet they quote: by
- *    the cookie in the quoted timestamp, by the flow table, or to all (icmp.h).
+ * 5. Packets without a cookie (decide.h, flow_table.h): clients without timestamps, and services with timestamps off.
+ *    The flow table has the server. Without an entry the bucket decides (a choice that changes only with the pool), and
+ *    from the second packet on the flow table stores it as a hint, so a flood of SYNs does not fill the table. A SYN
+ *    goes only to a server that takes new connections. Each of these packets names the bucket's previous server in its
+ *    IP identification, to which a server forwards packets without a socket (NO_SERVER: none). Other modes (enum
+ *    consistency): HASH_TABLE (the flow table for all), NONE (each packet by the placement table), BEAMER (the bucket
+ *    and its previous server, unless a SYN had to leave its bucket). The constant modes_in_use removes unused modes at
+ *    load time. During a migration (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/deployment.md) unknown packets go to the
+ *    other load balancer, and packets to a server name it as the previous server, since TSecr of a foreign connection
+ *    may look like a cookie. Fragments of UDP follow the first one (fragment.h). ICMP errors go to the server whose
+ *    packet they quote (icmp.h).
  *
- * 6. Stateful services (connection_table.h). A SYN with timestamps takes an entry of the connection table, and its
- *    TSecr, always 0 on the wire, tells the server which: the TCP checksum is mended. From then on cookies hold the
- *    entry's place and our number among the load balancers with such a table (kind 1), and the entry names the server
- *    and counts. An established packet of such a connection stays on the fast path, with a second keyed hash and one
- *    cache line more than in section 3. A packet whose cookie names the table of another load balancer is passed
- *    to that one, and broadcast if that one is lost. Without a free entry, or before this load balancer has a number, a
- *    connection is treated like one of a stateless service.
+ * 6. Stateful services (connection_table.h). A SYN with timestamps takes an entry of the connection table. Its TSecr, 0
+ *    on the wire, carries the entry's index to the server. Cookies then hold the slot and the owner number (kind 1),
+ *    and the entry names the server and counts. Established packets stay on the fast path, with a second keyed hash and
+ *    one cache line more. A packet whose cookie names another load balancer's table is passed to that one, or broadcast
+ *    if that one is lost. Without a free entry or an owner number a connection is treated like one of a stateless
+ *    service.
  *
- * 7. To all (broadcast.h). An RST without timestamps (from a host that has no such socket) or an ICMP error that the
- *    flow table does not know, and a cookie that names no server and no connection (forged, or of a server that is gone, or its entry
- *    was freed) are sent to the broadcast MAC address, and the one server that has the socket takes it. Token buckets limit
- *    each of these reasons per source, per service and for all services; what is over a rate is dropped.
+ * 7. Broadcast fallback (broadcast.h): a bare reset or ICMP error that the flow table does not know, and a cookie of no
+ *    server or connection go to the broadcast MAC address; the server with the socket accepts. Token buckets limit each
+ *    kind per source, per service and in all.
  *
- * 8. What can go wrong, and what then. One outcome per packet, counted per service (enum lb_counter):
- *    - fewer than 34 bytes, so that there is no address to tell whose it is: passed, the kernel drops it;
- *    - TCP, UDP (if a service is of UDP) or ICMP to a VIP with an IP header of bad version, bad or truncated length:
- *      drop_malformed_ipv4. Its port cannot be told, so this holds for all ports of a VIP;
- *    - a fragment of TCP to a VIP, the first included: drop_fragment, for all ports of a VIP (later fragments have no
- *      ports; TCP does path MTU discovery, so these are rare). The same for a later fragment of UDP whose first one did
- *      not go to a server, or has not come yet. Fragments of ICMP pass;
- *    - a TCP header truncated or with a bad data offset, an option of length 0, 1 or beyond the header (up to the
- *      timestamp; later ones are not looked at), flags that no connection of ours can have (SYN with ACK, FIN or RST;
- *      none of SYN, ACK, RST): drop_malformed_tcp;
- *    - a UDP header truncated, or a length in it below 8 or beyond the packet (of a first fragment only: below 8):
- *      drop_malformed_udp;
- *    - an ICMP header truncated, or an error that does not quote a whole IPv4 header and 8 bytes: drop_malformed_icmp;
- *    - the server that has the connection is known, but its MAC address is not: drop_server_unresolved;
- *    - the chosen server cannot take a first packet: 16 further members are tried, then drop_no_eligible_server;
- *    - a server taken out is unknown: its cookies go to all, its flows by the bucket or the placement table, later
- *      fragments nowhere;
- *    - over the rate of section 7: drop_unknown_cookie or drop_broadcast_rate_limited;
- *    - what cannot be: drop_internal.
+ * 8. Outcomes. Each packet has one, counted per service (enum lb_counter). Shorter than 34 bytes: passed. A broken IP
+ *    header (TCP, UDP with a UDP service, or ICMP to a VIP): drop_malformed_ipv4, for all ports of the VIP, as the port
+ *    is unknown. Any fragment of TCP, and a UDP fragment before its first one: drop_fragment; fragments of ICMP pass. A
+ *    truncated or contradictory TCP, UDP or ICMP header: drop_malformed_*; TCP options are read up to the timestamp. No
+ *    MAC address of a connection's server: drop_server_unresolved. A SYN whose server cannot take it: 16 more members
+ *    are tried, then drop_no_eligible_server. Above a rate of section 7: drop_unknown_cookie,
+ *    drop_broadcast_rate_limited. States that cannot occur: drop_internal.
  *
- * 9. Who else writes. User space (crates/dataplane/src/lb.rs) writes all state through shared memory: whole words, or
- *    what nobody reads yet followed by a switch. This program outlives it: state and link are pinned.
+ * 9. User space (crates/dataplane/src/lb.rs) writes all state through shared memory, in whole words, or in unread
+ *    memory followed by a switch. State and link are pinned and outlive it.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>

@@ -1,37 +1,31 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * `timestamps = "lb"`: cookies for servers that have no agent. The load balancer stamps what the servers answer and
- * restores what clients echo; so the answers must pass it (it is the servers' way to the clients), and the kernel behind
- * it routes them on.
+ * `timestamps = "lb"`: cookies for servers without an agent. The load balancer stamps the servers' replies, which must
+ * pass it, and restores TSecr of the clients; its kernel routes the replies on.
  *
- * 1. The clock. What a client echoes must reach the server as the server sent it: Linux rejects the third packet of a
- *    handshake otherwise. The cookie leaves 20 bits of the server's TSval; the rest is found again only if the load
- *    balancer knows the server's clock. With net.ipv4.tcp_timestamps=2 all connections of a server show one clock, and
- *    the SYN-ACKs tell which (struct lb_stamped_server). With 1 each connection has an offset of its own. So the
- *    condition is checked on the wire: only when SYN-ACKs of LB_STAMPING_AGREEING connections in a row agree are the server's new
- *    connections stamped; one that does not agree ends it, until as many agree again. The clock that the older
- *    connections go by stays as it is meanwhile.
+ * 1. The clock. TSecr must reach the server as TSval was sent: otherwise Linux rejects the third packet of a handshake.
+ *    The cookie leaves 20 bits of TSval; the load balancer adds the others by the server's clock. With
+ *    net.ipv4.tcp_timestamps=2 all connections of a server show one clock (struct lb_stamped_server); with 1 each has
+ *    its own offset. So new connections are stamped once SYN-ACKs of LB_STAMPING_AGREEING connections in a row agree,
+ *    until one does not. Older connections keep their clock meanwhile.
  *
- * 2. Plain connections. A connection must be stamped from its SYN-ACK on or not at all, or time would jump. One whose
- *    SYN-ACK was not stamped is put into the flow table (a later answer without timestamps, too, should the table have lost it; a
- *    client's packet proves nothing), and that it stands there says: plain, both ways; what does not
- *    stand there is stamped. So it does not matter to an open connection whether the clock is in doubt now, and a load
- *    balancer that starts with nothing in its memory goes on stamping: it takes the clock from the first answer. A later
- *    connection of the same ports stays plain as long as the entry is there: whatever is sent again of the older one, or
- *    of the handshake, is never half of each kind. A first packet that is sent again before the client has taken such a
- *    SYN-ACK goes to the same server (HALF_OPEN_FLOW). If an entry is pushed out, the connection's answers are stamped in
- *    its midst and it breaks; the table should hold all connections of servers whose clock is not known.
+ * 2. Plain connections. A connection is stamped from its SYN-ACK on or not at all, or time would jump. A plain one is
+ *    in the flow table, from its SYN-ACK or a later answer without timestamps (a client's packet proves nothing); all
+ *    others are stamped. So doubts about the clock affect no open connection, and a restarted load balancer takes the
+ *    clock from the first answer. A later connection of the same ports stays plain while the entry exists. A SYN
+ *    repeated before the client has the SYN-ACK goes to the same server (HALF_OPEN_FLOW). A connection whose entry is
+ *    evicted breaks: the table should hold all connections of servers with unknown clocks.
  *
- * 3. Towards the server. The cookie names the server; TSecr is restored. What has neither entry nor a known cookie is
- *    dropped: these servers take nothing that comes to the broadcast address.
+ * 3. Packets to the server. The cookie names it; TSecr is restored. Packets with neither entry nor known cookie are
+ *    dropped, because these servers reject broadcasts.
  *
- * 4. Limits. A connection idle for more than 524 s (half of 2^20 ms) may be dropped by the client as old; 2,048 server
- *    ids; bare resets of stamped connections reach no server; each load balancer learns the clocks from the answers that
- *    pass it, so a connection's answers must pass the one that its client's packets come to.
+ * 4. Limits. Clients may drop connections idle for more than 524 s (half of 2^20 ms); 2,048 server ids; bare resets of
+ *    stamped connections reach no server; a connection's answers must pass the load balancer of its client's packets,
+ *    which learns the clock from them.
  *
- *    What a server answers: reply.h. What clients send: lb_stamping.h.
+ *    Replies: reply.h. Packets of clients: lb_stamping.h.
  *
- * 5. Where the answer comes from tells its MAC address: a look-up in `lb_stamped_servers`, which user space fills and
+ * 5. The source MAC address of a reply names the server: a look-up in `lb_stamped_servers`, which user space fills and
  *    in which this program keeps the clocks.
  */
 #ifndef COREWARD_LB_LB_COOKIE_H
@@ -58,7 +52,7 @@ struct {
 
 #define NANOSECONDS_PER_MS 1000000
 
-/* `mac`: 48 bits; what stands above does not count. */
+/* `mac`: 48 bits; the others are ignored. */
 static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service, __u64 mac)
 {
 	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << LB_STAMPED_SERVICE_SHIFT;
@@ -71,7 +65,7 @@ static __always_inline bool is_verified(const struct lb_stamped_server *server)
 	return server->agreeing >= LB_STAMPING_AGREEING;
 }
 
-/* The time is what the daemon last told (lb_state.clock), so that a comparison with the model knows it. */
+/* True: the time is lb_state.clock, for comparisons with the model. */
 const volatile bool lb_stamping_by_ticks;
 
 static __always_inline __u32 monotonic_ms(void)
@@ -81,21 +75,20 @@ static __always_inline __u32 monotonic_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-/* The server's clock now, by what is known of it (ms). */
+/* Returns the server's present time by its known clock (ms). */
 static __always_inline __u32 clock_of(const struct lb_stamped_server *server)
 {
 	return monotonic_ms() + server->offset_ms;
 }
 
-/* Whether two offsets may be of one clock. */
 static __always_inline bool agree(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
 {
 	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
 }
 
 /*
- * A SYN-ACK with TSval `milliseconds`. Two CPUs at the same moment: one of the two counts. The offset stays until it is
- * half the tolerance away: a packet's key follows from it (lb_stamped_value()), and that is not to change to and fro.
+ * Learns from a SYN-ACK with TSval `milliseconds`. Of two CPUs one counts. The offset changes only when it is off by
+ * half the tolerance: a packet's key follows from it (lb_stamped_value()), and must not alternate.
  */
 static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,
 					__u32 milliseconds)
@@ -118,7 +111,7 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 	}
 }
 
-/* A later answer of a stamped connection: from before this load balancer's start, if the clock is not known. */
+/* Takes the clock from a later answer of a stamped connection, if it is unknown since this load balancer's start. */
 static __always_inline void take_clock(struct lb_stamped_server *server, __u32 milliseconds)
 {
 	if (server->has_clock)
@@ -138,13 +131,13 @@ static __always_inline __u64 lb_stamping_hash(__u32 key_index, const struct pack
 {
 	const struct cookie_key *key;
 
-	/* Kernel 6.1's verifier must see the mask on the very register that becomes an index. */
+	/* Kernel 6.1's verifier must see the mask on the register that becomes an index. */
 	barrier_var(key_index);
 	key = &lb_state.keys.key[key_index & 1];
 	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports);
 }
 
-/* The server's id that the cookie in `packet->echo` names. */
+/* Returns the server's id in the cookie of `packet->echo`. */
 static __always_inline __u32 lb_stamped_id(const struct packet *packet)
 {
 	__u32 index = (packet->echo & LB_STAMPING_KEY_BIT) / LB_STAMPING_KEY_BIT;
@@ -152,7 +145,7 @@ static __always_inline __u32 lb_stamped_id(const struct packet *packet)
 	return reveal(lb_stamping_hash(index, packet), packet->echo & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
 }
 
-/* What the server at `mac` sent for that echo: the latest TSval of its clock with these 20 bits. */
+/* Returns the TSval that the server at `mac` sent: the latest one of its clock with these 20 bits. */
 static __always_inline __u32 lb_stamped_echo(__u32 service, __u64 mac, const struct packet *packet)
 {
 	const struct lb_stamped_server *server = lb_stamped_server(service, mac);

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * `timestamps = "lb"`: what clients send. lb_cookie.h has the mechanism, reply.h what servers answer.
- */
+/* `timestamps = "lb"`: packets of clients. lb_cookie.h has the mechanism, reply.h the replies. */
 #ifndef COREWARD_LB_LB_STAMPING_H
 #define COREWARD_LB_LB_STAMPING_H
 
@@ -17,8 +15,8 @@
 #include "placement.h"
 
 /*
- * A first packet that is sent again, where the load balancer stamps itself: if its SYN-ACK was plain, the flow table has
- * the server. From another one the client would get two different SYN-ACKs, and the flow table could be right for one only.
+ * Handles a repeated SYN: if its SYN-ACK was plain, the flow table has the server. Another server's SYN-ACK would
+ * differ, and the flow table could be right for one only.
  */
 static __always_inline bool decide_half_open(const struct packet *packet, struct decision *decision)
 {
@@ -32,8 +30,8 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
 }
 
 /*
- * A packet that begins no connection that can be stamped: by the flow table, of a plain connection; or with a cookie, and
- * then TSecr becomes what the server sent (lb_cookie.h).
+ * Decides a packet that begins no stamped connection: by the flow table (plain), or by its cookie, with TSecr restored
+ * (lb_cookie.h).
  */
 static __always_inline void decide_later_lb_stamped(struct service_state *state, const struct packet *packet,
 						    struct decision *decision)
@@ -51,7 +49,7 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
 		decide_by_bucket(state, packet, decision);
-		/* The SYN-ACK enters it. */
+		/* The SYN-ACK stores it. */
 		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
 			decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->before = KEEP_IDENTIFICATION;

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * A service that another load balancer serves, too: docs/deployment.md.
- */
+/* Services that another load balancer serves, too: docs/deployment.md. */
 #ifndef COREWARD_LB_MIGRATION_H
 #define COREWARD_LB_MIGRATION_H
 
@@ -15,19 +13,19 @@
 #include "placement.h"
 #include "service_mode.h"
 
-/* To the load balancer that has some of the service's connections. No server hands such a packet on again. */
+/* Forwards to the load balancer that has some of the service's connections, which forwards it no further. */
 static __always_inline void decide_other_balancer(const struct service *service, struct decision *decision)
 {
 	server_entry_t balancer = server_at(decision->service, other_balancer_id(service));
 
-	/* An address that other services know counts only where it is a member. */
+	/* An address that other services know counts only for members. */
 	decision->outcome = server_has(balancer, SERVER_KNOWN | SERVER_RESOLVED) ? LB_COUNTER_TO_OTHER_BALANCER
 										 : LB_COUNTER_DROP_SERVER_UNRESOLVED;
 	decision->destination = balancer;
 	decision->before = NO_SERVER;
 }
 
-/* Of a connection that nothing here knows. */
+/* Decides a packet of an unknown connection. */
 static __always_inline void decide_unknown(const struct service *service, __u32 source, struct decision *decision)
 {
 	if (has_other_balancer(service))

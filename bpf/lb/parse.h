@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Reading a frame.
+ * Parsing of a frame.
  *
  * is_fast_path_frame() recognises the common form of an established packet by a few masked compares: Ethernet, IPv4
  * without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of the packets that Linux, the
  * BSDs and Windows send). parse_*() read everything else and check every field.
  *
- * Every parse_*() returns 0, or the negative outcome of a packet that ends there: -1 - enum lb_counter.
+ * Every parse_*() returns 0, or -1 - enum lb_counter when the packet ends there.
  */
 #ifndef COREWARD_LB_PARSE_H
 #define COREWARD_LB_PARSE_H
@@ -26,7 +26,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.h is written for little-endian machines");
 
-/* Words as they stand in the packet. Unaligned ones too: what this runs on reads them in one piece. */
+/* Words in the packet's byte order, unaligned ones too: the CPUs read them in one piece. */
 typedef __u64 __attribute__((may_alias)) packet_u64;
 typedef __u32 __attribute__((may_alias)) packet_u32;
 typedef __u16 __attribute__((may_alias)) packet_u16;
@@ -48,26 +48,25 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
-/* What lb.bpf.c needs to know of a packet. Addresses and ports as they stand in the packet. */
+/* Fields of a packet for lb.bpf.c. Addresses and ports in the packet's byte order. */
 struct packet {
 	__u32 client_address;
 	__u32 vip_address;
 	/* Source port in the low half, destination port in the high one. */
 	__u32 ports;
-	/* TSecr in the host's order; 0 when there is no timestamp option. */
 	__u32 echo;
-	/* Of TCP; 0 for other protocols. */
+	/* TCP flags; 0 for other protocols. */
 	__u8 flags;
 	__u8 has_timestamp;
 	__u8 protocol;
 	__u8 reserved;
-	/* Of the IP header, as it stands there. */
+	/* IP identification, in the packet's byte order. */
 	__u16 identification;
-	/* 0: the packet is whole; else its offset in units of 8 bytes, and IP_MORE_FRAGMENTS. */
+	/* 0: the packet is complete; else its offset in units of 8 bytes, and IP_MORE_FRAGMENTS. */
 	__u16 fragment;
-	/* Where TSecr stands, from the frame's start; 0: nowhere. */
+	/* Offset of TSecr in the frame; 0: none. */
 	__u16 echo_offset;
-	/* Where the header behind IP begins, and where the packet ends according to IP, from the frame's start. */
+	/* Offsets in the frame of the header behind IP, and of the packet's end according to IP. */
 	__u16 transport;
 	__u32 end;
 };
@@ -91,19 +90,19 @@ static __always_inline enum lb_counter outcome_of(int ended)
 
 #define FAST_PATH_TCP (ETH_HLEN + sizeof(struct iphdr))
 #define FAST_PATH_OPTIONS (FAST_PATH_TCP + sizeof(struct tcphdr))
-/* NOP NOP TIMESTAMP, and the two times. */
+/* NOP NOP TIMESTAMP, TSval, TSecr. */
 #define FAST_PATH_LENGTH (FAST_PATH_OPTIONS + OPTIONS_ALIGNED_LENGTH)
 #define FAST_PATH_ECHO                                                                                                 \
 	(FAST_PATH_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                         \
 	 __builtin_offsetof(struct timestamp_words, echo))
 
-/* Ethertype IPv4, and version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
+/* Ethertype IPv4, version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
 #define FAST_PATH_ETHERTYPE_MASK 0x00ffffffu
 #define FAST_PATH_ETHERTYPE 0x00450008u
 /* No fragment; TCP: (fragment, 2 bytes) (time to live) (protocol). */
 #define FAST_PATH_PROTOCOL_MASK 0xff00ff3fu
 #define FAST_PATH_PROTOCOL 0x06000000u
-/* ACK without SYN, FIN and RST (which are counted apart); a data offset of 8 or more, that is: its top bit is set. */
+/* ACK without SYN, FIN and RST (which are counted apart); a data offset of 8 or more: its top bit is set. */
 #define FAST_PATH_FLAGS_MASK 0x1780
 #define FAST_PATH_FLAGS 0x1080
 
@@ -112,8 +111,8 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define FAST_PATH_SYN_FLAGS 0x0200
 
 /*
- * How the options of nearly all SYNs with timestamps begin; in the packet's byte order. Linux: MSS, SACK permitted,
- * timestamps. BSD and macOS: MSS, NOP, window scale, SACK permitted or two NOPs, timestamps.
+ * First options of nearly all SYNs with timestamps, in the packet's byte order. Linux: MSS, SACK permitted, timestamps.
+ * BSD and macOS: MSS, NOP, window scale, SACK permitted or two NOPs, timestamps.
  */
 #define SYN_OPTIONS_MSS 0x0402u
 #define SYN_OPTIONS_LINUX 0x0a080204u
@@ -121,15 +120,14 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define SYN_OPTIONS_NOP_SCALE 0x00030301u
 #define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
 #define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
-/* TSecr of both, from the frame's start. */
+/* Offsets of TSecr in both. */
 #define SYN_LINUX_ECHO (FAST_PATH_OPTIONS + 12)
 #define SYN_BSD_ECHO (FAST_PATH_OPTIONS + 16)
 #define FAST_PATH_SYN_LENGTH (SYN_BSD_ECHO + sizeof(__u32))
 #define FAST_PATH_SYN_HEADER (FAST_PATH_SYN_LENGTH - FAST_PATH_TCP)
 
 /*
- * Whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a whole TCP segment: it has
- * at least as many bytes as the IP header declares.
+ * Returns whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a complete TCP segment.
  */
 static __always_inline bool is_fast_path_tcp(const void *data, const void *data_end)
 {
@@ -145,7 +143,6 @@ static __always_inline bool is_fast_path_tcp(const void *data, const void *data_
 	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
 }
 
-/* Whether the frame is an established packet of the fast path. */
 static __always_inline bool is_fast_path_frame(const void *data, const void *data_end)
 {
 	if (data + FAST_PATH_LENGTH > data_end)
@@ -155,7 +152,7 @@ static __always_inline bool is_fast_path_frame(const void *data, const void *dat
 	return PACKET_U32(data, FAST_PATH_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP && is_fast_path_tcp(data, data_end);
 }
 
-/* Returns the offset of TSecr in a SYN of the fast path, from the start of the frame; 0 for any other frame. */
+/* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
 static __always_inline __u32 fast_path_syn_echo(const void *data, const void *data_end)
 {
 	__u32 second, third;
@@ -180,7 +177,7 @@ static __always_inline __u32 fast_path_syn_echo(const void *data, const void *da
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */
 
-/* Ethernet and the fixed part of IPv4: enough to say whether this may be for an address of ours. */
+/* Reads Ethernet and the fixed part of IPv4. */
 static __always_inline int parse_ethernet(const void *data, const void *data_end)
 {
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
@@ -190,7 +187,7 @@ static __always_inline int parse_ethernet(const void *data, const void *data_end
 	return 0;
 }
 
-/* The whole IPv4 header of a frame that parse_ethernet() took. */
+/* Reads the IPv4 header of a frame that parse_ethernet() accepted. */
 static __always_inline int parse_ipv4(const void *data, const void *data_end, struct packet *packet)
 {
 	__u32 version_ihl, header_length, ip_length;
@@ -213,7 +210,7 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	return 0;
 }
 
-/* The ports with which TCP and UDP begin. `malformed`: the outcome when the packet ends before. */
+/* Reads the ports of TCP and UDP. `malformed`: the outcome when the packet ends before. */
 static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
 				       struct packet *packet)
 {
@@ -226,24 +223,24 @@ static __always_inline int parse_ports(const void *data, const void *data_end, e
 	return 0;
 }
 
-/* load_timestamp(): the options could not be read, which cannot be. */
+/* load_timestamp() could not read the options, which cannot occur. */
 #define TIMESTAMP_UNREADABLE -3
 
 /*
- * The timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns where it begins among them and
- * fills `words` (which the caller has initialised: clang may spill what is undefined, and the verifier refuses that); or
+ * Finds the timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns its offset among them
+ * and fills `words` (which the caller initialises: clang may spill undefined values, which the verifier rejects); or
  * TIMESTAMP_NONE, TIMESTAMP_MALFORMED, TIMESTAMP_UNREADABLE.
  */
 static __always_inline int load_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length, struct timestamp_words *words)
 {
-	/* A copy on the stack, where an offset may vary freely; only packets of the slow path come here. */
+	/* A copy on the stack, where an offset may vary freely; only for the slow path. */
 	struct tcp_options options = {};
 	__u32 last = length - 1;
 	int found;
 
 	if (length == 0)
 		return TIMESTAMP_NONE;
-	/* By a mask that clang cannot leave out: "not 0" teaches the verifier of kernel 6.1 nothing. */
+	/* A mask that clang cannot remove: "not 0" gives kernel 6.1's verifier no bound. */
 	barrier_var(last);
 	last &= 63;
 	if (last >= TCP_OPTIONS_MAX || bpf_xdp_load_bytes(ctx, offset, &options, last + 1))
@@ -257,7 +254,7 @@ static __always_inline int load_timestamp(struct xdp_md *ctx, __u32 offset, __u3
 	return found;
 }
 
-/* The options of a TCP packet: what lb.bpf.c wants of them is the timestamp's echo. */
+/* Reads TSecr from the options of a TCP packet. */
 static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32 length, struct packet *packet)
 {
 	struct timestamp_words words = {};
@@ -278,7 +275,7 @@ static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32
 	return 0;
 }
 
-/* The TCP header behind the ports that parse_ports() read, whatever its flags. */
+/* Reads the TCP header behind the ports, whatever its flags. */
 static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data, const void *data_end,
 					    struct packet *packet)
 {
@@ -297,14 +294,14 @@ static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data
 			     packet);
 }
 
-/* The same of a client's packet. */
+/* The same for a client's packet. */
 static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const void *data_end, struct packet *packet)
 {
 	int ended = parse_tcp_header(ctx, data, data_end, packet);
 
 	if (ended)
 		return ended;
-	/* A SYN never acknowledges, ends or resets here; and nothing but SYN and RST comes without ACK. */
+	/* A client's SYN never acknowledges, ends or resets, and only SYN and RST come without ACK. */
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
@@ -312,8 +309,8 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 }
 
 /*
- * The UDP header behind the ports that parse_ports() read. Its length may be less than what IP carries (the rest is
- * padding), but not more; of a first fragment it is the whole datagram's.
+ * Reads the UDP header behind the ports. Its length may be less than in IP (padding), but not more; a first fragment
+ * has the whole datagram's.
  */
 static __always_inline int parse_udp(const void *data, const void *data_end, const struct packet *packet)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Where a connection's first packet goes: PlacementTable::choose() of crates/model/src/placement.rs, decision by
- * decision, on the service's table.
+ * Placement of new connections: PlacementTable::choose() of crates/model/src/placement.rs, step by step, on the
+ * service's table.
  *
- * place() reads service_state.table_at once and then only that table: user space writes there again only after an RCU
- * grace period, so a decision never mixes two tables.
+ * place() reads service_state.table_at once and then only that table: user space rewrites it only after an RCU grace
+ * period, so a decision never mixes two tables.
  */
 #ifndef COREWARD_LB_PLACEMENT_H
 #define COREWARD_LB_PLACEMENT_H
@@ -19,10 +19,7 @@
 #include "service_mode.h"
 #include "toeplitz.h"
 
-/*
- * The rules that any table may use, as bits. Fixed when the program is loaded: what is not in use is not compiled in,
- * and with one rule nothing is compared. A change loads the program anew.
- */
+/* Rules of all tables, as bits; fixed at load time, so unused ones are removed. A change reloads the program. */
 const volatile __u32 rules_in_use;
 
 struct {
@@ -34,7 +31,7 @@ struct {
 	__uint(value_size, MIN_PLACEMENT_MEMORY + PLACEMENT_MEMORY_SLACK);
 } placement_memory SEC(".maps");
 
-/* The memory's size without PLACEMENT_MEMORY_SLACK, - 1. Fixed when the program is loaded. */
+/* The memory's size without PLACEMENT_MEMORY_SLACK, - 1; fixed at load time. */
 const volatile __u32 placement_memory_mask;
 
 /* Aligned, so that an entry is one load. */
@@ -42,7 +39,7 @@ struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers") __attribute__((
 __u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
 __u64 recent_first_packets[RECENT_FIRST_PACKETS] SEC(".bss.recent");
 
-/* A server as a service sees it, in one word: 48 bits of MAC address, 16 of flags. */
+/* Server entry of a service: 48 bits of MAC address, 16 of flags. */
 typedef __u64 __attribute__((may_alias)) server_entry_t;
 #define SERVER_FLAGS_SHIFT 48
 #define SERVER_MAC_MASK 0xffffffffffffull
@@ -55,7 +52,7 @@ static __always_inline server_entry_t server_at(__u32 service, __u32 id)
 	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
 	__u64 flags;
 
-	/* Or clang would make the sum an OR, and the verifier of kernel 6.1 loses the bounds of a 32-bit OR. */
+	/* Without it clang makes the sum an OR, and kernel 6.1's verifier loses the bounds of a 32-bit OR. */
 	barrier_var(word);
 	word += (id & COOKIE_ID_MASK) / SERVER_MEMBERS_PER_WORD;
 	flags = membership[word] >> id % SERVER_MEMBERS_PER_WORD * SERVER_MEMBER_BITS & SERVER_MEMBER_MASK;
@@ -74,7 +71,6 @@ static __always_inline bool server_is_down(server_entry_t server)
 
 #define TAKES_FIRST_PACKETS (SERVER_KNOWN | SERVER_RESOLVED | SERVER_ELIGIBLE)
 
-/* A service's table and the memory that its offsets count in. */
 struct placement {
 	void *memory;
 	struct placement_table *table;
@@ -92,7 +88,7 @@ static __always_inline bool rule_is(const struct placement_table *table, enum pl
 	return rules_in_use == 1u << rule || table->rule == rule;
 }
 
-/* The finaliser of MurmurHash3 (64 bits): model's placement::mix(). */
+/* Finaliser of MurmurHash3 (64 bits): model's placement::mix(). */
 static __always_inline __u64 mix(__u32 hash)
 {
 	__u64 x = hash | 0x9e3779b9ull << 32;
@@ -104,7 +100,7 @@ static __always_inline __u64 mix(__u32 hash)
 	return x ^ x >> 33;
 }
 
-/* A draw below `count` from half of a mixed hash: model's placement::two_draws(). */
+/* Draws below `count` from half of a mixed hash: model's placement::two_draws(). */
 static __always_inline __u32 draw(__u64 half, __u32 count)
 {
 	return (half & 0xffffffff) * count >> 32;
@@ -127,26 +123,26 @@ static __always_inline __u32 table_hash(const struct placement *placement, __u32
 _Static_assert(MAX_CANDIDATES * sizeof(struct candidate) <= PLACEMENT_MEMORY_SLACK, "a bucket fits behind the mask");
 _Static_assert((1 << 16) * sizeof(__u32) <= PLACEMENT_MEMORY_SLACK, "the counts of 16 bits of core slots, too");
 
-/* The first candidate of a bucket of a group. `position`: as in struct placement_table. */
+/* Returns the first candidate of a group's bucket. `position`: as in struct placement_table. */
 static __always_inline const struct candidate *candidates_at(const struct placement *placement, __u32 position)
 {
 	return memory_at(placement, placement->table->candidates_at + position * sizeof(struct candidate));
 }
 
-/* Connections assigned by core slot. The verifier must see that atomic operations there are aligned. */
+/* Returns the assigned connections by core slot. The verifier must see that atomic operations there are aligned. */
 static __always_inline __u32 *assigned_counts(const struct placement *placement)
 {
 	return memory_at(placement, placement->table->assigned_at & ~(__u32)(sizeof(__u32) - 1));
 }
 
-/* Which candidate a cost is of: group and number in the bucket, below the cost. 58 bits are left for that: 1.0 of load takes 20. */
+/* Group and number in the bucket, below a candidate's cost, which has 58 bits; 1.0 of load takes 20. */
 #define CANDIDATE_NUMBER_BITS 3
 #define CANDIDATE_RANK_BITS 5
 #define NO_COST (-1ull >> 1)
 _Static_assert(MAX_CANDIDATES == 1 << CANDIDATE_NUMBER_BITS, "a candidate's number fits its bits");
 _Static_assert(MAX_RSS_GROUPS *MAX_CANDIDATES == 1 << CANDIDATE_RANK_BITS, "group and number fit their bits");
 
-/* `least`, or the cost and number of candidate `i`, if there is one, if that is less. */
+/* Returns the lesser of `least` and the cost and number of candidate `i`, if it exists. */
 static __always_inline __s64 with_candidate(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
 					    const __u32 *assigned, __u64 cost_of_one)
 {
@@ -159,8 +155,8 @@ static __always_inline __s64 with_candidate(__s64 least, const struct candidate 
 }
 
 /*
- * The least cost among a bucket's first `count` candidates, and the number of the first that has it. Even and odd candidates have
- * a minimum each, so that the CPU works on two at a time.
+ * Returns the least cost among a bucket's first `count` candidates, with the number of the first that has it. Even and
+ * odd candidates have a minimum each, so that the CPU works on two at a time.
  */
 static __always_inline __s64 least_assigned_of(const struct candidate *candidates, __u32 count, const __u32 *assigned,
 					       __u64 cost_of_one)
@@ -180,8 +176,8 @@ static __always_inline __s64 least_assigned_of(const struct candidate *candidate
 }
 
 /*
- * The candidate of least cost over all groups, the first of equals; NULL: there is none. Rule TABLE compares the first candidate
- * of each group's bucket by load, LEAST_ASSIGNED all of them by load and connections assigned since the switch.
+ * Returns the candidate of least cost over all groups, the first of equals; NULL: none. Rule TABLE compares the first
+ * candidate of each group's bucket by load, LEAST_ASSIGNED all of them by load and assigned connections.
  */
 static __always_inline const struct candidate *least_candidate(const struct placement *placement, __u32 first_hash,
 							       const struct packet *packet, bool least_assigned)
@@ -216,8 +212,8 @@ static __always_inline const struct candidate *least_candidate(const struct plac
 }
 
 /*
- * The chosen server cannot take the connection at this moment (its MAC address is not resolved, or it was taken out and
- * the next table is on its way): the next member that can, from a position drawn by hash, whatever its load.
+ * Returns the next member that can take the connection, from a position drawn by hash, whatever its load: the chosen
+ * server has no known MAC address, or was removed and the next table is on its way.
  */
 static __always_inline __u32 fallback(const struct placement *placement, __u32 service, __u32 hash)
 {
@@ -236,7 +232,7 @@ static __always_inline __u32 fallback(const struct placement *placement, __u32 s
 	return NO_SERVER;
 }
 
-/* The server that the rule names, without regard to whether it can take the connection; NO_SERVER: table unusable. */
+/* Returns the server of the rule, whether or not it can take the connection; NO_SERVER: table unusable. */
 static __always_inline __u32 choose(const struct placement *placement, struct service_state *state, __u32 service,
 				    __u32 hash, const struct packet *packet)
 {
@@ -252,7 +248,7 @@ static __always_inline __u32 choose(const struct placement *placement, struct se
 
 		if (!candidate)
 			return NO_SERVER;
-		/* Counted only if the server gets it. All CPUs count in one place, which the next choice reads. */
+		/* Counted only if the server gets it. All CPUs share the counter, which the next choice reads. */
 		if (server_has(server_at(service, candidate->server_id), TAKES_FIRST_PACKETS))
 			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;
@@ -273,8 +269,8 @@ static __always_inline __u32 choose(const struct placement *placement, struct se
 }
 
 /*
- * Rules whose choice for the same packet is another one the next time: a SYN that is sent again must find its server. A
- * datagram is placed for its own sake each time, or its flow is remembered elsewhere.
+ * Rules that choose anew each time: a repeated SYN must find its server. A datagram is placed on its own, or its flow
+ * is stored elsewhere.
  */
 static __always_inline bool choice_is_remembered(const struct placement_table *table, const struct packet *packet)
 {
@@ -290,7 +286,7 @@ static __always_inline __u64 recent_key(const struct placement_table *table, __u
 	       service << RECENT_SERVICE_SHIFT;
 }
 
-/* The service's table; false: it has none, or one without members. */
+/* Finds the service's table; false: none, or one without members. */
 static __always_inline bool table_of(const struct service_state *state, struct placement *placement)
 {
 	__u32 at = *(const volatile __u32 *)&state->table_at, first = 0;
@@ -302,7 +298,7 @@ static __always_inline bool table_of(const struct service_state *state, struct p
 	return placement->table->member_count;
 }
 
-/* The server for a first packet: an id that can take it, or NO_SERVER. A global function, as decide() is. */
+/* Returns a server for a new connection, or NO_SERVER. A global function, as decide() is. */
 __noinline int place(struct service_state *state, __u32 service, const struct packet *packet)
 {
 	const struct placement_table *table;
@@ -336,7 +332,7 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 	return id;
 }
 
-/* The fixed choice for a connection that cannot carry a cookie, and whose its bucket was before; NO_SERVER: none. */
+/* Returns the bucket's server for a connection without a cookie, and its previous server; NO_SERVER: none. */
 static __always_inline struct flow_table_entry place_consistently(const struct service_state *state,
 								  const struct packet *packet)
 {

@@ -1,8 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * What servers answer, where the load balancer stamps itself: lb_cookie.h says how and why. An answer goes on to the
- * kernel, which routes it to the client.
- */
+/* Replies of servers whose load balancer stamps: lb_cookie.h. The kernel routes them to the client. */
 #ifndef COREWARD_LB_REPLY_H
 #define COREWARD_LB_REPLY_H
 
@@ -25,8 +22,8 @@ typedef __u64 __attribute__((may_alias)) switch_word;
 _Static_assert(__builtin_offsetof(struct lb_state, keys.current) % 8 == 0, "current and switch_ms are one word");
 
 /*
- * Which of the fleet's keys stamps, by the packet's own time (ms), as on servers. `current` and
- * `switch_ms` are read as one word: they change together, and one of each would name the wrong key for a moment.
+ * Returns the stamping key by the packet's own time (ms), as on servers. `current` and `switch_ms` are one word,
+ * because they change together.
  */
 static __always_inline __u32 stamping_key(__u32 milliseconds)
 {
@@ -38,7 +35,7 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 	return current & 1;
 }
 
-/* TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
+/* Returns TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
 static __always_inline __u32 lb_stamped_value(__u32 service, const struct packet *packet,
 					      const struct lb_stamped_server *server, __u32 milliseconds)
 {
@@ -50,7 +47,7 @@ static __always_inline __u32 lb_stamped_value(__u32 service, const struct packet
 	return value ? value : 1u << LB_STAMPING_TIME_SHIFT;
 }
 
-/* A SYN-ACK decides for ever whether its connection is stamped (lb_cookie.h, essay, 2). */
+/* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, essay, 2). */
 static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   struct lb_stamped_server *server, __u32 milliseconds)
 {
@@ -64,7 +61,7 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 		if (is_verified(server) && !plain)
 			return true;
 	}
-	/* Without timestamps, too: the SYN may have had one, and then its server is not the bucket's. */
+	/* Also without timestamps: the SYN may have had one, and then its server is not the bucket's. */
 	if (!plain || entry.server_id != server->server_id || entry.before != HALF_OPEN_FLOW) {
 		entry = (struct flow_table_entry){.server_id = server->server_id, .before = HALF_OPEN_FLOW};
 		insert_flow(ctx, service, packet, entry, 0);
@@ -82,7 +79,7 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 	if (find_flow(service, packet, &entry))
 		return false;
 	if (!packet->has_timestamp) {
-		/* The table lost the connection, and the answer proves it. A reset is an answer to any forged packet. */
+		/* The table lost the connection, and the answer proves it. A reset answers any forged packet. */
 		entry = (struct flow_table_entry){.server_id = server->server_id, .before = NO_SERVER};
 		if (!(packet->flags & TCP_RST))
 			insert_flow(ctx, service, packet, entry, 0);
@@ -92,7 +89,7 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 	return true;
 }
 
-/* An answer of a service: `packet` has addresses and ports as the client's packets carry them. */
+/* Handles a reply. `packet` has addresses and ports as in the client's packets. */
 static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   __u64 source_mac)
 {
@@ -110,7 +107,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 	return LB_COUNTER_REPLY_STAMPED;
 }
 
-/* A frame that is for no service: is it from one? Returns an XDP action, or -1. Global, as decide() is. */
+/* Handles a frame that is for no service and may be from one. Returns an XDP action, or -1. Global, as decide() is. */
 __noinline int forward_reply(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -125,7 +122,7 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	    packet.fragment || packet.protocol != IPPROTO_TCP ||
 	    parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, &packet))
 		return -1;
-	/* As the client's packets carry them. */
+	/* As in the client's packets. */
 	vip = packet.client_address;
 	packet.client_address = packet.vip_address;
 	packet.vip_address = vip;
@@ -137,7 +134,7 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	if (!is_lb_stamped(&service))
 		return -1;
 	source_mac = PACKET_U32(data, ETH_ALEN) | (__u64)PACKET_U16(data, ETH_ALEN + 4) << 32;
-	/* A header that contradicts itself the kernel behind may look at. */
+	/* The kernel handles contradictory headers. */
 	if (parse_tcp_header(ctx, data, data_end, &packet))
 		outcome = LB_COUNTER_REPLY_UNCHANGED;
 	else

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * What is changed in a packet: MAC addresses; the IP identification, which tells a server whom the bucket belonged to
- * before; TSecr, which tells a server the index of a connection's entry or its own time. Checksums by the difference.
+ * Rewriting of packets: MAC addresses; the IP identification, for the bucket's previous server; TSecr, for the index of
+ * a connection's entry or the server's own time. Checksums are updated by the difference.
  */
 #ifndef COREWARD_LB_REWRITE_H
 #define COREWARD_LB_REWRITE_H
@@ -16,7 +16,7 @@
 #include "placement.h"
 #include "state.h"
 
-/* New addresses for the frame. Two stores: 6 bytes of destination and 2 of source; 4 of source. */
+/* Writes new MAC addresses by two stores: 6 bytes of destination and 2 of source; 4 of source. */
 static __always_inline void rewrite_mac(void *data, __u64 destination)
 {
 	__u64 own_shifted = lb_state.own_mac_shifted;
@@ -30,7 +30,7 @@ static __always_inline bool sent_to_us(const void *data)
 	return PACKET_U64(data, 0) << 16 == lb_state.own_mac_shifted;
 }
 
-/* A new identification in the IP header, and its checksum by the difference (RFC 1624, Eqn. 3). */
+/* Writes a new IP identification, and updates the checksum (RFC 1624, Eqn. 3). */
 static __always_inline void rewrite_identification(void *data, __u16 identification)
 {
 	__u16 new = bpf_htons(identification);
@@ -42,16 +42,15 @@ static __always_inline void rewrite_identification(void *data, __u16 identificat
 	PACKET_U16(data, IP_AT(check)) = ~sum;
 }
 
-/* Bounds of offsets in the frame that the verifier can see. */
+/* Bounds of offsets for the verifier. */
 #define TRANSPORT_MASK 0x7f
 #define OPTION_MASK 0xff
 _Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_MASK, "60 bytes are the longest IP header");
 _Static_assert(ETH_HLEN + 60 + 60 <= OPTION_MASK, "60 bytes are the longest TCP header");
 
 /*
- * One word of the timestamp option, `offset` bytes into the frame, and the TCP checksum by the difference (RFC 1624,
- * Eqn. 3). The option may stand at an odd place: then its bytes count in the other half of the checksum's words
- * (RFC 1071, Sect. 2, byte order independence).
+ * Writes one word of the timestamp option, `offset` bytes into the frame, and updates the TCP checksum (RFC 1624, Eqn.
+ * 3). At an odd offset its bytes count in the other half of the checksum's words (RFC 1071, Sect. 2).
  */
 static __always_inline void rewrite_timestamp(void *data, const void *data_end, const struct packet *packet,
 					      __u32 offset, __u32 word)

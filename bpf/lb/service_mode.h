@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * A service's number (intf.h, SERVICE_INDEX_MASK and so on), decoded. The verifier removes what no service uses.
+ * Decoding of a service's number (intf.h, SERVICE_INDEX_MASK and others). The verifier removes modes that no service
+ * uses.
  */
 #ifndef COREWARD_LB_SERVICE_MODE_H
 #define COREWARD_LB_SERVICE_MODE_H
@@ -11,20 +12,16 @@
 
 #include "intf.h"
 
-/* Bits 1 << enum consistency: those that any service has. Fixed when the program is loaded; a change loads it anew. */
+/* Modes of all services, as bits 1 << enum consistency; fixed at load time. A change reloads the program. */
 const volatile __u32 modes_in_use;
-/* A service has SERVICE_TIMESTAMPS_OFF. */
 const volatile bool timestamps_off_in_use;
-/* A service has SERVICE_TIMESTAMPS_LB. */
 const volatile bool timestamps_lb_in_use;
-/* A service has SERVICE_ADOPTED or SERVICE_HANDED_OVER. */
 const volatile bool other_balancer_in_use;
-/* A service is of UDP. */
 const volatile bool udp_in_use;
 
 #define MODES_WITH_COOKIES (1u << CONSISTENCY_STATELESS | 1u << CONSISTENCY_STATEFUL)
 
-/* A service, as its number states it. What is asked of `flags` stays a bit test: BPF has few registers, and a small stack. */
+/* A decoded service. `flags` are bit tests: BPF has few registers, and a small stack. */
 struct service {
 	/* In lb_state.services and in the counters. */
 	__u32 index;
@@ -52,25 +49,23 @@ static __always_inline struct service decode_service(__u32 number)
 	};
 }
 
-/* This load balancer stamps and restores: lb_stamping.h. */
+/* lb_stamping.h */
 static __always_inline bool is_lb_stamped(const struct service *service)
 {
 	return timestamps_lb_in_use && service->flags & SERVICE_TIMESTAMPS_LB;
 }
 
-/* Another load balancer has some of its connections: migration.h. */
+/* migration.h */
 static __always_inline bool has_other_balancer(const struct service *service)
 {
 	return other_balancer_in_use && service->flags & (SERVICE_ADOPTED | SERVICE_HANDED_OVER);
 }
 
-/* New connections go to the other load balancer. */
 static __always_inline bool is_handed_over(const struct service *service)
 {
 	return other_balancer_in_use && service->flags & SERVICE_HANDED_OVER;
 }
 
-/* Id of the other load balancer among the servers. */
 static __always_inline __u32 other_balancer_id(const struct service *service)
 {
 	return service->flags >> SERVICE_OTHER_BALANCER_SHIFT & (SERVER_ID_COUNT - 1);
@@ -79,7 +74,6 @@ static __always_inline __u32 other_balancer_id(const struct service *service)
 _Static_assert(CONSISTENCY_STATELESS <= CONSISTENCY_STATEFUL && CONSISTENCY_STATEFUL < CONSISTENCY_NONE,
 	       "modes with cookies come first");
 
-/* The timestamps of its packets carry a cookie that a server stamped. */
 static __always_inline bool has_cookies(const struct service *service)
 {
 	if (is_lb_stamped(service) || (timestamps_off_in_use && service->flags & SERVICE_TIMESTAMPS_OFF))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * What of the load balancer outlives its process, and user space writes (intf.h): in one global variable, so that a packet
- * reaches it without looking up a map.
+ * State of the load balancer that user space writes and that outlives its process (intf.h): a global variable, which a
+ * packet reads without a map look-up.
  */
 #ifndef COREWARD_LB_STATE_H
 #define COREWARD_LB_STATE_H

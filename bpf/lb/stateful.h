@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * CONSISTENCY_STATEFUL: the cookie holds an index into the connection table of the load balancer that placed the connection.
+ * CONSISTENCY_STATEFUL: the cookie holds an index into the connection table of the load balancer that placed the
+ * connection.
  */
 #ifndef COREWARD_LB_STATEFUL_H
 #define COREWARD_LB_STATEFUL_H
@@ -22,7 +23,6 @@
 #include "state.h"
 #include "stats.h"
 
-/* Whether another load balancer with a connection table sent the frame. */
 static __always_inline bool came_from_owner(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -42,8 +42,8 @@ static __always_inline bool came_from_owner(struct xdp_md *ctx)
 }
 
 /*
- * The index is of another load balancer's table: the packet goes there, once. One that came from a load balancer is not
- * passed on, so that no disagreement about who is who makes it circle. An owner that is gone, or cannot be reached: to all.
+ * Passes the packet to the load balancer whose table its index is of. A packet from a load balancer is not passed on,
+ * so that none circles. Without a reachable owner it is broadcast.
  */
 static __always_inline void decide_owner(struct xdp_md *ctx, const struct service *service, __u32 source, __u32 owner,
 					 struct decision *decision)
@@ -61,8 +61,8 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 }
 
 /*
- * By the index in `cookie`, counted as `outcome`. Returns false when the entry is free or another connection's, or
- * its server was taken out. `found`: the entry, if it is of this load balancer's table.
+ * Decides by the index in `cookie`, counted as `outcome`. Returns false when the entry is free or another connection's,
+ * or its server was removed. `found`: the entry, if it is in this load balancer's table.
  */
 static __always_inline bool decide_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
 					 const struct packet *packet, enum lb_counter outcome,
@@ -89,7 +89,7 @@ static __always_inline bool decide_index(struct xdp_md *ctx, const struct servic
 
 struct connection_takes connection_takes SEC(".bss.takes");
 
-/* How many entries of the connection table the source's prefix (24 bits) holds. */
+/* Returns the count of entries that the source's prefix (24 bits) holds. */
 static __always_inline __u64 *held_by_source(__u32 client_address)
 {
 	__u64 hash = connection_hash(0, client_address & bpf_htonl(0xffffff00), 0);
@@ -97,7 +97,7 @@ static __always_inline __u64 *held_by_source(__u32 client_address)
 	return &connection_takes.held_by_source[hash & (SOURCE_SHARDS - 1)];
 }
 
-/* Whether it may hold another one. CPUs that ask at once may exceed the limit by their number. */
+/* Returns whether it may hold another one. Concurrent CPUs may exceed the limit by their number. */
 static __always_inline bool may_take_connection(const __u64 *held)
 {
 	__u64 limit = *(volatile __u64 *)&lb_state.entries_per_source;
@@ -105,7 +105,7 @@ static __always_inline bool may_take_connection(const __u64 *held)
 	return !limit || *(const volatile __u64 *)held < limit;
 }
 
-/* Why a new connection has no entry. `taken`: what CONNECTION_TABLE_FULL and so on stand for. */
+/* Returns the reason for a new connection without an entry. `taken`: CONNECTION_TABLE_FULL and so on. */
 static __always_inline enum lb_event without_entry(int taken)
 {
 	if (taken == CONNECTION_SOURCE_LIMITED)
@@ -121,7 +121,7 @@ static __always_inline void count_taken(void)
 	connection_takes.by_row[row & (MAX_LB_COUNTER_ROWS - 1)].count++;
 }
 
-/* Whether the entry with that identity may be reused (connection_table.h, 2). */
+/* Returns whether the entry with that identity may be reused (connection_table.h, 2). */
 static __always_inline bool is_expired(const struct connection *connection, __u64 identity)
 {
 	const struct connection_timers *timers = &lb_state.timers;
@@ -138,7 +138,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 	return idle >= (__s32)(connection->flags & CONNECTION_CLOSING ? timers->closing : timers->idle);
 }
 
-/* The entry is not its source's any more. User space may have counted without it. */
+/* Takes an entry off its source's count. User space may have counted without it. */
 static __always_inline void forget_held(__u32 client_address)
 {
 	__u64 *held = held_by_source(client_address);
@@ -148,8 +148,8 @@ static __always_inline void forget_held(__u32 client_address)
 }
 
 /*
- * The slot of an expired entry in the connection's partition, filled, or CONNECTION_TABLE_FULL. The hand goes round as
- * in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES slots per packet.
+ * Fills the slot of an expired entry in the connection's partition and returns it, or CONNECTION_TABLE_FULL. A hand
+ * moves as in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES slots per packet.
  */
 static __noinline int reuse_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,
 				       __u64 bytes)
@@ -160,7 +160,7 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 
 	if (!packet || !stack)
 		return CONNECTION_TABLE_FULL;
-	/* Not atomic: where two packets look at the same entries, the exchange of the identity decides. */
+	/* Not atomic: of two packets at one entry the exchange of the identity decides. */
 	hand = *(volatile __u64 *)&stack->hand;
 	for (int probe = 0; probe < CONNECTION_HAND_PROBES; probe++) {
 		__u32 slot = hand & CONNECTION_SLOT_MASK, client_address;
@@ -185,7 +185,7 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 	return CONNECTION_TABLE_FULL;
 }
 
-/* An entry for a new connection that may have one, or why there is none. */
+/* Takes an entry for a new connection, or returns the reason why not. */
 static __always_inline int enter_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 					    const struct decision *decision)
 {
@@ -203,9 +203,9 @@ static __always_inline int enter_connection(struct xdp_md *ctx, const struct pac
 }
 
 /*
- * The first packet of a stateful service is placed and takes an entry; its TSecr carries the entry's slot to the server.
- * A retransmission finds the entry again, if that server still takes new connections. Without an entry TSecr becomes 0,
- * and the server stamps its id.
+ * Places a SYN of a stateful service, and takes an entry; TSecr carries its index to the server. A retransmission finds
+ * the entry again, if its server still takes new connections. Without an entry TSecr becomes 0, and the server stamps
+ * its id.
  */
 static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
 						  const struct packet *packet, struct decision *decision)
@@ -238,7 +238,6 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	decision->echo = syn_echo(owner, taken);
 }
 
-/* A packet of a connection whose cookie holds an index. */
 static __always_inline void decide_connection(struct xdp_md *ctx, const struct service *service, __u32 cookie,
 					      const struct packet *packet, struct decision *decision)
 {

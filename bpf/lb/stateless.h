@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * CONSISTENCY_STATELESS: the cookie holds the id of the server.
- */
+/* CONSISTENCY_STATELESS: the cookie holds the id of the server. */
 #ifndef COREWARD_LB_STATELESS_H
 #define COREWARD_LB_STATELESS_H
 
@@ -16,7 +14,6 @@
 #include "parse.h"
 #include "service_mode.h"
 
-/* A packet of a connection whose cookie holds the server's id. */
 static __always_inline void decide_by_id(const struct service *service, __u32 cookie, const struct packet *packet,
 					 struct decision *decision)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Counts of what lb.bpf.c did: by service, and by server what policies need. Each receive queue or CPU has a row of its
- * own, so that counting takes no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW). New and
- * ended connections, which policies add up for as long as the maps live, are counted in the row of the CPU.
+ * Counters of lb.bpf.c: by service, and by server for policies. Each receive queue or CPU has its own row, so counting
+ * needs no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW). New and ended connections,
+ * which policies sum up for as long as the maps live, are in the row of the CPU.
  */
 #ifndef COREWARD_LB_STATS_H
 #define COREWARD_LB_STATS_H
@@ -13,16 +13,16 @@
 
 #include "intf.h"
 
-/* Native XDP: the receive queue is polled by one CPU at a time. Generic XDP: several CPUs may run for one queue. */
+/* Native XDP: one CPU at a time polls a receive queue. Generic XDP: several CPUs may run for one queue. */
 const volatile bool counters_by_cpu;
 
-/* A service is watched (capture.h). Fixed when the program is loaded. */
+/* A service is watched (capture.h); fixed at load time. */
 const volatile bool capture_in_use;
 
-/* Rows - 1. Fixed when the program is loaded. */
+/* Rows - 1; fixed at load time. */
 const volatile __u32 counter_row_mask;
 
-/* A row of LB_COUNTERS_PER_ROW for each receive queue or CPU: user space sets the size. */
+/* A row of LB_COUNTERS_PER_ROW per receive queue or CPU; user space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -31,13 +31,12 @@ struct {
 	__type(value, struct lb_counters);
 } lb_counters SEC(".maps");
 
-/* The row of this receive queue or CPU. */
 static __always_inline __u32 counter_row(struct xdp_md *ctx)
 {
 	return (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
 }
 
-/* This CPU's row, which has no other writer. On a bond two CPUs may serve queues of one number. */
+/* Returns this CPU's row, which has no other writer. On a bond two CPUs may serve queues of one number. */
 static __always_inline __u32 cpu_row(void)
 {
 	return bpf_get_smp_processor_id() & counter_row_mask;
@@ -82,10 +81,10 @@ static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum 
 
 /* ---- by server ------------------------------------------------------------------------------------------------- */
 
-/* Packets and bytes per server are wanted: a policy goes by them. Fixed when the program is loaded. */
+/* A policy uses packets and bytes per server; fixed at load time. */
 const volatile bool traffic_in_use;
 
-/* By row and server id: user space sets the size. */
+/* By row and server id; user space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -101,7 +100,6 @@ static __always_inline struct server_traffic *traffic_at(__u32 row, __u32 server
 	return bpf_map_lookup_elem(&server_traffic, &position);
 }
 
-/* A packet of `bytes` goes to a server. */
 static __always_inline void count_traffic(struct xdp_md *ctx, __u32 server_id, __u64 bytes)
 {
 	struct server_traffic *traffic;

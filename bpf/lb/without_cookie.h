@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/*
- * Packets without a cookie go by the flow table and the bucket; with CONSISTENCY_BEAMER all packets do.
- */
+/* Packets without a cookie, by flow table and bucket; with CONSISTENCY_BEAMER all packets. */
 #ifndef COREWARD_LB_WITHOUT_COOKIE_H
 #define COREWARD_LB_WITHOUT_COOKIE_H
 
@@ -20,10 +18,10 @@
 #include "state.h"
 
 /*
- * A SYN without a cookie that no entry of the flow table sends to a server that takes new connections. `found`: there is
- * an entry, of `stale`. The SYN goes by the bucket and makes no entry: later packets go by the same bucket. If the
- * bucket's server takes no new connections, the placement rule chooses another one, which only the flow table finds
- * again. A server that may have an older connection of these ports becomes the server before.
+ * Places a SYN without a cookie for which the flow table has no server that takes new connections. `found`: there is an
+ * entry, of `stale`. It follows the bucket and makes no entry, as later packets follow the same bucket. If the bucket's
+ * server takes no new connections, the placement rule chooses another one, which only the flow table finds again. A
+ * server with an older connection of these ports becomes the previous server.
  */
 static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, struct service_state *state,
 							const struct packet *packet, bool found, __u32 stale,
@@ -51,8 +49,8 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 }
 
 /*
- * A packet without a cookie: the client does not do timestamps, the service has them switched off, or it is
- * CONSISTENCY_BEAMER. Then only a SYN enters a flow (has_flows), and all else goes by the bucket, a reset, too.
+ * Decides a packet without a cookie: the client has no timestamps, the service has them off, or it is
+ * CONSISTENCY_BEAMER. Then only a SYN stores a flow (has_flows), and everything else follows the bucket, also a reset.
  */
 static __always_inline void decide_without_cookie(struct xdp_md *ctx, const struct service *service,
 						  struct service_state *state, const struct packet *packet,
@@ -79,20 +77,23 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		decide_by_bucket(state, packet, decision);
 		return;
 	}
-	/* A host that has no such connection resets without timestamps whatever the connection had. */
+	/* A host without that connection resets without timestamps, whatever the connection had. */
 	if (packet->flags & TCP_RST) {
 		decide_to_all(BROADCAST_RESET, packet->client_address, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
 			      decision);
 		decision->before = NO_SERVER;
 		return;
 	}
-	/* Ours are in the flow table since their second packet; the other one must see all of its own. */
+	/*
+	 * Our connections are in the flow table since their second packet; the other load balancer must see all of its
+	 * own.
+	 */
 	if (is_handed_over(service)) {
 		decide_other_balancer(service, decision);
 		return;
 	}
 	entry = decide_by_bucket(state, packet, decision);
-	/* Nothing proves that it is of a connection: the server's answers do not pass here. So the entry is a hint. */
+	/* Nothing proves a connection, as replies do not pass here: the entry is a hint. */
 	if (decision->outcome == LB_COUNTER_BUCKET_HASH)
 		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
 }

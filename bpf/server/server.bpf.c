@@ -71,12 +71,10 @@
  *
  * 11. MSS (mss.h). Packets of some services arrive with an outer header (decap.bpf.c), for which SYN-ACKs leave room.
  *
- * What can go wrong: a header that lies beyond the linear part is pulled in first. A TCP header that contradicts itself
- * is dropped and counted (the kernel would do the same); a malformed list of options ends where it goes wrong, as in the
- * kernel, and the packet passes. Fragments pass untouched (the load balancer forwards none). A rewrite does both, option
- * and checksum, or drops the packet. Checksums: bpf_l4_csum_replace() without BPF_F_PSEUDO_HDR does the right
- * thing for full, partial (it leaves the pseudo-header's sum alone) and hardware-verified ones; one rewrite of a GSO
- * packet's header covers its segments, whose headers are copies of it.
+ * Errors: a header beyond the linear part is pulled in first. A contradictory TCP header is dropped and counted; a
+ * malformed list of options ends at the fault, as in the kernel, and the packet passes. Fragments pass unchanged. A
+ * rewrite changes option and checksum, or drops the packet. bpf_l4_csum_replace() without BPF_F_PSEUDO_HDR is right for
+ * full, partial and hardware-verified checksums; one rewrite of a GSO packet's header covers its segments.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>

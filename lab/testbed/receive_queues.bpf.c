@@ -3,8 +3,8 @@
  * Writes down on which receive queue, and with which hash, each flow arrived: how the tests see what the emulated RSS
  * really did. Attached at tc ingress of a server's device by the tests only, never by the demo.
  *
- * What passes: every frame, unchanged. IPv4 with ports leaves one entry per flow, the last frame's; the oldest flows
- * fall out when the map is full.
+ * Every frame passes unchanged. IPv4 with ports leaves one entry per flow, the last frame's; the oldest flows are
+ * evicted when the map is full.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>

@@ -3,13 +3,13 @@
  * EMULATION of receive-side scaling (RSS) for the testbed's virtual Ethernet. No coreward process needs this program;
  * on a real server the NIC does its work.
  *
- * Where it runs: tc egress of the switch's port toward one server, the last hop before that server. (Not on the load
- * balancer's own device: XDP_TX skips tc. This is why a bridge stands between load balancer and servers.)
+ * Runs at tc egress of the switch's port toward one server, the last hop before that server. (Not on the load
+ * balancer's own device: XDP_TX skips tc. This is why a bridge connects load balancer and servers.)
  *
- * What passes: every frame to the server. For IPv4 it computes the Toeplitz hash over addresses and ports (TCP and UDP)
- * or over addresses only (other protocols, and all fragments, as NICs do), looks up the indirection table and leaves
- * both where the receiver finds them as from a NIC's driver: skb->hash, and queue_mapping = queue + 1 ("receive queue
- * recorded"). Everything else goes to queue 0. No frame is ever dropped or changed.
+ * Every frame reaches the server unchanged. For IPv4 the program computes the Toeplitz hash over addresses and ports
+ * (TCP and UDP) or over addresses only (other protocols, and all fragments, as NICs do), looks up the indirection table
+ * and stores both as a NIC's driver does: skb->hash, and queue_mapping = queue + 1 ("receive queue recorded").
+ * Everything else goes to queue 0.
  *
  * Why + 2: netdev_pick_tx() (net/core/dev.c) takes queue_mapping as receive queue + 1 and makes queue_mapping - 1 the
  * port's transmit queue; veth_xmit() (drivers/net/veth.c) leaves that number in place, and since Linux 5.17 does not
@@ -17,9 +17,9 @@
  * server has receive queues, so that the last one still fits. Where the server has rings (TestbedOptions::rings) its device
  * has one receive queue more, too: veth_xmit() takes the number for a ring's, and ring 0 is never used.
  *
- * What can go wrong: a queue that the device does not have is folded modulo the number of queues by the kernel
- * (skb_tx_hash()). While the agent writes new registers some frames may meet a mixture of old and new, as on a real NIC.
- * "Registers" that were never written (entry_count 0) send everything to queue 0.
+ * Limits: the kernel folds a queue that the device does not have modulo the number of queues (skb_tx_hash()). While the
+ * agent writes new registers some frames may meet a mixture of old and new, as on a real NIC. "Registers" that were
+ * never written (entry_count 0) send everything to queue 0.
  *
  * The hash is the XOR of one table entry per byte of input: Toeplitz is linear. A loop over the input's bits would make
  * the verifier fork at every bit, beyond its limit of a million instructions.
@@ -46,7 +46,7 @@ struct {
 	__type(value, struct emulated_rss);
 } registers SEC(".maps");
 
-/* Of a frame of an open TCP connection by how much it leaves its entry. */
+/* For a frame of an open TCP connection: the shift of its entry. */
 static __always_inline __u32 established_shift(struct __sk_buff *skb, const struct emulated_rss *rss,
 					       const struct iphdr *ip)
 {

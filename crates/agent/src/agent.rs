@@ -1,4 +1,4 @@
-//! The agent itself: what it watches, what it is told, what it says. When it does so, [`crate::daemon`] decides.
+//! The agent: inputs, configuration and reports. [`crate::daemon`] schedules it.
 
 mod metrics;
 
@@ -45,22 +45,21 @@ use crate::stall::{Counts, StallJudge};
 use crate::steering::{self, Steering};
 use crate::{connections, dispatch, timestamps};
 
-/// Until the controller says otherwise.
+/// Interval until the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// A report counts until so many later ones have failed to come ...
+/// A report expires when this many later ones are missing ...
 const INTERVALS_TO_LIVE: u32 = 5;
-/// ... and at least this long: a busy machine delays a report now and then.
+/// ... and not earlier: a busy machine delays a report now and then.
 const SHORTEST_LIFE: Duration = Duration::from_millis(500);
 const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
 
-/// One server's agent.
 pub struct Agent {
     config: Config,
     memory: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
     verifier: RssVerifier,
-    /// The same of open connections, which a flow director moves.
+    /// The same for established packets, which a flow director moves.
     established_verifier: RssVerifier,
     input_search: InputSearch,
     load: Box<dyn LoadSource>,
@@ -71,9 +70,9 @@ pub struct Agent {
     forwarded: Forwarded,
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
-    /// What of the newest one cannot be used.
+    /// Parts of the newest configuration that the agent rejects.
     refused: Vec<v1::RefusedUpdate>,
-    /// Generation of the newest configuration of this stream that was taken; 0: none yet.
+    /// Generation of the newest accepted configuration of this stream; 0: none yet.
     confirmed: u64,
     sequence: u64,
     readings: Vec<u64>,
@@ -85,7 +84,7 @@ pub struct Agent {
     connection_counter: ConnectionCounter,
 }
 
-/// Index of the device, and that it is one on which the programs can work.
+/// Returns the index of the device, which must be able to run the programs.
 fn interface_index(interface: &str) -> anyhow::Result<u32> {
     nix::net::if_::if_nametoindex(interface)
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
@@ -99,10 +98,8 @@ fn rss_device(config: &Config) -> Box<dyn RssDevice> {
 }
 
 impl Agent {
-    /// Attaches the programs, or takes over those of an earlier process, and looks around for the first time.
-    ///
-    /// # Errors
-    /// When the interface does not exist or the kernel refuses something.
+    /// Attaches the programs, or takes over those of an earlier process, and reads the settings for the first time.
+    /// Fails when the interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
         let memory = SettingsStore::open(&config.pin_directory)?;
@@ -156,57 +153,52 @@ impl Agent {
         Ok(agent)
     }
 
-    /// The server's name in the controller's file.
     pub fn server(&self) -> &str {
         &self.config.server
     }
 
-    /// Key, input and table of the NIC; `None` while they are not known.
+    /// Key, input and table of the NIC; `None`: unknown.
     pub fn rss(&self) -> Option<&Rss> {
         self.rss.known()
     }
 
-    /// Where metrics are served.
     pub fn metrics_address(&self) -> Option<SocketAddr> {
         self.config.metrics
     }
 
-    /// Who it is to the controllers.
     pub fn tls(&self) -> Option<&coreward_tls::Files> {
         self.config.tls.as_ref()
     }
 
-    /// Where the controllers listen.
     pub fn controllers(&self) -> &Controllers {
         &self.config.controllers
     }
 
-    /// What is wrong, in words for `coreward status`, as of the last look.
+    /// Returns the faults of the last check, as text for `coreward status`.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// Time between two reports.
     pub fn report_interval(&self) -> Duration {
         self.configuration.as_ref().map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
-    /// A new stream to a controller has begun. What an earlier one said says nothing about this one's configurations: it
-    /// may be another controller's.
+    /// Begins a stream to a controller. Its configurations are independent of an earlier stream's, which may have been
+    /// another controller's.
     pub fn begin_stream(&mut self) {
         self.confirmed = 0;
         self.connection_counter.begin_stream();
     }
 
-    /// A configuration is confirmed when its keys are in force, and no sooner: until then packets are stamped with the other
-    /// one, which the controller may overwrite once everybody has confirmed.
+    /// Returns the confirmed generation. A configuration is confirmed once its keys are in force: until then packets
+    /// are stamped with the other key, which the controller may overwrite after all confirmations.
     fn confirmed(&self) -> u64 {
         let (_, switch_ms) = self.programs.keys();
         let switched = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
         if switched { self.confirmed } else { 0 }
     }
 
-    /// Does what the controller says. What cannot be done is logged, and what was in force stays.
+    /// Applies a configuration. Failures are logged; the state in force then stays.
     pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[RefusedService]) {
         let generation = configuration.generation;
         for service in refused {
@@ -218,7 +210,7 @@ impl Agent {
                 "the configuration of a service is rejected; the one in force stays"
             );
         }
-        // What cannot be used stays as it is.
+        // Rejected parts stay as they were.
         let before = self.configuration.iter().flat_map(|before| &before.services);
         let is_refused = |service: &&StampedService| refused.iter().any(|refused| refused.name == service.name);
         let is_free =
@@ -248,7 +240,7 @@ impl Agent {
         self.maintain();
     }
 
-    /// Nothing of a configuration can be used.
+    /// Rejects a whole configuration.
     pub fn refuse_all(&mut self, generation: u64, reason: String) {
         self.refused.retain(|refused| !refused.service.is_empty());
         self.refused.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
@@ -284,7 +276,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Follows what changes by itself: the NIC's RSS, the CPUs of its queues, the workers. About once a second.
+    /// Updates settings that others change: the NIC's RSS, the CPUs of its queues, the workers. About once a second.
     pub fn maintain(&mut self) {
         if self.rss.sync(&mut self.memory) {
             self.rss_changed();
@@ -319,7 +311,7 @@ impl Agent {
         self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
 
-    /// 32-bit times are compared by their difference, and so must not grow old.
+    /// 32-bit times are compared by their difference, so they must not grow old.
     fn keep_times_near(&mut self) {
         let (keys, switch_ms) = self.programs.keys();
         let renewed = key_activation::renewed(switch_ms, monotonic_ms());
@@ -380,10 +372,8 @@ impl Agent {
         (count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED), count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED))
     }
 
-    /// Which of these connections still have a socket here: all, if the service's sockets are not visible.
-    ///
-    /// # Errors
-    /// When the service is not of TCP, or the kernel does not say.
+    /// Returns those of these connections that still have a socket here: all, if the service's sockets are not visible.
+    /// Fails when the service is not of TCP, or the kernel does not answer.
     pub fn answer(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
@@ -427,7 +417,7 @@ impl Agent {
             return None;
         }
         self.sequence += 1;
-        // Sooner than the next look: until then packets for a server that is new are kept.
+        // Sooner than the next poll: until then packets for a new server are kept.
         self.daisy_chain.apply_changes(&mut self.programs);
         self.connection_counter.poll(self.configuration.as_ref());
         let generation = self.rss.generation();
@@ -457,10 +447,8 @@ impl Agent {
         Some(limited_report(report.into()))
     }
 
-    /// Dispatches as the file now says. What else has changed in it counts at the next start.
-    ///
-    /// # Errors
-    /// When the kernel refuses something; what was in force stays.
+    /// Applies `[dispatch]` of the file; other changes need a restart. Fails when the kernel rejects something; the
+    /// state in force then stays.
     pub fn reload(&mut self, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
             tracing::warn!(event = "restart-required", "only [dispatch] is reloaded: other changes need a restart");
@@ -475,14 +463,14 @@ impl Agent {
         Ok(())
     }
 
-    /// The kernel picks by itself again.
+    /// Returns the choice of the worker to the kernel.
     fn end_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
         self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
     }
 
-    /// Puts the NIC's RSS back, for an end in order. Programs and sysctl stay while services are stamped: without them
-    /// every established connection would break, and every new one.
+    /// Restores the NIC's RSS at an orderly end. Programs and sysctl stay while services are stamped: without them
+    /// every stamped connection would break.
     pub fn leave(mut self) -> anyhow::Result<()> {
         self.rss.restore(&mut self.memory);
         self.rss_changed();
@@ -496,10 +484,7 @@ impl Agent {
         self.detach()
     }
 
-    /// Takes everything off and puts everything back. Stamped connections break.
-    ///
-    /// # Errors
-    /// When something cannot be taken off.
+    /// Removes the programs and restores all settings. Stamped connections break.
     pub fn detach(mut self) -> anyhow::Result<()> {
         self.end_dispatch()?;
         self.rss.restore(&mut self.memory);
@@ -512,12 +497,12 @@ impl Agent {
     }
 }
 
-/// Whether any service needs TSvals without an offset per connection.
+/// Returns whether any service needs TSvals without an offset per connection.
 fn is_stamped(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped())
 }
 
-/// Services that are handed over to another load balancer are so at all their servers, and with all of their services.
+/// Services are handed over to another load balancer at all their servers, and together with all services there.
 fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.stamps_new_connections())
 }
@@ -533,7 +518,7 @@ fn stall_counts(programs: &ServerPrograms) -> Counts {
 
 fn named(counters: &[u64; server::COUNTERS], steering: &Steering) -> Vec<(String, u64)> {
     let server = server::COUNTER_NAMES.into_iter().zip(*counters);
-    // Of all services; a name that both programs use would be added up.
+    // Sums over all services. A name that both programs use would be added up.
     let mut named: HashMap<&str, u64> = HashMap::new();
     server.chain(steering.counters()).for_each(|(name, value)| *named.entry(name).or_default() += value);
     named.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()

@@ -20,7 +20,7 @@ config_struct! {
         pub pin_directory: PathBuf as AbsolutePath,
         /// Set the fleet's RSS key and a balanced indirection table; without it they are only read.
         pub manage_rss: bool = false,
-        /// Set net.ipv4.tcp_timestamps=2 once a service is stamped here; without it somebody else must.
+        /// Set net.ipv4.tcp_timestamps=2 once a service is stamped here; without it the operator must.
         pub manage_timestamps: bool = true,
         /// Selection of the worker for connections of receive queue k.
         pub steer: Steer = Steer::Affinity,
@@ -39,7 +39,7 @@ config_struct! {
     }
 }
 
-/// Which worker of a server serves the connections that RSS sends to core k.
+/// Selection of the worker for the connections that RSS sends to core k.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Steer {
     /// The one that may run on that core's CPU and on no other.
@@ -59,7 +59,7 @@ string_enum!(
 );
 
 config_enum! {
-    /// Where the load of the cores is found.
+    /// Source of the cores' loads.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum Load by "source" {
         /// Busy time of the CPU that serves each receive queue.
@@ -73,7 +73,7 @@ config_enum! {
 }
 
 config_enum! {
-    /// Where the RSS key and table are.
+    /// Source of the RSS key and table.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub enum Rss by "source" {
         /// In the NIC, by ETHTOOL_GRSSH.

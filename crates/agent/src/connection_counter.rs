@@ -1,4 +1,4 @@
-//! The services' connections, counted now and then in a thread of its own: of 100,000 sockets the kernel talks for so long that
+//! Counts of the services' connections, in a thread of its own: the kernel lists 100,000 sockets for so long that
 //! reports would be late.
 
 use std::collections::BTreeMap;
@@ -11,20 +11,20 @@ use coreward_dataplane::sockets::counts::connections_of;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
-/// From the beginning of one count to that of the next.
+/// Time between the beginnings of two counts.
 const INTERVAL: Duration = Duration::from_secs(5);
-/// The same while people wait for connections to end.
+/// The same while a drain is waited for.
 const INTERVAL_DRAINING: Duration = Duration::from_secs(1);
-/// And at least so many times as long as the last one took: counting takes at most a twentieth of one CPU.
+/// Pause as a multiple of the last count's duration: counting takes at most a twentieth of one CPU.
 const REST: u32 = 20;
 
-/// The newest count, and the next.
+/// The newest count, and the next one.
 #[derive(Default)]
 pub struct ConnectionCounter {
     newest: Option<Counted>,
     under_way: Option<JoinHandle<anyhow::Result<Counted>>>,
     problem: Option<String>,
-    /// When the last one began, and how long it took.
+    /// Beginning and duration of the last one.
     last: Option<(Instant, Duration)>,
 }
 
@@ -36,7 +36,7 @@ struct Counted {
 }
 
 impl ConnectionCounter {
-    /// Takes in what was counted, and begins anew when that is due.
+    /// Takes a finished count, and begins the next one when it is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(ended) = self.under_way.take_if(|thread| thread.is_finished()) {
             let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
@@ -82,12 +82,13 @@ impl ConnectionCounter {
         self.newest = outcome.ok();
     }
 
-    /// A stream to a controller has begun: what was counted names a configuration of the one before.
+    /// Begins a stream to a controller, for which an older count is invalid: it names a configuration of the previous
+    /// stream.
     pub fn begin_stream(&mut self) {
         *self = Self { problem: self.problem.take(), ..Self::default() };
     }
 
-    /// What a report says.
+    /// Returns the counts for a report.
     pub fn newest(&self) -> Option<CountedConnections> {
         self.newest.as_ref().map(|counted| CountedConnections {
             age: counted.began.elapsed(),
@@ -96,7 +97,7 @@ impl ConnectionCounter {
         })
     }
 
-    /// Why there is no count, for `coreward status`.
+    /// Returns the reason for a missing count, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         self.problem.clone()
     }

@@ -1,12 +1,12 @@
-//! How many TCP connections are open in this network namespace.
+//! Number of open TCP connections in this network namespace.
 
 use std::fs;
 
 // Not /proc/self: that is the namespace of the process's first thread.
 const SOCKSTAT: &str = "/proc/thread-self/net/sockstat";
 
-/// The kernel's count of established connections and listening sockets; what a new connection brings is the load
-/// divided by it, so a few listening sockets do not matter. 0 when it is not known.
+/// Returns the kernel's count of established connections and listening sockets; 0: unknown. It only divides the load by
+/// connections, so a few listening sockets do not matter.
 pub fn open() -> u32 {
     fs::read_to_string(SOCKSTAT).ok().and_then(|text| parse(&text)).unwrap_or(0)
 }

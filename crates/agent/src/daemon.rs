@@ -1,4 +1,4 @@
-//! The daemon: tells the controller ten times a second how the server is, and does what it says. Packets go on without
+//! The daemon: reports to the controller ten times a second, and applies its configuration. Packets continue without
 //! it, and without the controller.
 
 use std::path::{Path, PathBuf};
@@ -23,12 +23,11 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::report_state::ReportState;
 
-/// How often the agent looks after what changes by itself.
+/// Interval of checks for changes by others.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. What packets need is pinned and stays at work; the NIC's RSS is put back.
-///
-/// # Errors
-/// When the file is wrong, another process is at work there, the interface does not exist, or the kernel refuses the programs.
+/// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. The data plane stays pinned; the NIC's RSS is
+/// restored. Fails when the file is wrong, another process is active there, the interface does not exist, or the kernel
+/// rejects the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
@@ -45,10 +44,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     agent.leave()
 }
 
-/// Follows the controller until this future is dropped.
-///
-/// # Errors
-/// When its certificates cannot be used.
+/// Follows the controller until this future is dropped. Fails when its certificates cannot be used.
 ///
 /// Boxed, so that callers do not compile the agent once more.
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
@@ -63,7 +59,7 @@ fn connection(agent: &Agent) -> anyhow::Result<Connection> {
     Connection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
 }
 
-/// What is to be done whether there is a controller or not.
+/// Periodic tasks, with a controller or without.
 struct Chores {
     maintenance: Interval,
     /// SIGHUP, and the file to read then.
@@ -78,7 +74,7 @@ enum Chore {
 }
 
 impl Chores {
-    /// Nothing is lost when the future is dropped.
+    /// Cancel-safe: dropping the future loses nothing.
     async fn next(&mut self) -> Chore {
         let reload = async {
             match &mut self.reload {
@@ -96,7 +92,7 @@ impl Chores {
         }
     }
 
-    /// Waits for something else, and does what is to be done meanwhile.
+    /// Waits for `other`, and does periodic tasks meanwhile.
     async fn run_while<T>(&mut self, agent: &mut Agent, connection: &Connection, other: impl Future<Output = T>) -> T {
         tokio::pin!(other);
         loop {
@@ -115,7 +111,7 @@ impl Chore {
             Self::Scrape(scrape) => {
                 let mut page = agent.metrics(&connection.warnings());
                 connection.add_metrics(&mut page);
-                // Who asked may have gone.
+                // The client may have disconnected.
                 return drop(scrape.send(page));
             }
             Self::Reload(path) => path,
@@ -133,10 +129,8 @@ impl Chore {
     }
 }
 
-/// Takes everything off that an agent has put on and puts everything back; stamped connections break.
-///
-/// # Errors
-/// When the file is wrong, its daemon is at work, or something cannot be taken off.
+/// Removes the programs and restores all settings; stamped connections break. Fails when the file is wrong, its daemon
+/// is active, or something cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
@@ -145,7 +139,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
 
 fn every(period: Duration) -> Interval {
     let mut interval = tokio::time::interval_at(Instant::now() + period, period);
-    // Values are absolute: of two reports that are due at once, one is enough.
+    // Values are absolute: one of two due reports is enough.
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
     interval
 }
@@ -158,7 +152,6 @@ async fn run_sessions(agent: &mut Agent, mut connection: Connection, mut chores:
     }
 }
 
-/// One stream, until it ends.
 async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
     let channel = chores.run_while(agent, connection, connection.connect()).await?;
     let mut client = ControlClient::new(channel);
@@ -195,7 +188,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
                         }
                     }
                     Some(Update::SocketQuery(query)) => {
-                        // A controller that does not read gets no answer; who asked, asks again.
+                        // A controller that does not read gets no answer; the load balancer repeats its query.
                         if let Some(answer) = answer(agent, &query) {
                             let _ = messages.try_send(message(Message::SocketAnswer(answer)));
                         }
@@ -209,7 +202,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
             _ = tick.tick() => {
                 let Some(report) = agent.report(&sent, &connection.warnings()) else { continue };
                 let then = sent.after(&report);
-                // A controller that does not read misses a report; the next one has it all.
+                // A controller that does not read misses a report; the next one is complete.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     sent = then;
                 }

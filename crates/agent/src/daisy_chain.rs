@@ -1,5 +1,5 @@
-//! The servers to which packets of connections that are not here may be handed (bpf/server/server.bpf.c, section 8):
-//! who they are the controller says, at which MAC address they are ARP says.
+//! Servers to which unknown packets may be forwarded (bpf/server/server.bpf.c, section 8): the controller names them,
+//! ARP resolves them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
@@ -12,26 +12,23 @@ use coreward_dataplane::server::ServerPrograms;
 use coreward_model::ServerId;
 use coreward_wire::ServerBefore;
 
-/// Keeps the programs' MAC addresses up to date.
 #[derive(Debug)]
 pub struct DaisyChain {
     interface: String,
-    /// Runs from the first server on that is to be found.
+    /// Runs once there is a server to resolve.
     resolver: Option<(Resolver, Receiver<Change>)>,
     ids: BTreeMap<Ipv4Addr, Vec<ServerId>>,
     found: HashMap<Ipv4Addr, MacAddress>,
 }
 
 impl DaisyChain {
-    /// Follows nobody yet; servers are found at `interface`.
+    /// Starts without servers; ARP runs at `interface`.
     pub fn new(interface: &str) -> Self {
         Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), found: HashMap::new() }
     }
 
-    /// These servers and no others. What an earlier process knew of them stays until ARP says something else.
-    ///
-    /// # Errors
-    /// When packet sockets are not allowed.
+    /// Sets the servers. Addresses from an earlier process stay until ARP returns others. Fails when packet sockets are
+    /// not allowed.
     pub fn set(&mut self, servers: &[ServerBefore], programs: &mut ServerPrograms) -> anyhow::Result<()> {
         self.ids.clear();
         for server in servers {
@@ -63,7 +60,7 @@ impl DaisyChain {
         Ok(())
     }
 
-    /// Takes over what ARP has said meanwhile.
+    /// Applies new results of ARP.
     pub fn apply_changes(&mut self, programs: &mut ServerPrograms) {
         let Some((_, changes)) = &self.resolver else { return };
         for Change { address, mac } in changes.try_iter() {
@@ -76,7 +73,7 @@ impl DaisyChain {
         }
     }
 
-    /// Servers that nobody has found, in words for `coreward status`.
+    /// Returns unresolved servers, as text for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         let missing = self.ids.keys().filter(|address| !self.found.contains_key(address));
         let missing: Vec<String> = missing.map(Ipv4Addr::to_string).collect();

@@ -1,13 +1,13 @@
-//! Services whose workers are in another network namespace of this server (containers behind DNAT or a bridge). Their packets are
-//! stamped on their way out like others, if their kernel's TSvals have no offset: net.ipv4.tcp_timestamps is one of each network
-//! namespace, and the agent sets that of its own.
+//! Services whose workers are in another network namespace of this server (containers behind DNAT or a bridge). Their
+//! packets are stamped like others if their kernel's TSvals have no offset: net.ipv4.tcp_timestamps belongs to a
+//! network namespace, and the agent sets only its own.
 
 use std::time::{Duration, Instant};
 
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_wire::StampedService;
 
-/// The warning goes when for so long no SYN-ACK was left alone.
+/// Time without an unstamped SYN-ACK after which the warning ends.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
 /// Watches the counter of SYN-ACKs that could not be stamped.
@@ -18,12 +18,12 @@ pub struct Forwarded {
 }
 
 impl Forwarded {
-    /// What an earlier process has counted is over.
+    /// Starts after the counts of an earlier process.
     pub fn from(counted: u64) -> Self {
         Self { counted, grew_at: None }
     }
 
-    /// Takes the counter as it stands (absolute). What is wrong, in words for `coreward status`.
+    /// Takes the counter (absolute). Returns the fault as text for `coreward status`.
     pub fn observe(&mut self, counted: u64, now: Instant) -> Option<String> {
         if counted > self.counted {
             (self.counted, self.grew_at) = (counted, Some(now));
@@ -37,7 +37,7 @@ impl Forwarded {
     }
 }
 
-/// Returns what does not work for a service whose SYN-ACKs are forwarded; `None`: all works.
+/// Returns the features that a service with forwarded SYN-ACKs lacks; `None`: none.
 pub fn limitation(service: &StampedService) -> Option<String> {
     let mode = service.mode;
     let limitation = match mode.consistency {

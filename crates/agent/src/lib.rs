@@ -1,20 +1,20 @@
 //! The server agent: everything of coreward that runs on a server.
 //!
-//! * [`config`]: its file
-//! * [`daemon`]: follows the controller, reports, ends in order
-//! * [`agent`]: what it watches, what it is told, what it says
-//! * [`load`]: how busy the cores are
-//! * [`rss`]: the NIC's key and indirection table: read, set, put back, checked
+//! * [`config`]: configuration file
+//! * [`daemon`]: controller connection, reports, orderly end
+//! * [`agent`]: inputs, configuration, reports
+//! * [`load`]: busy times of the cores
+//! * [`rss`]: RSS key and indirection table: reading, setting, restoring, verifying
 //! * [`steering`]: connections of core k to the worker of core k
 //! * [`dispatch`]: requests of UDP services to workers
 //! * [`timestamps`]: the sysctl that the cookie needs
-//! * [`daisy_chain`]: where servers are that packets may be handed to
-//! * [`stall`]: whether stamped connections get on
-//! * [`rss_conflicts`]: what on this host overrides RSS
+//! * [`daisy_chain`]: servers to which unknown packets may be forwarded
+//! * [`stall`]: detection of stalled stamped connections
+//! * [`rss_conflicts`]: settings of this host that override RSS
 //! * [`rss_command`]: `coreward agent rss`
-//! * [`connection_counter`]: how many connections each service has
+//! * [`connection_counter`]: connections of each service
 //! * [`sysfs`]: a device's directory in /sys
-//! * [`saved_settings`]: original settings, to be put back
+//! * [`saved_settings`]: original settings, for restoring
 
 pub mod agent;
 pub mod config;

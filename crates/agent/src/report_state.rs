@@ -1,13 +1,13 @@
-//! What a controller has heard of its server on one stream: not all of it is said in every report.
+//! State that a controller has received of its server on one stream: reports omit parts that it has.
 
 use std::time::{Duration, Instant};
 
 use coreward_wire::{AgentConfiguration, v1};
 
-/// How often counters and the like are said, of which no table is made.
+/// Interval of counters and other details without influence on tables.
 const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What was said on a stream; nothing at its beginning.
+/// Parts that were sent on a stream; empty at its beginning.
 #[derive(Debug, Clone, Default)]
 pub struct ReportState {
     rss_generation: u64,
@@ -21,19 +21,20 @@ struct SentDetails {
 }
 
 impl ReportState {
-    /// The newest RSS that was said; 0: none.
+    /// The newest RSS that was sent; 0: none.
     pub fn rss_generation(&self) -> u64 {
         self.rss_generation
     }
 
-    /// Returns whether the next report has details. While the server drains each report has: people wait for its counts.
+    /// Returns whether the next report has details. While the server drains each report has: operators wait for its
+    /// counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit = configuration.is_some_and(|configuration| !configuration.draining);
         let newest = self.details.as_ref().filter(|_| may_omit);
         newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
 
-    /// What was said when this report has gone, too.
+    /// Returns the state after this report.
     pub fn after(&self, report: &v1::Report) -> Self {
         let new = || SentDetails { at: Instant::now(), warnings: report.warnings.clone() };
         let details = if report.without_details { self.details.clone() } else { Some(new()) };

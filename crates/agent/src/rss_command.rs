@@ -1,4 +1,4 @@
-//! `coreward agent rss`: what the NIC shows, where each SYN really arrives, and whether that fits.
+//! `coreward agent rss`: displayed key and table, and predicted and real queue of each SYN.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::AsFd as _;
@@ -22,10 +22,10 @@ pub struct RssArgs {
     /// The device
     #[arg(long)]
     pub interface: String,
-    /// Watch for so long (0: only show key and table)
+    /// Watch for so many seconds (0: only show key and table)
     #[arg(long, default_value_t = 10)]
     pub seconds: u64,
-    /// End as soon as so many SYNs have been seen
+    /// End after so many SYNs
     #[arg(long)]
     pub syns: Option<u32>,
     /// One JSON object per line: first the NIC, then each SYN, at the end the verdict
@@ -39,7 +39,7 @@ pub struct RssArgs {
     pub balanced_seed: Option<u16>,
 }
 
-/// Between two looks at the samples: fewer SYNs than `RSS_SAMPLES` should arrive meanwhile.
+/// Interval of sample polls: fewer SYNs than `RSS_SAMPLES` should arrive meanwhile.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
@@ -57,12 +57,12 @@ enum Line<'a> {
         mismatched: u64,
         without_queue: u64,
         verdict: Verdict,
-        /// The transform of the input by which SYNs arrive, where it is not the one that the driver reports.
+        /// Transform of the input by which SYNs arrive, if it is not the one that the driver reports.
         input: Option<&'static str>,
     },
 }
 
-/// One SYN, and where it came by.
+/// One SYN, and its queue.
 #[derive(Serialize)]
 struct Syn {
     source: SocketAddrV4,
@@ -87,10 +87,8 @@ impl From<intf::rss_sample> for Syn {
     }
 }
 
-/// Shows, watches, judges. True unless the table is shown, but not in force.
-///
-/// # Errors
-/// When the device does not exist, has no usable RSS, or the kernel refuses something.
+/// Shows, samples, verifies. Returns false if the table is displayed but not in force. Fails when the device does not
+/// exist, has no usable RSS, or the kernel rejects something.
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
@@ -111,7 +109,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let mut programs = ServerPrograms::load_only(true)?;
     programs.set_rss(Some(&rss), 1);
     let _held = tc::hold(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
-    // Who has read this line knows that from now on every SYN is seen.
+    // From this line on the command sees every SYN.
     print(args.json, &nic)?;
     watch(args, &programs, &rss)
 }
@@ -154,7 +152,7 @@ fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result
     Ok(verdict != Verdict::NotInForce)
 }
 
-/// At once, so that a test that drives it sees each SYN.
+/// Flushes, so that a test sees each SYN at once.
 fn print(json: bool, line: &Line<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
     let text = if json { serde_json::to_string(line)? } else { text(line) };

@@ -1,4 +1,4 @@
-//! What on this host overrides RSS, so that a connection's packets are not worked on where Toeplitz and the table say.
+//! Settings of this host that override RSS, so that packets are processed on other CPUs than predicted.
 
 use std::fs;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::rss::ethtool::flow_rules;
 use crate::sysfs;
 
-/// What was found.
+/// Conflicts that were found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RssConflicts {
     /// Receive queues whose packets RPS spreads over CPUs.
@@ -15,16 +15,14 @@ pub struct RssConflicts {
     pub flow_queues: Vec<String>,
     /// net.core.rps_sock_flow_entries: RFS needs both this and [`Self::flow_queues`] (get_rps_cpu() in net/core/dev.c).
     pub flow_entries: u64,
-    /// The driver takes rules for single flows, and with RFS sets them itself (accelerated RFS).
+    /// The driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
     pub takes_flow_rules: bool,
-    /// How many such rules there are.
     pub flow_rules: u64,
-    /// Whether irqbalance runs.
     pub irqbalance: bool,
 }
 
 impl RssConflicts {
-    /// All that is found now. Looks through /proc: not more often than a few times a minute.
+    /// Finds the present conflicts. Reads /proc: call it at most a few times a minute.
     pub fn gather(interface: &str) -> Self {
         let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));
@@ -40,17 +38,16 @@ impl RssConflicts {
         }
     }
 
-    /// Whether RFS chooses CPUs.
     pub fn flow_steering(&self) -> bool {
         self.flow_entries > 0 && !self.flow_queues.is_empty()
     }
 
-    /// What RFS is called here.
+    /// Returns the name of RFS for this device.
     pub fn flow_steering_name(&self) -> &'static str {
         if self.takes_flow_rules { "accelerated RFS" } else { "RFS" }
     }
 
-    /// In words for `coreward status`.
+    /// Describes the conflicts for `coreward status`.
     pub fn describe(&self, interface: &str) -> Vec<String> {
         let mut found = Vec::new();
         if !self.steered_queues.is_empty() {
@@ -75,7 +72,6 @@ impl RssConflicts {
     }
 }
 
-/// The receive queues whose attribute is not 0.
 fn queues_with(queues: &Path, attribute: &str) -> Vec<String> {
     let mut found: Vec<String> = fs::read_dir(queues)
         .into_iter()
@@ -134,7 +130,7 @@ mod tests {
         ] {
             assert!(words.contains(expected), "{words}");
         }
-        // Entries of the host, but no table at this device's queues: the kernel does not look.
+        // RFS is configured on the host, but this device's queues have no table: the kernel ignores it.
         assert!(!RssConflicts { flow_queues: vec![], ..rss_conflicts }.flow_steering());
     }
 

@@ -1,6 +1,6 @@
-//! What the agent found before it changed it: to be put back when it leaves, also by a later process.
+//! Settings before the agent changed them, stored so that it, or a later process, can restore them.
 //!
-//! Kept as JSON in a pinned BPF map, not in a file: like the NIC's settings it outlives processes, and goes with a reboot.
+//! JSON in a pinned BPF map, not in a file: like the NIC's settings it outlives processes, and ends with a reboot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::rss::RssSettings;
 
-/// The originals; `None`: was not changed.
+/// Original settings; `None`: unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSettings {
     /// Key and indirection table.
@@ -24,7 +24,7 @@ pub struct SavedSettings {
 const VALUE_BYTES: u32 = 16384;
 const MAP_NAME: &str = "coreward_orig";
 
-/// Where it is kept.
+/// File of the settings.
 #[derive(Debug)]
 pub struct SettingsStore {
     map: MapHandle,
@@ -33,17 +33,14 @@ pub struct SettingsStore {
 }
 
 impl SettingsStore {
-    /// Opens what an earlier process left in `pin_directory`, or begins anew.
-    ///
-    /// # Errors
-    /// When the directory is not on a bpffs.
+    /// Opens the settings of an earlier process in `pin_directory`, or begins without any. Fails when the directory is
+    /// not on a bpffs.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         let pin = pin_directory.join("remembered");
         if pin.exists() {
             let map = MapHandle::from_pinned_path(&pin).with_context(|| pin.display().to_string())?;
             let bytes = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an array without its only entry")?;
             let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
-            // Nothing was changed yet.
             if text.is_empty() {
                 return Ok(Self { map, pin, content: SavedSettings::default() });
             }
@@ -64,15 +61,12 @@ impl SettingsStore {
         Ok(Self { map, pin, content: SavedSettings::default() })
     }
 
-    /// What is remembered.
+    /// Returns the stored settings.
     pub fn get(&self) -> &SavedSettings {
         &self.content
     }
 
-    /// Changes it.
-    ///
-    /// # Errors
-    /// When the map cannot be written.
+    /// Changes the settings. Fails when the map cannot be written.
     pub fn change(&mut self, change: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
         change(&mut self.content);
         let mut bytes = serde_json::to_vec(&self.content)?;
@@ -81,10 +75,7 @@ impl SettingsStore {
         self.map.update(&0u32.to_ne_bytes(), &bytes, MapFlags::ANY).context("remembering original settings")
     }
 
-    /// Forgets it for good.
-    ///
-    /// # Errors
-    /// When the pin cannot be removed.
+    /// Removes the pin.
     pub fn remove(self) -> anyhow::Result<()> {
         fs::remove_file(&self.pin).with_context(|| self.pin.display().to_string())
     }

@@ -1,8 +1,8 @@
-//! Whether stamped connections get on: something on the path may drop timestamps that run faster than a clock.
+//! Detection of stalled stamped connections: a device on the path may drop timestamps that run faster than a clock.
 
-/// Handshakes over which a verdict is made.
+/// Handshakes per verdict.
 const HANDSHAKES: u64 = 200;
-/// That part of them may stall: clients go away all the time.
+/// Fraction of connections that may stall: clients disappear all the time.
 const TOLERATED: f64 = 0.01;
 
 /// Counters of server.bpf.c, absolute.
@@ -12,25 +12,25 @@ pub struct Counts {
     pub handshakes: u64,
     /// Those that were sent for the fourth time.
     pub stalled_handshakes: u64,
-    /// Stamped connections of which a segment was sent for the fifth time.
+    /// Stamped connections with a segment that was sent for the fifth time.
     pub stalled_connections: u64,
 }
 
 /// Compares stalls with handshakes, window by window.
 #[derive(Debug, Default)]
 pub struct StallJudge {
-    /// When the window began.
+    /// Counters at the beginning of the window.
     began: Counts,
     warning: Option<String>,
 }
 
 impl StallJudge {
-    /// Counting begins here: what an earlier process has seen is over.
+    /// Starts after the counts of an earlier process.
     pub fn from(counts: Counts) -> Self {
         Self { began: counts, warning: None }
     }
 
-    /// What the last whole window says, in words for `coreward status`.
+    /// Returns the result of the last complete window, as text for `coreward status`.
     pub fn observe(&mut self, counts: Counts) -> Option<&str> {
         let handshakes = counts.handshakes.saturating_sub(self.began.handshakes);
         if handshakes >= HANDSHAKES {

@@ -1,12 +1,12 @@
-//! A device's directory in /sys, if /sys is of this network namespace: `nsenter --net` and `ip netns exec` may leave that
-//! of another one, with a device of the same name.
+//! A device's directory in /sys, if /sys is of this network namespace: `nsenter --net` and `ip netns exec` may leave
+//! that of another one, with a device of the same name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use nix::ifaddrs::getifaddrs;
 
-/// `/sys/class/net/INTERFACE`; `None` where /sys shows another namespace's devices, or none.
+/// Returns `/sys/class/net/INTERFACE`; `None`: /sys shows another namespace's devices, or none.
 pub fn device_directory(interface: &str) -> Option<PathBuf> {
     let directory = Path::new("/sys/class/net").join(interface);
     let shown = fs::read_to_string(directory.join("address")).ok()?;

@@ -1,5 +1,5 @@
-//! net.ipv4.tcp_timestamps of this network namespace. Echoes are restored by the clock, which needs TSvals without an
-//! offset per connection: value 2 (bpf/server/server.bpf.c, section 3).
+//! net.ipv4.tcp_timestamps of this network namespace. Restoring TSecr by the clock needs TSvals without an offset per
+//! connection: value 2 (bpf/server/server.bpf.c, section 3).
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use crate::saved_settings::SettingsStore;
 
 const SYSCTL: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const WITHOUT_OFFSETS: &str = "2";
-/// A random offset per connection: what is opened with it is not stamped.
+/// A random offset per connection: such connections are not stamped.
 const WITH_OFFSETS: &str = "1";
 
 fn read() -> anyhow::Result<String> {
@@ -20,16 +20,14 @@ fn write(value: &str) -> anyhow::Result<()> {
     fs::write(SYSCTL, value).with_context(|| format!("{SYSCTL}: writing {value}"))
 }
 
-/// What the sysctl must be: connections that begin now are stamped, or (their service is handed over to another load
-/// balancer) they are not, while those of before go on being stamped.
+/// Returns the required value of the sysctl. New connections are stamped or, while their service is handed over to
+/// another load balancer, not; older ones stay stamped.
 fn wanted(stamp_new: bool) -> &'static str {
     if stamp_new { WITHOUT_OFFSETS } else { WITH_OFFSETS }
 }
 
-/// Sets it so that connections that begin now are stamped, or not, and remembers what it was.
-///
-/// # Errors
-/// When it cannot be read or written.
+/// Sets the sysctl for new connections to be stamped, or not, and stores the original. Fails when it cannot be read or
+/// written.
 pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
     let (found, wanted) = (read()?, wanted(stamp_new));
     if found != wanted {
@@ -42,10 +40,7 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Puts back what it was.
-///
-/// # Errors
-/// When it cannot be written.
+/// Restores the original.
 pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     if let Some(original) = memory.get().tcp_timestamps.clone() {
         write(&original)?;
@@ -55,7 +50,7 @@ pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What is wrong with it, in words for `coreward status`.
+/// Returns the fault as text for `coreward status`.
 pub fn warning(stamp_new: bool) -> Option<String> {
     let (found, wanted) = (read().ok()?, wanted(stamp_new));
     let then = match stamp_new {

@@ -14,7 +14,7 @@ pub enum ShellCommand {
     },
     /// Write man pages of every sub-command
     Man {
-        /// Where the pages are written: one per sub-command
+        /// Directory of the pages: one per sub-command
         #[arg(value_name = "DIRECTORY")]
         directory: PathBuf,
     },

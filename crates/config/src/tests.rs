@@ -18,17 +18,17 @@ config_struct! {
     /// A daemon's file.
     #[derive(Debug)]
     struct Daemon {
-        /// What it is called.
+        /// Name of the part.
         name: Field<Name>,
         /// How often it looks.
         interval: Option<Period<{ 10 * MILLISECOND }, { SECOND }>>,
         /// How many.
         count: Number<1, 9> = Number(3),
-        /// Where it is.
+        /// Position of the part.
         place: Option<Where>,
-        /// What it hashes with.
+        /// File of the hash key.
         key_file: Option<Secret<RssKey>>,
-        /// What it serves.
+        /// Its services.
         services as "service": Vec<Spanned<Service>>,
     }
     elsewhere {
@@ -39,7 +39,7 @@ config_struct! {
 config_struct! {
     #[derive(Debug)]
     struct Service {
-        /// Where it listens.
+        /// Its address.
         listen: Field<SocketAddr>,
     }
 }

@@ -204,7 +204,7 @@ async fn tables_follow_loads() {
     assert!(explained.reason.contains(" is the least loaded"), "{}", explained.reason);
     assert_eq!(explained.servers.len(), 2);
 
-    // What `coreward doctor` is told on machines of the fleet.
+    // Answer to `coreward doctor` on the fleet's machines.
     let fleet = running.client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
     assert_eq!((fleet.services[0].name.as_str(), fleet.services[0].timestamps.as_str()), ("web", "server"));
     assert_eq!(BTreeSet::from_iter(&fleet.services[0].servers), BTreeSet::from([&"s1".to_owned(), &"s2".to_owned()]));

@@ -14,7 +14,7 @@ use coreward_fleet::records::Membership;
 
 #[derive(Debug, Default)]
 pub struct Health {
-    /// Of every checked target; one without verdict is up.
+    /// Verdict on every checked target; one without verdict is up.
     verdicts: BTreeMap<Target, Verdict>,
     agents: BTreeMap<Target, AgentCheck>,
     /// Inputs of the last verdicts: the configuration, and the versions of the load balancers' results.

@@ -202,7 +202,7 @@ impl Controller {
     }
 }
 
-/// Of several triggers the first counts. With tables at the interval none is ever due.
+/// The first trigger counts. With tables at the interval none is due.
 fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
     if tables == TableTiming::OnChange && service.due.is_none() {
         service.due = Some(trigger);

@@ -116,7 +116,7 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     harness.configure(&["", "", ""], service, at(10));
     let of_new = |harness: &mut Harness, now: u64| shares(&harness.table(at(now))).get(&2).copied().unwrap_or(0);
     let (first, half, whole) = (of_new(&mut harness, 10), of_new(&mut harness, 60), of_new(&mut harness, 110));
-    // Of 2 + 1/64, 2.5 and 3 shares.
+    // 2 + 1/64, 2.5 and 3 shares.
     assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
     // It drains and comes back: it joins again.
     harness.configure(&["", "", "state = \"draining\""], service, at(200));

@@ -268,7 +268,7 @@ proptest! {
             harness.happen(event, n.into());
             prop_assert!(harness.every_stamp_is_read(), "after event {event} of {n}");
         }
-        // Whatever has happened: when all peers are back, a rotation completes.
+        // A rotation completes when all peers are back.
         let before = harness.rotations;
         for _ in 0..4 {
             harness.settle();

@@ -493,7 +493,7 @@ proptest! {
         }
     }
 
-    /// Whatever arrives in any order: there are tables, and every report is counted once.
+    /// Whatever arrives in any order, there are tables, and every report is counted once.
     #[test]
     fn arbitrary_reports_never_panic(
         reports in prop::collection::vec((0u64..20, 0u64..2_000, prop::collection::vec(0u64..1_000_000_000, 0..4)), 1..40),

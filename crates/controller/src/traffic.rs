@@ -27,7 +27,7 @@ type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 pub struct Traffic {
     /// Time of the last message (since the controller's start).
     said: Option<Duration>,
-    /// Of all services together, since its maps were created.
+    /// Sums over all services, since its maps were created.
     totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, Opened>,
     rates: ByServer<TrafficRates>,

@@ -17,10 +17,10 @@ pub struct CheckArgs {
     /// Any file that a daemon reads, or the fleet's
     #[arg(value_name = "FILE", required_unless_present = "schema")]
     files: Vec<PathBuf>,
-    /// What kind they are; without it that which fits best
+    /// Kind of the files; default: the one that fits best
     #[arg(long, value_enum)]
     kind: Option<Kind>,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     /// Print the JSON schema of a kind of file, for editors

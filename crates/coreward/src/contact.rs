@@ -12,8 +12,8 @@ const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
 pub struct ContactArgs {
-    /// Where the controller's API is: ADDRESS:PORT on this host, or https://HOST:PORT; of several controllers all,
-    /// with commas between: the one that leads answers
+    /// The controller's API: ADDRESS:PORT on this host, or https://HOST:PORT. Of several controllers, separated by
+    /// commas, the leader answers
     #[arg(
         long,
         value_name = "ADDRESS:PORT",

@@ -142,7 +142,7 @@ enum AgentCommand {
 struct AskArgs {
     #[command(flatten)]
     contact: ContactArgs,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
 }

@@ -20,7 +20,7 @@ pub struct DispatchArgs {
     /// With --listen: which worker gets a request: random, rr, jsq, jlq or jbsrq
     #[arg(long, default_value = "jsq", requires = "listen", conflicts_with = "config")]
     policy: Policy,
-    /// Where the data plane lives, in a BPF file system
+    /// Directory of the data plane, in a BPF file system
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "config")]
     pin_directory: Option<PathBuf>,
     /// End it, for the services named or for all: the kernel picks by itself again

@@ -37,7 +37,7 @@ pub struct Service {
     pub options: Options,
     /// For user space.
     pub timeouts: Timeouts,
-    /// Of each type, then of all others; `None`: learned.
+    /// Service time of each type, then of all others; `None`: learned.
     pub expected: Vec<Option<Duration>>,
     /// See [`Service::bounds`].
     bound: u32,
@@ -97,9 +97,9 @@ const SHORTEST_WAIT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
     struct ServiceTable {
-        /// What the sockets are bound to: address and port.
+        /// Address and port that the sockets are bound to.
         listen: Field<SocketAddr>,
-        /// Which worker gets a request.
+        /// Selection of the worker.
         policy: PolicyName = PolicyName(Policy::ShortestQueue),
         /// How many requests a worker may have before others are preferred.
         bound: Number<1, 65535> = Number(DEFAULT_BOUND.into()),
@@ -111,11 +111,11 @@ config_struct! {
         response_timeout: Option<Period<SHORTEST_WAIT, { LONGEST_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// A worker with a queue that answers nothing for so long gets no request until it answers.
         stall_after: Option<Period<SHORTEST_WAIT, HOUR>>,
-        /// Where requests and responses carry the number that belongs to both.
+        /// Position of the id that request and response share.
         request_id: Option<FieldTable>,
-        /// Where the type stands; without it each type has a prefix.
+        /// Position of the type; without it each type has a prefix.
         type_field: Option<FieldTable>,
-        /// What no type matches.
+        /// Properties of requests that match no type.
         other: OtherTable = OtherTable::default(),
         /// The first that matches counts.
         types as "type": Vec<Spanned<TypeTable>>,
@@ -127,7 +127,7 @@ const LARGEST_OFFSET: u64 = 65_500;
 
 config_struct! {
     struct FieldTable {
-        /// Of the payload, bytes.
+        /// Offset in the payload, bytes.
         offset: Number<0, LARGEST_OFFSET>,
         /// The same of a response, where it differs.
         response_offset: Option<Number<0, LARGEST_OFFSET>>,

@@ -24,7 +24,7 @@ pub struct Dispatcher {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Another configuration, and the receiver of the outcome.
+/// A new configuration, and the sender of its outcome.
 type Request = (Config, Sender<anyhow::Result<()>>);
 
 /// State at the last poll.

@@ -80,7 +80,7 @@ impl Service {
         if died {
             self.died = Some(Instant::now());
         }
-        // Another worker may take a dead one's place at any time.
+        // A new worker may replace a dead one at any time.
         let soon = self.died.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
         if soon || self.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
             self.searched = Some(Instant::now());

@@ -1,6 +1,6 @@
 //! Cookie keys and their rotation.
 //!
-//! Of the two keys `current` stamps, and both are accepted. Any load balancer may get a stamped packet. So a key may
+//! One of the two keys stamps (`current`), both are accepted. Any load balancer may get a stamped packet. So a key may
 //! stamp only when every load balancer has it, and may be replaced only when no server stamps with it:
 //!
 //! ```text

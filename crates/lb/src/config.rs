@@ -99,7 +99,7 @@ impl From<ConnectionTimers> for Timers {
     }
 }
 
-/// Where in the kernel the program runs.
+/// Place of the program in the kernel.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
     /// In the driver, or not at all.

@@ -20,7 +20,7 @@ pub struct ConnectionsArgs {
     /// How many
     #[arg(long, value_name = "COUNT", default_value_t = 20)]
     pub top: usize,
-    /// What makes a connection heavy
+    /// Order of the connections
     #[arg(long, value_enum, default_value_t = By::Packets)]
     pub by: By,
     /// The load balancer's `pin_directory`; not needed where there is one below /sys/fs/bpf/coreward

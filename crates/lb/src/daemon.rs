@@ -124,7 +124,7 @@ async fn serve(
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
     let mut last = LastConfiguration::new(&config.state_directory, &config.name);
-    // Another version's program continues with its tables until this one has tables of a controller.
+    // The program of another version continues with its tables until this one has tables of a controller.
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }

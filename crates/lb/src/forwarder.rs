@@ -94,7 +94,7 @@ pub struct Forwarder {
     health: Health,
     /// Servers that are down by its checks.
     down: BTreeSet<Target>,
-    /// Of these, servers that get no new connections from here, whatever the controller's table.
+    /// Targets that get no new connections from here, whatever the controller's table.
     masked: BTreeSet<Target>,
     configured_at: Option<Duration>,
     /// Unusable updates.

@@ -46,7 +46,7 @@ enum Command {
         /// How long it is good
         #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: u32,
-        /// Where to put the three files; ROLE-NAME beside the authority
+        /// Directory for the three files; default: ROLE-NAME in the authority's directory
         #[arg(long, value_name = "DIRECTORY")]
         out: Option<PathBuf>,
         #[command(flatten)]
@@ -57,13 +57,13 @@ enum Command {
         /// Directories that `issue` wrote
         #[arg(required = true, value_name = "DIRECTORY")]
         bundles: Vec<PathBuf>,
-        /// Another length
+        /// Validity
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: Option<u32>,
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// Whose certificates are in these files, until when they are good, and their fingerprints
+    /// Show owners, validity and fingerprints of the certificates in these files
     Show {
         /// Files with certificates
         #[arg(required = true, value_name = "FILE")]
@@ -83,7 +83,7 @@ enum Command {
 
 #[derive(clap::Args)]
 struct AuthorityArgs {
-    /// Where the authority is
+    /// Directory of the authority
     #[arg(long, value_name = "DIRECTORY", default_value = "certs")]
     directory: PathBuf,
 }
@@ -92,7 +92,7 @@ fn days(days: u32) -> Duration {
     DAY * days
 }
 
-/// What it prints. Fails when files cannot be read or written, or are not what was expected.
+/// Returns the output. Fails when files cannot be read or written, or are invalid.
 pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
         Command::Init { fleet, days: length, folder } => {

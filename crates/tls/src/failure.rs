@@ -86,13 +86,13 @@ pub enum NotAccepted {
     /// Without an identity.
     #[error("its certificate names nobody of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
     NoIdentity(String),
-    /// Of another fleet.
+    /// Certificate of another fleet.
     #[error("its certificate is for {identity} of fleet {}: expected fleet {ours}", identity.fleet)]
     OtherFleet { identity: Identity, ours: Name },
-    /// Of a role that is not accepted.
+    /// Certificate of an unaccepted role.
     #[error("its certificate is for {identity}: expected {}", roles(expected))]
     WrongRole { identity: Identity, expected: Vec<Role> },
-    /// Of another host than expected.
+    /// Certificate of another host.
     #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
     OtherHost { identity: Identity, hosts: Vec<String>, expected: String },
     /// Revoked.

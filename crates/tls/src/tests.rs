@@ -1,4 +1,4 @@
-//! Who gets in and who does not, over loopback.
+//! Acceptance and rejection of peers, over loopback.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -87,7 +87,7 @@ impl Listening {
         Self { address, acceptor, failures, revoked }
     }
 
-    /// What it says to `tls`, or the error.
+    /// Returns the peer's answer to `tls`, or the error.
     async fn meet(&self, tls: &Arc<Tls>) -> Result<String, String> {
         let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;

@@ -35,7 +35,7 @@
 
 #define PACKETS (1 << 20)
 
-/* What differs between packets, as it stands in the frame. 16 bytes, four to a cache line. */
+/* Fields that differ between packets, as in the frame. 16 bytes, four to a cache line. */
 struct variation {
 	__u32 client_address;
 	__u32 ports;
@@ -69,7 +69,7 @@ const volatile __u64 first_word;
 const volatile __u32 client_at;
 /* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
 const volatile __u32 echo_at;
-/* Of fresh_source(): the upper half of `ports`. */
+/* Upper half of `ports` from fresh_source(). */
 const volatile __u32 destination_port;
 
 struct {

@@ -26,27 +26,27 @@ pub struct BenchArgs {
 enum Command {
     /// The policies side by side in virtual time
     Placement(placement::Args),
-    /// What the load balancer's program costs per packet (needs root)
+    /// Cost of the load balancer's program per packet (needs root)
     Xdp(xdp::Args),
-    /// What a SYN flood on one CPU costs established packets on another (needs root)
+    /// Effect of a SYN flood on one CPU on established packets on another (needs root)
     Flood(flood::Args),
     /// How much live traffic goes through the load balancer's XDP hook (needs root)
     Throughput(throughput::Args),
-    /// What it costs to choose a worker for a request (needs root)
+    /// Cost of choosing a worker for a request (needs root)
     Dispatch(dispatch::Args),
     /// Requests to cores through shared memory: decisions, round trips, messages
     Orchestrate(orchestrate::Args),
     /// The load of a core that receives packets, and the cost of measuring it (needs root)
     CpuLoad(cpu_load::Args),
-    /// What the agent costs (needs root)
+    /// Cost of the agent (needs root)
     Agent(agent::Args),
     /// Cost of idle connections for the others at a server (needs root)
     Idle(idle::Args),
-    /// What it costs an agent to count its services' connections (needs root)
+    /// Cost of counting services' connections at an agent (needs root)
     Counting(conn_count::Args),
-    /// What the controller costs, with agents that only pretend
+    /// Cost of the controller, with emulated agents
     Controller(controller::Args),
-    /// What the controller costs behind rack controllers that pass up what servers report that only pretend
+    /// Cost of the controller behind rack controllers, with emulated agents
     Racks(racks::Args),
     #[command(hide = true)]
     ControllerProcess(controller::ProcessArgs),
@@ -62,10 +62,7 @@ enum Command {
     All,
 }
 
-/// Measures, and prints or writes reports.
-///
-/// # Errors
-/// A machine that cannot be measured; a file that cannot be written.
+/// Measures, and prints or writes reports. Fails when the machine cannot be measured or a file cannot be written.
 pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {
         Command::Placement(args) => {

@@ -72,10 +72,7 @@ pub struct ProcessArgs {
     config: std::path::PathBuf,
 }
 
-/// The process that is measured: the controller as `coreward controller` runs it.
-///
-/// # Errors
-/// As the controller has them.
+/// The process that is measured: the controller as `coreward controller` runs it. Fails as the controller does.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_control_server::server::run(&args.config)
 }

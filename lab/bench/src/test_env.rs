@@ -1,5 +1,5 @@
-//! Where a controller is measured at its limit: in a network namespace of this process's, which goes with it, the controller on a
-//! CPU of its own; who pretends to report to it, and a load balancer that puts its tables in force, share another.
+//! Environment that measures a controller at its limit, in a network namespace of this process: the controller has a
+//! CPU of its own; emulated agents, and a load balancer that installs its tables, share another.
 
 use std::path::PathBuf;
 use std::process::{Child, Command};
@@ -55,10 +55,7 @@ pub struct ProcessArgs {
     config: PathBuf,
 }
 
-/// The load balancer as `coreward lb` runs it.
-///
-/// # Errors
-/// As the load balancer has them.
+/// The load balancer as `coreward lb` runs it. Fails as the load balancer does.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_lb::daemon::run(&args.config)
 }

@@ -88,10 +88,7 @@ fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a campaign or a consistency test.
-///
-/// # Errors
-/// The first difference, or a BPF program that cannot be loaded.
+/// Runs a campaign or a consistency test. Fails at the first difference, or when a BPF program cannot be loaded.
 pub fn run(arguments: FuzzArgs) -> anyhow::Result<()> {
     match arguments.command {
         Command::Packets(arguments) => packets(&arguments),

@@ -1,4 +1,4 @@
-//! What a client gains by echoing something else than it was sent: nothing beyond what the space of ids gives.
+//! Clients that return another TSecr than they were sent gain no more than the number of ids allows.
 //!
 //! A cookie hides 15 bits (kind and id) by a permutation that the keyed hash of the 4-tuple draws. So, precisely:
 //!
@@ -8,8 +8,8 @@
 //! * Of one's own valid cookie, flipping any bit of the low 16 is a random echo, too, whatever the ids are (the key
 //!   bit: under the other key). Flipping the upper 16 bits (the time) changes nothing.
 //!
-//! What is not claimed: that a client who tries all 2^14 values of one connection does not reach every server. He does,
-//! one packet each, as with any 14 bits.
+//! Not claimed: a client that tries all 2^14 values of one connection reaches every server, with one packet each, as
+//! with any 14 bits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;

@@ -61,7 +61,7 @@ pub struct Planned {
 }
 
 impl Planned {
-    /// Another state of a server; now and then at the address of another one.
+    /// Returns a new state for a server, now and then with another server's address.
     fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
         let mut server = server(rng);
         if let Some(mac) = &mut server.mac {
@@ -177,8 +177,7 @@ impl GenState {
         ServiceMode { transfer: transfer.then(|| self.transfer(rng)), ..mode }
     }
 
-    /// Another load balancer: most likely by the id of a server that some service has, so that its MAC address is
-    /// known.
+    /// Returns another load balancer, most likely with the id of a service's server, so that its MAC address is known.
     fn transfer(&self, rng: &mut FuzzRng) -> Transfer {
         let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
         let other = match known.is_empty() || rng.chance(1, 8) {

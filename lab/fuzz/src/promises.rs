@@ -1,5 +1,5 @@
-//! What the documentation promises of every packet, checked on what the program did: derived from docs/design.md alone,
-//! without the model's code, so that a mistake that program and model share is found, too.
+//! Promises of the documentation, checked on every packet: derived from docs/design.md alone, without the model's code,
+//! so that faults that program and model share are found, too.
 //!
 //! * A packet to one server goes to a server of its service, or to a load balancer that has the connection.
 //! * A new connection goes to a server that takes new ones: neither draining, nor down, nor removed.

@@ -85,20 +85,20 @@ pub struct LoadArgs {
     /// Length of the values that PUT writes (bytes)
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
     pub value_bytes: u16,
-    /// What arrivals, types, times, keys and flows are drawn from
+    /// Seed of arrivals, types, times, keys and flows
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// With --transport dns: what requests of each class of --mix ask, in its order: NAME/TYPE, or NAME/TYPE/dnssec for
     /// signatures
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
     pub query: Vec<Query>,
-    /// What HTTP asks for
+    /// Path of HTTP requests
     #[arg(long, default_value = "/", value_parser = path)]
     pub path: String,
     /// Write the latencies of each second and class to this file, in HdrHistogram's log format
     #[arg(long, value_name = "FILE")]
     pub histogram_log: Option<PathBuf>,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
 }

@@ -1,5 +1,5 @@
-//! What key-value clients and servers say to each other: one request per datagram, answered by one or several. Numbers
-//! are in little-endian order.
+//! Protocol of key-value clients and servers: one request per datagram, answered by one or several. Numbers are
+//! little-endian.
 //!
 //! ```text
 //! request   0 type | 1 key length | 2 value length (16) | 4 id (32) | 8 service time, ns (32) | 12 key | value

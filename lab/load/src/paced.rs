@@ -1,5 +1,4 @@
-//! What load generators and the testbed's paced server say to each other over TCP: 8 bytes each way, in little-endian
-//! order.
+//! Protocol of load generators and the testbed's paced server over TCP: 8 bytes each way, little-endian.
 //!
 //! Requests may be sent before earlier ones are answered; answers come in the order of the requests.
 

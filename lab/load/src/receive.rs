@@ -43,10 +43,8 @@ impl Receiver {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }
 
-    /// Receives a datagram, or what there is of a stream. Waits if the socket does.
-    ///
-    /// # Errors
-    /// As recvmsg(2): WouldBlock when there is nothing, ConnectionRefused when nobody listened.
+    /// Receives a datagram, or what there is of a stream. Waits if the socket does. Fails as recvmsg(2): WouldBlock
+    /// when there is nothing, ConnectionRefused when nobody listened.
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
         let mut slices = [IoSliceMut::new(buffer)];
         let socket = socket.as_fd().as_raw_fd();

@@ -44,10 +44,8 @@ pub fn files() -> [(&'static str, String); 5] {
     ]
 }
 
-/// What an agent with `manage_rss` is to set in a NIC that shows `before`: a driver that shows no key takes none.
-///
-/// # Errors
-/// Not with a table that a NIC had.
+/// Returns the settings that an agent with `manage_rss` makes in a NIC that shows `before`: a driver that shows no key
+/// takes none.
 pub fn managed(before: &Rss, takes_key: bool, receive_queues: u16) -> Result<Rss> {
     let key = if takes_key { FLEET_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();

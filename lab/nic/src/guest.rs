@@ -130,10 +130,7 @@ impl Monitor {
     ///
     /// With RSS, `virtio_net_receive_rcu` (hw/net/virtio-net.c) gives a packet to another queue than the tap's. Where
     /// that one is full the packet waits until the guest fills the tap's queue, which it may never do. `cont` sets the
-    /// device's status again, and `virtio_net_set_status` flushes all queues.
-    ///
-    /// # Errors
-    /// When QEMU has ended.
+    /// device's status again, and `virtio_net_set_status` flushes all queues. Fails when QEMU has ended.
     pub fn flush_receive_queues(&mut self) -> Result<()> {
         self.0.write_all(b"stop\ncont\n").context("QEMU's monitor")?;
         // Its output is of no use, but must not fill the socket.
@@ -146,10 +143,7 @@ impl Monitor {
 }
 
 impl Guest {
-    /// Connects to QEMU's monitor.
-    ///
-    /// # Errors
-    /// When QEMU has ended.
+    /// Connects to QEMU's monitor. Fails when QEMU has ended.
     pub fn monitor(&self) -> Result<Monitor> {
         let socket = UnixStream::connect(self.monitor.path().join(MONITOR)).context("QEMU's monitor")?;
         socket.set_nonblocking(true)?;

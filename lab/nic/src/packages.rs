@@ -1,4 +1,4 @@
-//! What the guests are made of: Debian packages, fetched at run time into a folder of our own, never installed.
+//! Contents of the guests: Debian packages, fetched at run time into a folder of our own, never installed.
 //!
 //! apt-get gets a private configuration: the machine's own Debian mirrors plus their backports (igb needs QEMU 8), its
 //! own lists, and an empty package status. So QEMU comes with its whole closure of libraries down to libc (37 MB) and
@@ -27,10 +27,8 @@ pub struct Packages {
 }
 
 impl Packages {
-    /// Takes what an earlier run left complete in `folder`, or fetches everything.
-    ///
-    /// # Errors
-    /// With one sentence that says what could not be had.
+    /// Takes what an earlier run left complete in `folder`, or fetches everything. Fails with one sentence that
+    /// names the missing part.
     pub fn fetch(folder: &Path) -> Result<Self> {
         let packages = Self { folder: folder.to_path_buf() };
         let wanted = format!("{KERNELS:?} {:?} debootstrap\n", kernel::MODULES);

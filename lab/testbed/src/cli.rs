@@ -26,7 +26,7 @@ enum TestbedCommand {
     StreamServer(stream::server::StreamServerArgs),
     /// Open connections that last and print what became of them, by second, as JSON
     StreamClient(stream::client::StreamClientArgs),
-    /// Which connections break while servers and load balancers come and go; one run, printed as JSON
+    /// Count broken connections while servers and load balancers come and go; one run, printed as JSON
     Pcc(pcc::PccArgs),
     /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
     Conformance(conformance::Options),

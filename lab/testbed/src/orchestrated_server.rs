@@ -149,7 +149,7 @@ fn connect_and_serve(
     let services = runtime.services();
     for (service, entry) in (0..).zip(&services) {
         match runtime.register_service(service, entry.address, entry.priority) {
-            // Another core's thread has.
+            // The thread of another core has registered it.
             Ok(()) | Err(RuntimeError::RegisteredTwice(_)) => (),
             Err(error) => return Err(error),
         }

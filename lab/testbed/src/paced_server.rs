@@ -37,7 +37,7 @@ const BACKLOG: i32 = 4096;
 /// Options of `coreward-lab testbed paced-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PacedServerArgs {
-    /// Where to listen
+    /// Address and port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddrV4,
     /// Workers, each an emulated core

@@ -1,5 +1,5 @@
-//! What cannot be done to one daemon alone from outside: to set its wall clock (CLOCK_REALTIME is not namespaced), and to refuse
-//! all its writes. A library (`fault_shim.c`), loaded into the daemons of a test alone, does what stands in a file.
+//! Faults that need code inside one daemon: a wrong wall clock (CLOCK_REALTIME is not namespaced), and rejected writes.
+//! A library (`fault_shim.c`), loaded only into the daemons of a test, reads its orders from a file.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,10 +1,7 @@
-//! Busy time of the CPUs that serve the receive queues.
-
 use coreward_dataplane::cpu_load::CpuLoad;
 
 use super::LoadSource;
 
-/// The CPUs of one device's receive queues.
 #[derive(Debug)]
 pub struct CpuLoadSource {
     load: CpuLoad,
@@ -12,10 +9,7 @@ pub struct CpuLoadSource {
 }
 
 impl CpuLoadSource {
-    /// Counts from now on.
-    ///
-    /// # Errors
-    /// When the kernel refuses the program.
+    /// Starts counting. Fails when the kernel rejects the program.
     pub fn start() -> anyhow::Result<Self> {
         Ok(Self { load: CpuLoad::start()?, cpu_of_queue: vec![] })
     }

@@ -1,25 +1,23 @@
-//! How busy the cores are: the busy time of each, in ns, absolute.
+//! Busy time of each core, in ns, absolute.
 //!
 //! * [`cpu`]: of the CPU that serves each receive queue
-//! * [`published`]: of emulated cores, as their server publishes it
-//! * [`queues`]: which CPU serves which receive queue
+//! * [`published`]: of emulated cores, from the server's file
+//! * [`queues`]: the CPU that serves each receive queue
 
 pub mod cpu;
 pub mod published;
 pub mod queues;
 
-/// Where busy times come from.
+/// Source of busy times.
 pub trait LoadSource: Send {
-    /// Appends the busy time of each core since some fixed moment (ns), in the order of receive queues.
-    ///
-    /// # Errors
-    /// When it cannot be read now; it may be later.
+    /// Appends the busy time of each core (ns, absolute), in the order of receive queues. Fails when it cannot be read
+    /// now.
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
 
-    /// Follows changes: `cpu_of_queue` is the CPU that serves each receive queue. Called about once a second.
+    /// Updates the CPU that serves each receive queue, about once a second.
     fn refresh(&mut self, cpu_of_queue: &[usize]);
 
-    /// What is wrong, in words for `coreward status`.
+    /// Returns the faults as text for `coreward status`.
     fn warnings(&self) -> Vec<String> {
         vec![]
     }

@@ -1,4 +1,4 @@
-//! Busy times as a server publishes them in a file: one little-endian u64 of ns per core.
+//! Busy times from a file of the server: one little-endian u64 of ns per core.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -11,7 +11,6 @@ use super::LoadSource;
 /// As many cores as a report may have.
 const MAX_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
-/// The file.
 #[derive(Debug)]
 pub struct PublishedLoad {
     path: PathBuf,
@@ -19,7 +18,7 @@ pub struct PublishedLoad {
 }
 
 impl PublishedLoad {
-    /// Reads `path`, which may come later.
+    /// Reads `path`, which may be created later.
     pub fn new(path: PathBuf) -> Self {
         Self { path, open: None }
     }
@@ -42,7 +41,7 @@ impl LoadSource for PublishedLoad {
         self.try_read(busy_ns).with_context(|| self.path.display().to_string())
     }
 
-    /// A server that was started anew has made a new file under the same name.
+    /// A restarted server creates a new file under the same name.
     fn refresh(&mut self, _cpu_of_queue: &[usize]) {
         self.open = None;
     }

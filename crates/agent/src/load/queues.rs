@@ -1,12 +1,12 @@
-//! Which CPU serves which receive queue: the one that its interrupt goes to.
+//! The CPU that serves each receive queue: the one that its interrupt goes to.
 
 use std::collections::BTreeMap;
 use std::fs;
 
 use crate::sysfs;
 
-/// The CPU of each of `receive_queues` queues. A queue whose interrupt is not found (a virtual device has none) counts
-/// as served by CPU (its number) modulo (number of CPUs).
+/// Returns the CPU of each of `receive_queues` queues. A queue without a known interrupt (a virtual device has none)
+/// counts as served by CPU (its number) modulo (number of CPUs).
 pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts = interrupts(interface);
@@ -14,16 +14,15 @@ pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
     (0..receive_queues).map(cpu).collect()
 }
 
-/// A receive queue's interrupt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupt {
     /// Its number in /proc/interrupts.
     pub number: u32,
-    /// Where it goes; `None`: /proc does not tell.
+    /// CPU of the interrupt; `None`: not in /proc.
     pub cpu: Option<usize>,
 }
 
-/// The interrupts that are found, by receive queue; a virtual device has none.
+/// Returns the known interrupts by receive queue; a virtual device has none.
 pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let vectors = device_name(interface).map_or_else(BTreeMap::new, |device| {
         receive_vectors(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
@@ -31,20 +30,20 @@ pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     vectors.into_iter().map(|(queue, number)| (queue, Interrupt { number, cpu: affinity(number) })).collect()
 }
 
-/// What the device is called on its bus: a PCI address or `virtioN`.
+/// Returns the device's name on its bus: a PCI address or `virtioN`.
 fn device_name(interface: &str) -> Option<String> {
     let device = fs::canonicalize(sysfs::device_directory(interface)?.join("device")).ok()?;
     Some(device.file_name()?.to_str()?.to_owned())
 }
 
-/// The first CPU that the interrupt really goes to.
+/// Returns the first CPU of the interrupt's effective affinity.
 fn affinity(irq: u32) -> Option<usize> {
     let list = fs::read_to_string(format!("/proc/irq/{irq}/effective_affinity_list")).ok()?;
     list.trim().split([',', '-']).next()?.parse().ok()
 }
 
-/// Interrupt per receive queue, from /proc/interrupts. Drivers call their vectors `eth0-TxRx-3`, `i40e-eth0-TxRx-3`,
-/// `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3`, `eth0-Tx-Rx-3`.
+/// Returns the interrupt of each receive queue, from /proc/interrupts. Names of vectors: `eth0-TxRx-3`,
+/// `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3`, `eth0-Tx-Rx-3`.
 fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
     let ours = |action: &str| {
         let is = |name: &str| action.split(['-', '@']).any(|part| part == name || part.ends_with(&format!(":{name}")));
@@ -64,7 +63,7 @@ fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<
     vectors
 }
 
-/// The receive queue that a vector is for.
+/// Returns the receive queue of a vector.
 fn receive_queue(action: &str) -> Option<u16> {
     let name = action.split('@').next()?.to_lowercase();
     let head = name.trim_end_matches(|c: char| c.is_ascii_digit());

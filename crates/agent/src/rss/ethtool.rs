@@ -1,4 +1,4 @@
-//! RSS of a real NIC, by the ethtool ioctls: no netlink message sets it before kernel 6.17, and no crate covers them.
+//! RSS of a real NIC, by the ethtool ioctls: netlink cannot set it before kernel 6.17, and no crate covers them.
 //!
 //! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer, headed by its number.
 
@@ -41,16 +41,16 @@ const RXFH_WORDS: usize = 6;
 const RXFH_INDIR_SIZE: usize = 2;
 const RXFH_KEY_SIZE: usize = 3;
 const RXFH_FUNCTION: usize = 4;
-/// `struct ethtool_rxnfc` is longer than what these requests use of it; the kernel may copy all of it back.
+/// `struct ethtool_rxnfc` is longer than these requests need; the kernel may copy all of it back.
 const RXNFC_WORDS: usize = 64;
-/// `rule_cnt` of `struct ethtool_rxnfc` stands behind cmd, flow_type, data (8 bytes) and fs (168 bytes).
+/// Offset of `rule_cnt` in `struct ethtool_rxnfc`: behind cmd, flow_type, data (8 bytes) and fs (168 bytes).
 const RXNFC_RULE_COUNT: usize = (4 + 4 + 8 + 168) / 4;
 
-/// The key that drivers take which show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
+/// Key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
 const HOST_KEY: &str = "/proc/sys/net/core/netdev_rss_key";
 const HOST_KEY_BYTES: usize = 40;
 
-/// One ethtool request; `request` holds it as 32-bit words and gets the answer.
+/// Makes one ethtool request; `request` has it as 32-bit words and gets the answer.
 fn ethtool(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header says, which every caller of this private function ensures.
     unsafe { ethtool::request(interface, request) }
@@ -65,27 +65,24 @@ fn rxnfc(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
     Ok(u64::from(request[2]) | u64::from(request[3]) << 32)
 }
 
-/// Number of receive queues as `ethtool -l` shows them: combined ones and those that only receive.
-///
-/// # Errors
-/// When the driver does not tell.
+/// Returns the number of receive queues as in `ethtool -l`: combined and receive-only ones. Fails when the driver does
+/// not report it.
 pub fn channels(interface: &str) -> io::Result<u16> {
     all_channels(interface).map(|channels| channels.receive)
 }
 
-/// Queues as `ethtool -l` shows them, the combined ones in either.
+/// Queues as in `ethtool -l`; combined ones count in both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Channels {
-    /// That receive, at least 1.
+    /// Receive queues, at least 1.
     pub receive: u16,
-    /// As many could receive.
+    /// Largest number of receive queues.
     pub receive_max: u16,
-    /// That send, at least 1.
+    /// Send queues, at least 1.
     pub transmit: u16,
 }
 
-/// # Errors
-/// When the driver does not tell.
+/// Fails when the driver does not report them.
 pub fn all_channels(interface: &str) -> io::Result<Channels> {
     // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
     let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
@@ -98,10 +95,6 @@ pub fn all_channels(interface: &str) -> io::Result<Channels> {
     })
 }
 
-/// The driver's name.
-///
-/// # Errors
-/// When there is no such device.
 pub fn driver(interface: &str) -> io::Result<String> {
     // struct ethtool_drvinfo: cmd, then the name in 32 bytes, then 160 bytes more.
     let mut request = [0; 49];
@@ -112,27 +105,21 @@ pub fn driver(interface: &str) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&name).into_owned())
 }
 
-/// Whether the device merges what it receives in hardware (LRO).
-///
-/// # Errors
-/// When there is no such device.
+/// Returns whether the device merges received packets in hardware (LRO).
 pub fn merges_what_it_receives(interface: &str) -> io::Result<bool> {
     let mut request = [ETHTOOL_GFLAGS, 0];
     ethtool(interface, &mut request)?;
     Ok(request[1] & ETH_FLAG_LRO != 0)
 }
 
-/// Whether the device takes VLAN tags off what it receives: XDP programs then see no tag.
-///
-/// # Errors
-/// When there is no such device.
+/// Returns whether the device strips VLAN tags of received packets: XDP programs then see no tag.
 pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
     let mut request = [ETHTOOL_GFLAGS, 0];
     ethtool(interface, &mut request)?;
     Ok(request[1] & ETH_FLAG_RXVLAN != 0)
 }
 
-/// A switch of the driver's own (`ethtool --show-priv-flags`); `None`: it has none of that name.
+/// Returns a private flag of the driver (`ethtool --show-priv-flags`); `None`: it has none of that name.
 pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
     // Flags are bits of one word.
@@ -143,12 +130,12 @@ pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     Some(flags[1] >> position & 1 != 0)
 }
 
-/// Whether UDP is hashed by its ports, too; `None`: the driver does not tell.
+/// Returns whether UDP is hashed by its ports, too; `None`: unknown.
 pub fn hashes_udp_ports(interface: &str) -> Option<bool> {
     rxnfc(interface, ETHTOOL_GRXFH, UDP_V4_FLOW).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
 }
 
-/// Whether the driver steers flows by rules of its own: (ntuple is on, number of rules).
+/// Returns whether the driver steers flows by its own rules: (ntuple is on, number of rules).
 pub fn flow_rules(interface: &str) -> (bool, u64) {
     let mut request = [ETHTOOL_GFLAGS, 0];
     let ntuple = ethtool(interface, &mut request).is_ok() && request[1] & ETH_FLAG_NTUPLE != 0;
@@ -158,7 +145,7 @@ pub fn flow_rules(interface: &str) -> (bool, u64) {
     (ntuple, count)
 }
 
-/// The key of drivers that show none.
+/// Returns the key of drivers that show none.
 fn host_key() -> Result<Vec<u8>, RssUnknown> {
     let failed = |source| RssUnknown::Io { what: HOST_KEY.to_owned(), source };
     let text = fs::read_to_string(HOST_KEY).map_err(failed)?;
@@ -174,14 +161,13 @@ pub struct EthtoolRss {
     interface: String,
 }
 
-/// What ETHTOOL_GRSSH answers.
+/// Answer to ETHTOOL_GRSSH.
 struct Rxfh {
     settings: RssSettings,
     function: u8,
 }
 
 impl EthtoolRss {
-    /// The device of that name.
     pub fn new(interface: &str) -> Self {
         Self { interface: interface.to_owned() }
     }
@@ -232,7 +218,7 @@ impl RssDevice for EthtoolRss {
 
     fn read(&self) -> Result<Rss, RssUnknown> {
         let rxfh = self.rxfh()?;
-        // 0: a driver that knows but one function; it is Toeplitz wherever it is not said (igb).
+        // 0: a driver with one function, which is Toeplitz where it is not reported (igb).
         if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
             return Err(self.other_hash(&format!("hash function {:#x} (`ethtool -x`)", rxfh.function)));
         }
@@ -255,7 +241,7 @@ impl RssDevice for EthtoolRss {
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
         let takes_key = self.rxfh()?.settings.key.map(|key| key.len());
-        // A NIC whose key is longer gets zeros behind: an IPv4 hash uses the first 16 bytes, an IPv6 one 40.
+        // A NIC with a longer key gets zeros behind: an IPv4 hash uses the first 16 bytes, an IPv6 one 40.
         let key = match (takes_key, &settings.key) {
             (Some(length), Some(key)) => {
                 let mut key = key.clone();
@@ -266,11 +252,12 @@ impl RssDevice for EthtoolRss {
         };
         let failed = |error| self.failed("ETHTOOL_SRSSH", error);
         let queues = u32::from(self.receive_queues());
-        // With each request, or a kernel that knows of it (6.8) switches it off. Older ones say 0, and take nothing else.
+        // In each request, or a kernel that supports it (6.8) switches it off. Older ones report 0, and accept nothing
+        // else.
         let input = u32::from_ne_bytes([HASH_FUNCTION_NO_CHANGE, settings.input_transform, 0, 0]);
         let mut table = &settings.indirection_table[..];
-        // ethtool_rxfh_indir_default(). Set as such, the kernel lets the number of queues change again (`ethtool -L`).
-        // By a request of its own: behind no table, kernel 6.1 and later ones look for the key at different places.
+        // ethtool_rxfh_indir_default(). Set as default, it lets the number of queues change (`ethtool -L`). In a
+        // request of its own: after an empty table, kernel 6.1 and later ones read the key at different offsets.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues) {
             ethtool(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input, 0]).map_err(failed)?;
             table = &[];

@@ -1,5 +1,5 @@
-//! Which transform of its input a NIC hashes by, found by where packets arrive. mlx5 hashes symmetrically unless it is told
-//! otherwise, and before Linux 6.15 its driver does not report it.
+//! Detection of the transform that a NIC applies to the hash input, by the queues on which packets arrive. mlx5 hashes
+//! symmetrically by default, and its driver reports this only from Linux 6.15 on.
 
 use coreward_intf as intf;
 use coreward_model::FourTuple;
@@ -7,15 +7,15 @@ use coreward_model::rss::{InputTransform, Rss};
 
 use super::rss_verifier::{RssVerifier, Verdict};
 
-/// Tries all transforms on the packets that were sampled.
+/// Tries all transforms on the sampled packets.
 #[derive(Debug, Default)]
 pub struct InputSearch {
     candidates: Vec<Candidate>,
-    /// The newest sample that was looked at.
+    /// Sequence of the newest evaluated sample.
     last: u32,
 }
 
-/// One transform, judged as the one in force would be.
+/// One transform, verified like the one in force.
 #[derive(Debug)]
 struct Candidate {
     input: InputTransform,
@@ -25,18 +25,17 @@ struct Candidate {
 }
 
 impl InputSearch {
-    /// Begins anew after sample number `last`: the table has changed.
+    /// Restarts after sample number `last`: the table has changed.
     pub fn table_changed(&mut self, last: u32) {
         *self = Self { candidates: Vec::new(), last };
     }
 
-    /// The newest sample that was looked at.
     pub fn last(&self) -> u32 {
         self.last
     }
 
-    /// Looks at samples that are newer than [`last`](Self::last). Returns the transform by which all of them arrived where the
-    /// table says, when that is not the one of `rss`.
+    /// Evaluates samples that are newer than [`last`](Self::last). Returns the transform that explains their queues, if
+    /// it is not that of `rss`.
     pub fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.candidates.is_empty() {
             let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input());
@@ -46,7 +45,7 @@ impl InputSearch {
         self.last = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last);
         let found = self.candidates.iter_mut().filter_map(|candidate| candidate.observe(rss, samples));
         let found: Vec<InputTransform> = found.collect();
-        // Two at once: the packets do not tell them apart.
+        // Two at once cannot be told apart.
         if let [only] = found[..] { Some(only) } else { None }
     }
 }
@@ -64,7 +63,6 @@ impl Candidate {
     }
 }
 
-/// The connection that was sampled.
 fn tuple(sample: &intf::rss_sample) -> FourTuple {
     let address = |address: u32| std::net::Ipv4Addr::from(address.to_ne_bytes());
     FourTuple::ipv4(
@@ -83,7 +81,7 @@ mod tests {
         Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
     }
 
-    /// SYNs of many clients as a NIC delivers them that hashes by `input`.
+    /// Returns SYNs of many clients as a NIC delivers them that hashes by `input`.
     fn delivered(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
         let sample = |sequence: u32| {
             let mut sample = intf::rss_sample {

@@ -1,4 +1,4 @@
-//! Keeps an eye on the NIC's RSS, and sets it where the agent may.
+//! Manager of the NIC's RSS: reads it, and sets it where the agent may.
 
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
@@ -6,22 +6,20 @@ use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use super::{RssDevice, RssSettings, RssUnknown};
 use crate::saved_settings::SettingsStore;
 
-/// What the fleet wants of this server's NIC.
+/// The fleet's RSS settings for this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
-    /// The fleet's key.
     pub key: RssKey,
     /// Seeds the balanced table.
     pub server_id: ServerId,
 }
 
-/// A NIC under observation.
 pub struct RssManager {
     device: Box<dyn RssDevice>,
     /// `None`: only read.
     wanted: Option<Wanted>,
     known: Option<Rss>,
-    /// The transform of the input that packets have shown, where it is not the one that the driver reports.
+    /// Transform found by packets, if it is not the one that the driver reports.
     shown_input: Option<InputTransform>,
     receive_queues: u16,
     generation: u64,
@@ -29,7 +27,6 @@ pub struct RssManager {
 }
 
 impl RssManager {
-    /// Reads the NIC for the first time.
     pub fn new(device: Box<dyn RssDevice>) -> Self {
         let mut manager = Self {
             device,
@@ -41,19 +38,19 @@ impl RssManager {
             problem: None,
         };
         manager.refresh();
-        // Also where nothing can be known, that is something to say.
+        // An unknown RSS is news, too.
         manager.generation = manager.generation.max(1);
         manager
     }
 
-    /// Sets key and table, now and whenever the NIC has others; what was there before is remembered.
+    /// Sets key and table, now and whenever the NIC has others; the original is stored.
     pub fn manage(&mut self, wanted: Wanted, memory: &mut SettingsStore) {
         self.wanted = Some(wanted);
         self.apply(memory);
     }
 
-    /// Reads again, and sets again where the NIC does not hold what it was given. True when key, table or number of
-    /// receive queues have changed since the last time.
+    /// Reads again, and sets again if the NIC lost the settings. Returns whether key, table or number of receive queues
+    /// changed.
     pub fn sync(&mut self, memory: &mut SettingsStore) -> bool {
         let before = self.generation;
         self.refresh();
@@ -61,7 +58,7 @@ impl RssManager {
         self.generation != before
     }
 
-    /// Packets have shown that the NIC hashes by another input than it reports.
+    /// Sets the transform that packets have shown.
     pub fn take_input(&mut self, input: InputTransform) {
         let source = self.device.source();
         tracing::warn!(
@@ -74,14 +71,14 @@ impl RssManager {
         self.refresh();
     }
 
-    /// Puts back what was there before.
+    /// Restores the original settings.
     pub fn restore(&mut self, memory: &mut SettingsStore) {
         self.wanted = None;
         let Some(original) = memory.get().rss.clone() else { return };
         let source = self.device.source();
         match self.device.write(&original) {
             Ok(()) => tracing::info!(event = "rss-restored", source, "original RSS key and table are restored"),
-            // Since then the number of queues may have shrunk.
+            // The number of queues may have shrunk since.
             Err(error) => {
                 tracing::warn!(event = "rss-not-restored", source, %error, "cannot restore original RSS key and table");
             }
@@ -163,12 +160,12 @@ impl RssManager {
         Ok(())
     }
 
-    /// Where it is read.
+    /// Returns the name of the settings' source.
     pub fn source(&self) -> &'static str {
         self.device.source()
     }
 
-    /// Key and table; `None` while they are not known.
+    /// Key and table; `None`: unknown.
     pub fn known(&self) -> Option<&Rss> {
         self.known.as_ref()
     }
@@ -178,18 +175,18 @@ impl RssManager {
         self.receive_queues.max(1)
     }
 
-    /// Grows whenever something changes; from 1.
+    /// Number of the last change, from 1.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// What is wrong, in words for `coreward status`.
+    /// Returns the fault as text for `coreward status`.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()
     }
 }
 
-/// Whether a NIC holds what was to be set: a longer key may follow, and a NIC that shows no key takes none.
+/// Returns whether a NIC has the wanted settings: a longer key may follow, and a NIC that shows no key accepts none.
 fn holds(current: &RssSettings, wanted: &RssSettings) -> bool {
     let key = wanted.key.as_deref().unwrap_or_default();
     current.indirection_table == wanted.indirection_table
@@ -295,7 +292,7 @@ mod tests {
             let table = IndirectionTable::balanced(7, 64, 4).unwrap();
             assert_eq!(manager.known().unwrap().indirection_table, table);
             assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (takes_key, 2));
-            // Somebody sets another table; then the number of queues changes.
+            // Another program sets another table; then the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
             assert!(manager.sync(&mut memory));
             assert_eq!(manager.known().unwrap().indirection_table, table);
@@ -303,7 +300,7 @@ mod tests {
             assert!(manager.sync(&mut memory));
             assert_eq!(manager.known().unwrap().indirection_table.queues().iter().max(), Some(&1));
             assert!(!manager.sync(&mut memory));
-            // The process is killed; the next one still knows the original.
+            // The process is killed; the next one still has the original.
             drop((manager, memory));
             let mut memory = SettingsStore::open(&pins).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));

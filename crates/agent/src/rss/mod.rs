@@ -1,10 +1,10 @@
-//! The server's RSS: read, set, put back, and checked against what arrives.
+//! The server's RSS: reading, setting, restoring, and verifying by packets.
 //!
-//! * [`ethtool`]: a real NIC
+//! * [`ethtool`]: real NICs
 //! * [`testbed`]: the testbed's emulated one
-//! * [`manager`]: reads it again and again; sets the fleet's key and a balanced table where it may
-//! * [`input`]: which transform of the input explains where packets arrive
-//! * [`rss_verifier`]: whether what the NIC shows is in force
+//! * [`manager`]: reads periodically; sets the fleet's key and a balanced table where it may
+//! * [`input`]: the transform that explains the packets' queues
+//! * [`rss_verifier`]: whether the displayed table is in force
 
 pub mod ethtool;
 pub mod input;
@@ -15,19 +15,19 @@ pub mod testbed;
 use coreward_model::rss::{IndirectionTable, IndirectionTableError, InputTransform, Rss, RssKey, RssKeyLength};
 use serde::{Deserialize, Serialize};
 
-/// What a NIC holds, or is to hold. As it is, whether or not we can use it.
+/// RSS settings of a NIC, unchecked.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RssSettings {
-    /// The key; `None`: cannot be read there, or is not to be set.
+    /// The key; `None`: not readable, or not to be set.
     pub key: Option<Vec<u8>>,
-    /// The receive queue per entry; empty: is not to be set.
+    /// The receive queue per entry; empty: not to be set.
     pub indirection_table: Vec<u32>,
-    /// What is done to addresses and ports before they are hashed, as ethtool numbers it; 0 where the kernel does not know of it.
+    /// Transform of addresses and ports before hashing, by ethtool's numbers; 0 if the kernel does not report it.
     #[serde(default)]
     pub input_transform: u8,
 }
 
-/// Why core-aware placement cannot know where this NIC sends a connection.
+/// Reasons why core-aware placement cannot predict the NIC's queue of a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum RssUnknown {
     /// One queue, or a driver without RSS.
@@ -36,42 +36,28 @@ pub enum RssUnknown {
     /// Not a Toeplitz hash, or a changed input.
     #[error("{interface} hashes by {found}: expected Toeplitz over addresses and ports")]
     OtherHash {
-        /// The device.
         interface: String,
-        /// What it does instead.
+        /// The hash found.
         found: String,
     },
-    /// A table that is indexed in another way than by low bits.
+    /// A table that is not indexed by low bits.
     #[error("{interface}: {source}")]
-    Table {
-        /// The device.
-        interface: String,
-        /// What is wrong with it.
-        source: IndirectionTableError,
-    },
+    Table { interface: String, source: IndirectionTableError },
     /// A key that is too short or too long.
     #[error("{interface}: {source}")]
-    Key {
-        /// The device.
-        interface: String,
-        /// What is wrong with it.
-        source: RssKeyLength,
-    },
-    /// The kernel or the file system says no.
+    Key { interface: String, source: RssKeyLength },
+    /// An error of the kernel or the file system.
     #[error("{what}: {source}")]
     Io {
-        /// What was tried.
+        /// The attempted operation.
         what: String,
-        /// Why it failed.
         source: std::io::Error,
     },
 }
 
 impl RssSettings {
-    /// Both together, checked. `fallback_key` is taken where the NIC's cannot be read.
-    ///
-    /// # Errors
-    /// When the table's or the key's length is of no use.
+    /// Returns both together, checked. `fallback_key` is used if the NIC's is unreadable. Fails on an invalid length of
+    /// table or key.
     pub fn usable(&self, interface: &str, fallback_key: &[u8]) -> Result<Rss, RssUnknown> {
         let key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssUnknown::Key { interface: interface.to_owned(), source })?;
@@ -86,35 +72,23 @@ impl RssSettings {
     }
 }
 
-/// A NIC, as far as RSS goes.
+/// RSS of a NIC.
 pub trait RssDevice: Send {
-    /// Where it is read, as reports say it: "ethtool" or "testbed emulation".
+    /// Returns the source's name in reports: "ethtool" or "testbed emulation".
     fn source(&self) -> &'static str;
 
     /// Number of receive queues, at least 1.
     fn receive_queues(&self) -> u16;
 
-    /// What it holds, as it is.
-    ///
-    /// # Errors
-    /// When the driver does not tell.
+    /// Returns the NIC's settings, unchecked. Fails when the driver does not report them.
     fn settings(&self) -> Result<RssSettings, RssUnknown>;
 
-    /// What it does with a TCP packet, if that can be known.
-    ///
-    /// # Errors
-    /// When it cannot.
+    /// Returns the NIC's hash of TCP packets. Fails when it is unknown.
     fn read(&self) -> Result<Rss, RssUnknown>;
 
-    /// How many entries a table to be set must have.
-    ///
-    /// # Errors
-    /// When the driver does not tell.
+    /// Returns the length of a table to be set. Fails when the driver does not report it.
     fn table_entries(&self) -> Result<usize, RssUnknown>;
 
-    /// Sets what is given; a key where the NIC takes none is left out.
-    ///
-    /// # Errors
-    /// When the driver refuses.
+    /// Writes the settings; a key is omitted where the NIC accepts none. Fails when the driver rejects them.
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown>;
 }

@@ -1,24 +1,23 @@
-//! Whether the RSS table that a NIC shows is the one in force, judged by the SYNs that arrived.
+//! Verification by the arriving SYNs that the displayed RSS table is in force.
 //!
 //! A sequential test (Wald, "Sequential Tests of Statistical Hypotheses", 1945): either nearly every SYN comes by the
-//! predicted queue, or they match as often as chance has it. It decides as soon as the SYNs seen are a million times
-//! more likely under one than under the other, then begins anew, so that a change is noticed.
+//! predicted queue, or they match by chance. It decides when the SYNs are a million times likelier under one
+//! hypothesis, then restarts, so that a change is noticed.
 
 use coreward_model::rss::IndirectionTable;
 
 /// Log of the odds at which it decides.
 const CERTAIN: f64 = 13.8; // ln 10^6
-/// With the table in force some SYNs still come by another queue: a rule for one flow, a change in between.
+/// Fraction of SYNs on other queues while the table is in force: a rule for one flow, a change in between.
 const STRAYS: f64 = 0.02;
 
-/// What the SYNs say.
+/// Conclusion from the sampled SYNs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Too few, or a table with one queue, which says nothing.
+    /// Too few SYNs, or a table with one queue.
     #[default]
     Undecided,
-    /// The table shown is the one in force.
     InForce,
     /// SYNs arrive as if by another table.
     NotInForce,
@@ -34,7 +33,6 @@ impl std::fmt::Display for Verdict {
     }
 }
 
-/// Watches the counters of matching and mismatching SYNs.
 #[derive(Debug, Clone, Default)]
 pub struct RssVerifier {
     verdict: Verdict,
@@ -44,7 +42,7 @@ pub struct RssVerifier {
 }
 
 impl RssVerifier {
-    /// Takes the counters as they stand (absolute). The table is the one shown while they were counted.
+    /// Takes the counters (absolute) for the displayed table.
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
         let (matched_before, mismatched_before) = self.counted.replace((matched, mismatched)).unwrap_or_default();
         let chance = chance_to_match(table);
@@ -61,18 +59,18 @@ impl RssVerifier {
         self.verdict
     }
 
-    /// Begins anew: the table has changed. The counters are taken as they stand.
+    /// Restarts after a change of the table, at these counters.
     pub fn table_changed(&mut self, matched: u64, mismatched: u64) {
         *self = Self { counted: Some((matched, mismatched)), ..Self::default() };
     }
 
-    /// The last verdict.
     pub fn verdict(&self) -> Verdict {
         self.verdict
     }
 }
 
-/// How often a SYN comes by the predicted queue when another table with the same shares is in force.
+/// Returns the probability that a SYN comes by the predicted queue while another table with the same shares is in
+/// force.
 fn chance_to_match(table: &IndirectionTable) -> f64 {
     let mut counts = std::collections::BTreeMap::new();
     table.queues().iter().for_each(|queue| *counts.entry(queue).or_insert(0u32) += 1);
@@ -93,10 +91,10 @@ mod tests {
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe(&four_queues(), 9, 0), Verdict::Undecided);
         assert_eq!(verifier.observe(&four_queues(), 20, 0), Verdict::InForce);
-        // As virtio on kernel 6.1 was seen: 20 of 64, which is chance.
+        // Virtio on kernel 6.1 had 20 of 64, which is chance.
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe(&four_queues(), 20, 44), Verdict::NotInForce);
-        // A stray now and then changes nothing.
+        // A stray SYN changes nothing.
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe(&four_queues(), 1000, 10), Verdict::InForce);
     }

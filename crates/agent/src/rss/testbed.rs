@@ -10,7 +10,6 @@ use zerocopy::{FromBytes as _, IntoBytes as _};
 use super::ethtool::channels;
 use super::{RssDevice, RssSettings, RssUnknown};
 
-/// One emulated NIC.
 #[derive(Debug)]
 pub struct TestbedRss {
     pin: PathBuf,
@@ -19,7 +18,7 @@ pub struct TestbedRss {
 }
 
 impl TestbedRss {
-    /// The registers at `pin` belong to `interface`; tables to be set get `entries` entries.
+    /// The registers at `pin` belong to `interface`; tables to be set have `entries` entries.
     pub fn new(pin: PathBuf, interface: &str, entries: usize) -> Self {
         Self { pin, interface: interface.to_owned(), entries }
     }
@@ -51,7 +50,7 @@ impl RssDevice for TestbedRss {
     fn settings(&self) -> Result<RssSettings, RssUnknown> {
         let rss = self.read()?;
         let queues = rss.indirection_table.queues().iter().map(|queue| u32::from(*queue));
-        // What it does to the input it does not report, as drivers before 2025.
+        // Like drivers before 2025 it does not report the input transform.
         Ok(RssSettings { key: Some(rss.key.bytes().to_vec()), indirection_table: queues.collect(), input_transform: 0 })
     }
 

@@ -1,10 +1,10 @@
-//! Which listening socket takes the connections of which receive queue. Pure.
+//! Assignment of listening sockets to receive queues. Pure.
 
 use coreward_dataplane::listeners::Listener;
 
 use crate::config::Steer;
 
-/// For each queue the position in `listeners` of the one that takes its connections; `None`: the kernel picks.
+/// Returns for each queue the position in `listeners` of the one for its connections; `None`: the kernel chooses.
 /// `cpu_of_queue`: the CPU that serves each queue.
 pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Vec<Option<usize>> {
     match mode {
@@ -14,16 +14,16 @@ pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Ve
     }
 }
 
-/// The k-th socket takes queue k. A master opens its workers' sockets one after the other, so the order of descriptors
-/// is that of the workers; it stays when a worker is respawned, which inherits the same socket. Servers that open their
-/// sockets in processes of their own have equal descriptors: there the older process comes first.
+/// The k-th socket serves queue k. A master opens its workers' sockets in turn, so the order of descriptors is that of
+/// the workers; a respawned worker inherits the same socket. Servers that open their sockets in separate processes have
+/// equal descriptors: there the older process comes first.
 fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
     let mut order: Vec<usize> = (0..listeners.len()).collect();
     order.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
     (0..queues).map(|queue| order.get(queue % order.len().max(1)).copied()).collect()
 }
 
-/// The worker that may run on the queue's CPU and on the fewest others. One that may run anywhere is no worker of that
+/// Returns the worker that may run on the queue's CPU and on the fewest others. One that may run anywhere belongs to no
 /// core: steering to it would gain nothing.
 fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     let pinned = |listener: &&(usize, &Listener)| {
@@ -49,7 +49,7 @@ mod tests {
     fn order_is_that_of_descriptors_also_after_a_respawn() {
         let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
         assert_eq!(assign(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
-        // Fewer workers than queues: they take turns. None: the kernel picks.
+        // With fewer workers than queues they take turns; with none the kernel chooses.
         assert_eq!(assign(Steer::Order, &listeners[..2], &[0; 4]), [Some(0), Some(1), Some(0), Some(1)]);
         assert_eq!(assign(Steer::Order, &[], &[0; 2]), [None, None]);
     }

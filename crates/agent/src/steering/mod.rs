@@ -1,9 +1,9 @@
 //! Steering: the connections that RSS sends to core k are served by the worker of core k.
 //!
-//! The server is unmodified and already running. Once a second [`Steering::look`] compares its listening sockets with
-//! those that are steered; when they changed (a start, a reload with another number of workers, a worker that was
-//! respawned), the epoll sets of all processes are looked through again ([`coreward_dataplane::listeners`]), new sockets are put into the
-//! array, and queues are assigned ([`assign`]).
+//! The server is unmodified and already running. Once a second [`Steering::update`] compares its listening sockets with
+//! the steered ones. After a change (a start, a reload with another number of workers, a respawned worker) it searches
+//! the epoll sets of all processes ([`coreward_dataplane::listeners`]), stores new sockets in the array, and assigns
+//! queues ([`assign`]).
 
 pub mod assign;
 
@@ -25,31 +25,31 @@ use coreward_model::ServiceAddress;
 
 use crate::config::Steer;
 
-/// The epoll sets are looked through at least this often: a worker may have been pinned to another CPU.
+/// Longest time between two searches of the epoll sets: a worker may have been pinned to another CPU.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
 
-/// The steering of all services of this server. Dropping it leaves it at work.
+/// Steering of all services of this server. Dropping it leaves it active.
 #[derive(Debug)]
 pub struct Steering {
     mode: Steer,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddrV4, Service>,
-    /// Of all services that are or were steered: a counter never goes back, whatever the configuration says.
+    /// Counts of all services that are or were steered, so that no counter decreases.
     counts: BTreeMap<SocketAddrV4, Counts>,
 }
 
 #[derive(Debug)]
 struct Service {
     program: Program,
-    /// What the last look through the epoll sets found, for which sockets, with which queues, and when.
+    /// Result of the last search through the epoll sets: sockets, their queues, time of the search.
     steered: Option<SteeredSockets>,
-    /// It found sockets without a worker.
+    /// The search found sockets without a worker.
     incomplete: Option<Incomplete>,
 }
 
-/// Looks through /proc that did not find every socket's worker. The next one comes after a quarter of the time that they have
-/// been at it: after a reload within a second or two, but rarely where workers do not wait by epoll, as each look reads the
-/// descriptors of every process of the machine.
+/// Searches of /proc that did not find every socket's worker. The next one comes after a quarter of the time since the
+/// first: after a reload within a second or two, but rarely where workers do not wait by epoll, as each search reads
+/// the descriptors of every process of the machine.
 #[derive(Debug)]
 struct Incomplete {
     inodes: BTreeSet<Inode>,
@@ -73,18 +73,14 @@ struct SteeredSockets {
 }
 
 impl Steering {
-    /// Steers nothing yet. Pins are below `pin_directory`.
     pub fn new(mode: Steer, pin_directory: &Path) -> Self {
-        // What is of another version is refused with its service.
+        // Counts of another version are rejected with their service.
         let counts = |address| Some((address, Counts::pinned(pin_directory, &pin_name(address)).ok()?));
         let counts = pinned(pin_directory).filter_map(counts).collect();
         Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counts }
     }
 
-    /// Steers these services and no others. `rss_map`: of the server's programs.
-    ///
-    /// # Errors
-    /// When the kernel refuses the program.
+    /// Sets the steered services. `rss_map`: of the server's programs. Fails when the kernel rejects the program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
         let wanted: BTreeSet<SocketAddrV4> = if self.mode == Steer::Off {
             BTreeSet::new()
@@ -103,8 +99,8 @@ impl Steering {
         Ok(())
     }
 
-    /// Brings sockets and queues up to date; to be called about once a second. `cpu_of_queue`: the CPU that serves each
-    /// receive queue. Gives what the operator should know, in words.
+    /// Updates sockets and queues, about once a second. `cpu_of_queue`: the CPU that serves each receive queue. Returns
+    /// warnings for the operator.
     pub fn update(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
@@ -124,21 +120,17 @@ impl Steering {
         warnings
     }
 
-    /// Counters by name, of all services.
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
         let sum = |index: usize| self.counts.values().map(|counts| counts.values()[index]).sum();
         steer::COUNTER_NAMES.iter().enumerate().map(move |(index, name)| (*name, sum(index)))
     }
 }
 
-/// Takes the steering from every group of sockets that an agent with this pin directory has steered: the kernel then picks
-/// by itself.
-///
-/// # Errors
-/// When /proc or the pins cannot be read.
+/// Ends the steering of every group of sockets that an agent with this pin directory steers: the kernel then chooses.
+/// Fails when /proc or the pins cannot be read.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned(pin_directory) {
-        // Sockets that are not there any more have taken the program with them.
+        // Closed sockets have taken the program with them.
         for listener in listeners::waiting(&listeners::listening(address.into())?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
                 tracing::debug!(event = "steering-kept", %address, error = format!("{error:#}"), "cannot detach");
@@ -155,7 +147,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 }
 
 impl Service {
-    /// Gives a warning when connections of some queue go to workers of the kernel's choice.
+    /// Returns a warning when the kernel chooses the worker of some queue's connections.
     fn update(
         &mut self,
         mode: Steer,
@@ -171,7 +163,8 @@ impl Service {
             self.steered = None;
             self.steer(mode, &found, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
-            // Between a reload and the first wait of a new worker a socket is nobody's: the next look finds it.
+            // Between a reload and the first wait of a new worker a socket belongs to no worker: the next search finds
+            // it.
             if found.len() == inodes.len() {
                 self.incomplete = None;
                 self.steered = Some(SteeredSockets { inodes, listeners: found, cpu_of_queue, at: now });
@@ -189,7 +182,7 @@ impl Service {
             .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
     }
 
-    /// Whether /proc is to be looked through now. What was in vain for other sockets or queues does not count.
+    /// Returns whether /proc is to be searched now. Failed searches for other sockets or queues do not count.
     fn is_due(&mut self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
         let same = |old: &mut Incomplete| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
         if self.incomplete.take_if(|incomplete| !same(incomplete)).is_some() {
@@ -240,19 +233,18 @@ fn ipv4(address: SocketAddr) -> Option<SocketAddrV4> {
     }
 }
 
-/// The services that have pins.
 fn pinned(pin_directory: &Path) -> impl Iterator<Item = SocketAddrV4> {
     let entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
     entries.filter_map(|entry| address_of_pin(entry.file_name().to_str()?))
 }
 
-/// Of [`pin_name`].
+/// Inverse of [`pin_name`].
 fn address_of_pin(name: &str) -> Option<SocketAddrV4> {
     let (address, port) = name.rsplit_once('_')?;
     Some(SocketAddrV4::new(address.replace('_', ".").parse().ok()?, port.parse().ok()?))
 }
 
-/// bpffs takes no dots in names.
+/// Names in bpffs have no dots.
 fn pin_name(address: SocketAddrV4) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }

@@ -102,7 +102,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
     let mut another = Client::connect(3, address).await;
     another.ask().await;
     silent.is_let_go().await;
-    // Of two at one address; `alone` came first of all.
+    // Two share an address; `alone` connected first.
     let mut third = Client::connect(4, address).await;
     third.ask().await;
     next.is_let_go().await;

@@ -5,10 +5,10 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Which key stamps, and how far a rotation is.
+/// The stamping key, and the progress of a rotation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Keys {
-    /// Which of the two stamps: 0 or 1.
+    /// The stamping key: 0 or 1.
     #[schema(maximum = 1)]
     pub current: u32,
     /// Since when (seconds since 1970).

@@ -338,9 +338,9 @@ pub struct DispatchedWorker {
     pub queued: u32,
     /// Requests sent to it.
     pub dispatched: u64,
-    /// Of these, answered.
+    /// Requests with a response.
     pub completed: u64,
-    /// Of these, given up: without a response, dropped, or their worker died.
+    /// Requests written off: without a response, dropped, or their worker died.
     pub repaired: u64,
     /// Datagrams that its full receive buffer dropped.
     pub dropped: u64,
@@ -404,9 +404,9 @@ pub struct ServerClock {
     pub state: String,
     /// SYN-ACKs seen.
     pub syn_acks: u64,
-    /// Of these, with timestamps.
+    /// Those with timestamps.
     pub with_timestamps: u64,
-    /// Of these, those that did not show the clock of the one before.
+    /// Those whose clock differed from the previous one.
     pub disagreed: u64,
     /// Reason for which its connections are not stamped, with the expectation; null: they are, or it is too early.
     pub problem: Option<String>,

@@ -43,7 +43,7 @@ config_struct! {
     pub struct EtcdFile {
         /// http://HOST:PORT or https://HOST:PORT of every member of etcd.
         pub endpoints: Vec<Spanned<Endpoint>>,
-        /// What all keys begin with; another one for every fleet.
+        /// Prefix of all keys, unique for the fleet.
         pub prefix: Prefix = Prefix("/coreward".to_owned()),
         /// How long the fleet has no leader when the leader dies, and how long the leader goes on without etcd; whole seconds.
         pub lease: Spanned<Period<{ 2 * SECOND }, MINUTE>> = Spanned::new(0..0, Period(DEFAULT_LEASE)),

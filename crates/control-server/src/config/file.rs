@@ -23,7 +23,7 @@ config_struct! {
         pub token_directory: Option<PathBuf>,
         /// File for what must survive: server ids, cookie keys, the fleet's RSS key. Made when missing. Either this or [etcd].
         pub store: Option<PathBuf>,
-        /// What must survive is in etcd, and several controllers share it; one of them leads.
+        /// Records in etcd, shared by several controllers, one of which leads.
         pub etcd: Option<Spanned<EtcdFile>>,
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         pub metrics: Option<SocketAddr>,
@@ -31,7 +31,7 @@ config_struct! {
         pub fleet: Option<Spanned<PathBuf>>,
         /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
         pub rss_key_file: Option<Secret<RssKey>>,
-        /// Who this controller is, and whom it believes.
+        /// This controller's certificate, and the authorities it trusts.
         pub tls: Option<coreward_tls::Files>,
         /// Certificates that are refused though they are right, as their keys were lost.
         pub revoked_certificates: Vec<Fingerprint>,

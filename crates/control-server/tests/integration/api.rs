@@ -14,7 +14,7 @@ use crate::support::{Home, Running, in_time};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
-/// What may be sent with a viewer's token though it is no GET: nothing of the fleet changes by it.
+/// Requests other than GET that a viewer may send: none changes the fleet.
 const ASKED_BY_POST: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct TestEnv {
@@ -183,7 +183,7 @@ async fn a_document_is_applied_whole_or_not_at_all() {
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 }
 
-/// What is acknowledged is there after a crash and after another document, until somebody ends it.
+/// An acknowledged drain survives a crash and another document, until it is undrained.
 #[tokio::test]
 async fn a_server_is_drained_until_somebody_ends_that() {
     let mut site = TestEnv::start(Home::new(&["s1", "s2"], SERVICE)).await;

@@ -107,7 +107,7 @@ async fn curl_comes_in_with_a_token_or_with_a_certificate() {
     assert!(refused.contains("certificate"), "{refused}");
     for (role, reads, writes) in [
         (Role::Viewer, 200, 403),
-        // Of a key that is a moment old: not safe now.
+        // The key is too new for a rotation.
         (Role::Operator, 200, 409),
         (Role::Agent, 401, 401),
         (Role::Lb, 401, 401),
@@ -156,7 +156,7 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
     let client = site.client(Proof::Token { file: file.clone(), ca: Some(viewer.ca.clone()) });
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 
-    // Who is there must be a controller that our authority has signed for.
+    // The peer must be a controller with a certificate of our authority.
     let foreign = Authority::init(&site.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
     let client = site.client(Proof::Token { file: file.clone(), ca: Some(foreign.ca()) });
     let error = client.status(false).await.unwrap_err().to_string();
@@ -172,7 +172,8 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
     }
 }
 
-/// Whose certificate names hosts is talked to as one of them, or as whom the operator says; whose names none, by its role.
+/// If the certificate names hosts, the host of the command must be one of them, or the operator's name for it;
+/// otherwise the role suffices.
 #[tokio::test]
 async fn a_controller_is_the_host_that_was_asked_for() {
     let one_of = |names: &[&str]| Host::OneOf(names.iter().map(ToString::to_string).collect());

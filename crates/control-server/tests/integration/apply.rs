@@ -167,7 +167,7 @@ async fn invalid_document_changes_nothing() {
         "/wanted.toml:5:6: key `server.id`: server id 7 belongs to server \"s1\", whose connections may still carry it: \
          expected one that is free, or none to have one drawn"
     );
-    // Who does not check first is told as well.
+    // A client that does not check first gets the same answer.
     let document = NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
     let refused = controller.asking.put_fleet(&document).await.unwrap_err();
     assert_eq!(refused.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
@@ -250,7 +250,7 @@ fn documents() -> impl Strategy<Value = String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// What was applied is what is there after the controller was killed and started again: ids, states, pools, text.
+    /// A killed and restarted controller has the applied document: ids, states, pools, text.
     #[test]
     fn any_fleet_survives_a_restart(first in documents(), second in documents()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

@@ -1,4 +1,4 @@
-//! Who changed what, what cannot be used where, and changes that come at once: a controller in this process.
+//! Audit entries, rejected updates and concurrent changes, with a controller in this process.
 
 use coreward_api::types::{AuditQuery, DrainServer, NewFleet, ServerState};
 use coreward_api::{Problem, ProblemKind};

@@ -170,7 +170,7 @@ async fn followers_name_the_leader_and_terms_increase() {
     first.running.kill().await;
     assert!(second.leads().await > term);
 
-    // Who watches one that leads no more must look elsewhere, and is not left with what was.
+    // A watch of a controller that leads no more ends.
     let url = format!("http://{}/v1/watch", second.running.api);
     let mut watch = reqwest::Client::new().get(url).bearer_auth(second.token()).send().await.unwrap();
     assert_eq!(watch.status(), 200);

@@ -69,7 +69,7 @@ fn a_leader_of_before_is_not_believed_for_a_minute() {
     terms.begun(Some(9), at(89)).unwrap();
     terms.begun(Some(12), at(90)).unwrap();
     terms.begun(Some(11), at(149)).unwrap_err();
-    // Of another etcd.
+    // The term of another etcd.
     terms.begun(Some(2), at(150)).unwrap();
     terms.begun(Some(1), at(151)).unwrap_err();
     terms.begun(None, at(152)).unwrap();

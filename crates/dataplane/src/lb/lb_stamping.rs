@@ -178,7 +178,7 @@ impl LoadBalancer {
         }
         let known = match read(map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
-            // Another id's: both have the address, and the one that takes new connections is stamped.
+            // Both servers have the address: the one that takes new connections is stamped.
             Some(here) if !eligible && self.is_at(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
             None => known_there.unwrap_or_default(),

@@ -331,7 +331,7 @@ fn service_times_are_observed_by_type() {
             }];
             let bed = Bed::new(1, &options);
             let client = client();
-            // What each type took at least and at most (ns), however late the machine is.
+            // Least and greatest duration of each type (ns), however late the machine is.
             let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
             for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
                 let time = Duration::from_millis(time);

@@ -113,7 +113,7 @@ fn one_source_leaves_tokens_to_the_others() {
     let sent = junk.filter(|frame| reaches_all(&balancer, frame)).count();
     assert!((50..55).contains(&sent), "{sent} of one source: half of what its service may");
     let genuine = (0..50).map(|_| reset((Ipv4Addr::from(rng.next_u32()), 4000)));
-    // Of 4,096 buckets one is the other source's: two meet it once in 14,000 runs, three in 3,500,000.
+    // One of 4,096 buckets is the other source's: two sources share it once in 14,000 runs, three in 3,500,000.
     let accepted = genuine.filter(|frame| reaches_all(&balancer, frame)).count();
     assert!(accepted >= 48, "{accepted} of 50");
 }

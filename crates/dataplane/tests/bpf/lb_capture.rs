@@ -1,4 +1,4 @@
-//! What `coreward capture` sees of a load balancer at work.
+//! `coreward capture` at a working load balancer.
 
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,7 +74,7 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
     if !may_load_bpf("every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided") {
         return;
     }
-    // What is sent one after the other arrives so.
+    // One CPU keeps the order of the packets.
     on_one_cpu();
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };

@@ -45,7 +45,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
     let indexes: BTreeSet<_> = opened.iter().map(|opened| balancer.entry(opened.client).unwrap().index).collect();
     assert_eq!(indexes.len(), opened.len());
 
-    // Whatever the table says now, whatever the keys are, and on the fast path and the slow path.
+    // The result does not depend on table, keys and path (fast or slow).
     balancer.lb.tick(Duration::from_secs(20));
     let table = random_table(Rule::Table, 2, 1, &ids, &mut rng);
     balancer.install(0, &table);

@@ -176,7 +176,7 @@ fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an
     assert!(lb.taken_over());
     assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own()), Clock(600), true));
     assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
-    // Whoever only looks sees the same.
+    // A reader of the pins sees the same.
     let pinned = Pinned::open(&pins.path()).unwrap();
     assert_eq!(pinned.connections(service(VIP)).collect::<Vec<_>>(), before[10..]);
     assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);

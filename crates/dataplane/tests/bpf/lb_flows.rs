@@ -57,7 +57,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
     for (mode, new_table) in modes.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
         let mut balancer = Balancer::with(&[(service(WEB), mode)], Options::default(), &mut rng);
         let ids = balancer.replace_servers(0, 6, &mut rng);
-        // Of as many buckets as are needed for each server to have some.
+        // As many buckets as each server needs to have some.
         let table = std::iter::repeat_with(|| random_table(Rule::Table, 1, 1, &ids, &mut rng))
             .find(|table| ids.iter().all(|id| table.consistent.contains(id)))
             .unwrap();
@@ -83,7 +83,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         }
         assert!(refusing.iter().all(|mac| before.contains(mac)));
         for ([syn, ack], before) in frames.iter().zip(before) {
-            // Where the load balancer stamps, answers enter connections: there are none here.
+            // With LB-side stamping only answers enter connections, and there are none here.
             let entered = mode != by_load_balancer;
             assert!(!entered || sent(&balancer, ack) == before, "{mode:?}: what is established stays");
             let opened = sent(&balancer, syn);

@@ -31,7 +31,7 @@ fn packet_of(frame: &[u8]) -> Vec<u8> {
     frame[14..].to_vec()
 }
 
-/// What a server sends to the client: the quoted packet.
+/// A server's packet to the client, which the ICMP error quotes.
 fn answer(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
     packet_of(&Tcp { options, ip_options, payload: vec![9; 64], ..Tcp::new(VIP, CLIENT) }.frame())
 }
@@ -76,7 +76,7 @@ fn the_quoted_timestamp_names_the_server() {
             }
         }
     }
-    // Of the outer header's options, too; and a quote that ends right behind the timestamp.
+    // Also with options in the outer header, and with a quote that ends at the timestamp.
     let quoted = answer(usual.clone(), vec![]);
     let message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], &quoted].concat();
     let frame = ipv4_frame(1, [ROUTER, VIP.0], &[1; 8], [0x77, 0], &message);
@@ -154,7 +154,7 @@ fn without_cookies_errors_go_by_what_the_mode_remembers() {
         let (balancer, ids) = balancer(mode);
         let frame = error(3, &answer(aligned_timestamp(stamped(&balancer, ids[1]), 7), vec![]));
         balancer.expect_to_all_or(0, &frame, KEPT, "drop_broadcast_rate_limited");
-        // What was placed and remembered is known; what goes by rule or bucket alone is not.
+        // A placed connection in the flow table is found; one by rule or bucket is not.
         let packet = Tcp { options: aligned_timestamp(1, 2), ..Tcp::new(CLIENT, VIP) };
         balancer.run(&Tcp { flags: SYN, ..packet.clone() }.frame());
         let destination = balancer.destination(&packet.frame());
@@ -255,7 +255,7 @@ fn bad_errors_are_dropped_with_a_reason() {
         if version_and_length >> 4 != 4 || words < 5 {
             balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
         } else {
-            // What were the ports are options then.
+            // The bytes of the ports are options now.
             balancer.expect_passed(&frame);
         }
     }

@@ -310,7 +310,7 @@ fn traffic_is_counted_by_server() {
     let bytes = frames.iter().map(|frame| frame.len() as u64).sum();
     let counted = balancer.lb.traffic(server);
     assert_eq!(counted, ServerTraffic { opened: 2, closed: 4, packets: 4, bytes });
-    // What goes to all, or nowhere, is no server's.
+    // Broadcast and dropped packets count for no server.
     balancer.run(&packet(client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.services[0], server, Server { mac: None, eligible: true });
     balancer.expect(&with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");

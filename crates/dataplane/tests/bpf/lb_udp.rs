@@ -225,7 +225,7 @@ fn fragments_follow_the_first_one() {
             for later in [3, 1, 2] {
                 balancer.expect_sent_to(0, &frames[later], chosen, "fragment");
             }
-            // Of another datagram, or from another client.
+            // Fragments of another datagram, or from another client.
             let strangers = [
                 Udp { identification: round + 1000, ..datagram.clone() },
                 Udp { source: std::net::SocketAddrV4::new(Ipv4Addr::new(1, 2, 3, 4), client.1), ..datagram.clone() },

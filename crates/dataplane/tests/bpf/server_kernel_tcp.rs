@@ -189,7 +189,7 @@ fn broadcast_reaches_only_the_connection() {
     reset.payload.clear();
     let sequence = word(&handshake[0], tcp + 8);
 
-    // Another port: only the listening socket would take it, and that does not count.
+    // Only the listening socket has this port, and that does not count.
     let mut other = reset.clone();
     other.source.set_port(1);
     other.flags = ACK;
@@ -286,7 +286,7 @@ fn keys_change_under_a_transfer() {
     }
 }
 
-/// Who speaks first after the silence, and how much.
+/// The side that sends first after the silence, and how much.
 #[derive(Debug, Clone, Copy)]
 enum First {
     Server,
@@ -350,8 +350,8 @@ fn go_on_after(bed: &Bed, silences: &[u64], keep_alives: &[bool]) {
         let going_on: Vec<_> = connections.into_iter().map(|connection| scope.spawn(|| connection.goes_on())).collect();
         going_on.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
     });
-    // Whoever waits for packets that are lost sends them again, four times within 3 s; a machine that has other things to do only
-    // waits. (Where nothing is in the way, nothing at all is sent again.)
+    // A sender repeats lost packets four times within 3 s; a busy machine only waits. (Without a fault nothing is sent
+    // again.)
     let again: u64 =
         [&bed.pair.client, &bed.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
     assert!(slow.is_empty() || again < 4, "{again} segments sent again: {slow:#?}");

@@ -154,7 +154,7 @@ fn a_flood_of_syns_costs_indexes_and_no_connection() {
         test_run::run(bed.programs.program(Direction::Egress), &answer.frame(), 1).unwrap();
     }
     assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
-    // Which of them are still known is the kernel's choice (LRU); this one is not.
+    // The kernel (LRU) chooses which others are still known; this one is not.
     let mut forgets = half_open.frame(SYN, 0, b"");
     // Test runs arrive at the loopback device.
     forgets[..6].fill(0);
@@ -219,7 +219,8 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
         assert!(!handed_on(&mut client, &stray, identification), "{identification:#x}");
     }
-    // What may be another's connection is not refused while that one cannot be found: it will be sent again.
+    // A packet that may belong to another server's connection is not refused while that server cannot be found: it will
+    // be retransmitted.
     assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
     assert!(!answered(&mut client, &stray, BEFORE + 1));
     assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
@@ -230,7 +231,7 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     let frame = with_timestamps.frame(ACK, 5, b"stray");
     assert!(!handed_on(&mut with_timestamps, &frame, BEFORE));
 
-    // What is here stays: from the end of the handshake on, answered with a SYN cookie or not.
+    // Connections stay from the end of the handshake on, with a SYN cookie or without.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
         bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let mut client = HandClient::new(&bed, port, false);
@@ -344,7 +345,7 @@ fn handshakes_and_connections_that_stall_are_counted_once() {
     while syn_acks < 4 {
         std::thread::sleep(Duration::from_millis(20));
         let stalled = bed.counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
-        // What was counted was sent, and is seen: the fourth, and none before.
+        // Only the fourth SYN-ACK was counted and sent.
         syn_acks += new_syn_acks();
         assert!(stalled == 0 || syn_acks == 4, "counted after {syn_acks} SYN-ACKs");
         assert!(Instant::now() < end, "{syn_acks} SYN-ACKs");

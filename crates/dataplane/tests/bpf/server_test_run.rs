@@ -50,7 +50,7 @@ impl Server {
         server
     }
 
-    /// What leaves with the server's own TSval `milliseconds`.
+    /// Returns the frame that leaves for the server's own TSval `milliseconds`.
     fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
         let keys = self.keys.at(milliseconds, self.switch_ms);
         cookie::stamp(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
@@ -78,7 +78,7 @@ fn client(rng: &mut Xoshiro256PlusPlus) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
 }
 
-/// What a frame must be after `new` was put at `offset`: the rest unchanged, the checksum right.
+/// Returns the frame with `new` at `offset`, and a correct checksum.
 fn with_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     let mut expected = frame.to_vec();
     expected[offset..offset + 4].copy_from_slice(&new.to_be_bytes());

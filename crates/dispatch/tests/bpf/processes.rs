@@ -25,7 +25,7 @@ type TimeoutPair = [Duration; 2];
 const LIMIT: Duration = Duration::from_secs(60);
 const WORKER: &str = "COREWARD_TEST_WORKER";
 
-/// What a request asks for, in its first byte; four bytes of request id follow.
+/// Type of a request, in its first byte; four bytes of request id follow.
 const ECHO: u8 = 0;
 const THREE_DATAGRAMS: u8 = 1;
 const NO_RESPONSE: u8 = 2;
@@ -282,7 +282,7 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
             (0..300).for_each(|_| site.step(ECHO));
             let counts = site.settled();
             assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
-            // What the killed one had: the one that it served and those in its queue, as nobody else's is lost.
+            // Only requests of the killed worker are lost: the one in service and those in its queue.
             let all = site.sent as usize;
             site.until("all others are answered", |site| site.answered.len() + had as usize >= all);
             let lost = all - site.answered.len();

@@ -1,4 +1,4 @@
-//! Who takes a service's connections or datagrams on this machine.
+//! Sockets that receive a service's connections or datagrams on this machine.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;

@@ -1,4 +1,4 @@
-//! Who leads and what is on record, with a real etcd.
+//! Leadership and records, with a real etcd.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -46,7 +46,7 @@ impl Drop for Etcd {
     }
 }
 
-/// Of who leads in a test that does not wait for its end: a machine that stands still for a while does not end it.
+/// Lease in tests that do not wait for its end: a machine that stops for a while does not end it.
 const LEASE: Duration = Duration::from_secs(30);
 /// For what etcd does at once.
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -195,7 +195,7 @@ fn resign_during_election_releases_lease() {
     assert!(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).is_err());
     assert_eq!(read_leader(&other), Ok(LeaderState::Nobody));
     let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
-    // Who has resigned has nothing left.
+    // A leader that resigned has no key left.
     other.block_on(second.resign()).unwrap();
     assert!(!other.block_on(other.leave()).unwrap());
 }

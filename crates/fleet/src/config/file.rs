@@ -65,7 +65,7 @@ config_struct! {
         pub name: Field<Name>,
         /// IPv4 address that load balancers reach: in their own network, or behind routers; used once.
         pub address: Field<ServerAddress>,
-        /// What cookies carry; drawn at random where nothing is said.
+        /// Id in cookies; drawn at random by default.
         pub id: Option<Spanned<ServerId>>,
         /// "draining": takes no new connections, established ones still reach it.
         pub state: ServerState = ServerState::Active,
@@ -85,11 +85,11 @@ config_struct! {
         pub name: Field<Name>,
         /// IPv4 address and port that clients connect to; used once, and no server's own address.
         pub vip: Field<Vip>,
-        /// What it speaks.
+        /// Protocol of the service.
         pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
         /// TCP: how packets find the server of their connection.
         pub consistency: Option<Spanned<Consistency>>,
-        /// Who puts the cookie into TCP timestamps.
+        /// Party that stamps the cookie into TCP timestamps.
         pub timestamps: Option<Spanned<Timestamps>>,
         /// How packets reach its servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<Forwarding>>,
@@ -99,7 +99,7 @@ config_struct! {
         pub migrate_from: Option<Spanned<ServerAddress>>,
         /// Address of the load balancer that new connections are sent to; those of before go on here.
         pub migrate_to: Option<Spanned<ServerAddress>>,
-        /// Where new connections go.
+        /// Placement policy for new connections.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// So long the part of a server that joins grows, linearly.
         pub slow_start: Option<Period<0, HOUR>>,
@@ -109,7 +109,7 @@ config_struct! {
         pub servers: Option<Vec<Spanned<String>>>,
         /// Whether and how its servers are checked; without it they are not.
         pub health: Option<Spanned<Health>>,
-        /// What becomes of new connections when all of its servers are down.
+        /// Treatment of new connections when all servers are down.
         pub when_all_down: WhenAllDown = WhenAllDown::default(),
     }
 }

@@ -15,9 +15,9 @@ use serde_json::{Value, json};
 config_struct! {
     /// One `[service.health]`.
     pub struct Health {
-        /// What is asked of its servers.
+        /// Kind of check.
         pub check: CheckKind = CheckKind::Tcp,
-        /// Where a server is asked: "vip", which it holds and clients ask, or "server", its own address.
+        /// Address of the check: "vip", which the server holds and clients use, or "server", its own address.
         pub at: Option<Spanned<ProbeAddress>>,
         /// At which port; without it the service's.
         pub port: Option<Spanned<Number<1, 65535>>>,

@@ -18,7 +18,7 @@ pub enum Ranking {
     EarliestDeadline,
 }
 
-/// Which requests [`FirstEligibleOut::pop`] considers.
+/// Requests that [`FirstEligibleOut::pop`] considers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Selection {
     /// The first of the eligible services.
@@ -81,7 +81,7 @@ pub struct FeoConfig {
     pub groups: Vec<GroupConfig>,
     /// The services, from 1 to [`MAX_SERVICES`].
     pub queues: Vec<QueueConfig>,
-    /// Which requests a dequeue considers.
+    /// Requests that a dequeue considers.
     pub selection: Selection,
     /// Requests that wait at once, at most; from 1.
     pub capacity: usize,

@@ -18,7 +18,7 @@ pub struct JoinBoundedShortestRankedQueue<T = ()> {
     waiting_peaks: Vec<u64>,
 }
 
-/// What a new request caused.
+/// Effects of a new request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Submitted<T> {
     /// The request that the full buffer dropped, with its service; it can be the new one.

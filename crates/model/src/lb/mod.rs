@@ -285,7 +285,7 @@ impl LoadBalancer {
         }
         let free = self.services.iter().position(Option::is_none).expect("no more services than slots");
         self.services[free] = Some(Service::new(address, mode));
-        // Of the service that had the slot before.
+        // Flows of the service that had the slot before.
         self.flows.forget(free);
         self.fragments.retain(|_, (service_slot, _)| *service_slot != free);
         self.lb_stamping.forget_service(free);

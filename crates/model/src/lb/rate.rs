@@ -167,7 +167,7 @@ mod tests {
     #[test]
     fn junk_of_another_kind_or_service_leaves_tokens_to_the_others() {
         let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
-        // Of 100 sources 1.5 share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
+        // On average 1.5 of 100 sources share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
         let of_another_kind = accepted(&sources(intf::BROADCAST_UNKNOWN_COOKIE), (0, intf::BROADCAST_ICMP));
         assert!(of_another_kind >= 92, "{of_another_kind}");
         let of_another_service = accepted(&sources(intf::BROADCAST_ICMP), (1, intf::BROADCAST_ICMP));

@@ -11,9 +11,9 @@
 //! the least loaded core gets the most but not all. A nearly even pool has a small cost, and a pool after a burst a
 //! large one.
 //!
-//! Where a "connection" is one request (UDP, each datagram placed on its own), no request of the report remains at the
-//! next one: all load is then assigned since. So each counts its mean load, the load over the requests of an interval,
-//! and the reported loads correct the differences.
+//! For UDP with each datagram placed on its own, no request of the report remains at the next one: all load is then
+//! assigned since. So each counts its mean load, the load over the requests of an interval, and the reported loads
+//! correct the differences.
 //!
 //! The load of a core is the mean of its current load (smoothed as for every policy) and its load over the last
 //! reports. A core that has just lost a heavy connection gets more than its share until it has caught up: that evens

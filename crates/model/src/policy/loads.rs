@@ -6,9 +6,9 @@ use crate::load::CoreLoads;
 /// The smoothed loads of one server's cores, in fractions of their capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Loads {
-    /// Of each core, by receive queue, from its agent.
+    /// Loads of each core, by receive queue, from the server's agent.
     Local(CoreLoads),
-    /// Of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
+    /// Loads of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
     Relayed(CoreLoads),
     /// Their sum alone: the cores are in the rack's summary ([`super::RackSummary`]).
     Aggregated {

@@ -23,7 +23,7 @@ pub struct PolicyCache {
     consistent: Consistent,
 }
 
-/// Of one group of servers.
+/// Cache of one group of servers.
 #[derive(Debug, Default)]
 pub struct KeptGroup {
     /// Loads of the group's servers that report here.

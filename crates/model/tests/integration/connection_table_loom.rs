@@ -21,7 +21,7 @@ const WORDS: usize = size_of::<intf::connection>() / 8;
 /// Places of the one partition that are used; the model grows quickly with them.
 const SLOTS: usize = 2;
 
-/// What threads decide by is loom's, so that each access is a step of its own; the rest of an entry is plain.
+/// Shared state is loom's, so that each access is a step of its own; the rest of an entry is plain.
 struct LoomMemory {
     top: AtomicU64,
     /// A hint: no packet relies on it.
@@ -217,7 +217,7 @@ fn a_slot_that_comes_back_to_the_top_is_not_taken_for_the_old_top() {
     a_slot_comes_back_to_the_top(WHOLE_TOP);
 }
 
-/// That the model would find it.
+/// The model finds the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
 fn without_the_count_of_changes_a_slot_is_handed_out_twice() {

@@ -1,4 +1,4 @@
-//! What the policies promise, table by table.
+//! Properties of the policies' tables.
 
 use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
@@ -153,7 +153,7 @@ fn one_intervals_connections_fill_the_deficits() {
     assert!((cost(130) - 0.0225).abs() < 1e-5);
 }
 
-/// What load balancers count they send only for policies that want it.
+/// Load balancers send counts only for policies that use them.
 #[test]
 fn policies_that_use_opened_connections_request_them() {
     let rss_key = key(1);

@@ -84,9 +84,8 @@ pub fn median_of(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
-/// What the fastest round took more than the fastest of the others. Whatever else a machine does makes rounds slower only:
-/// where its CPUs are shared (hyperthreads of other guests), this says what the program costs, and the median what the
-/// machine made of it.
+/// Returns the fastest round's time above the fastest of the others. Disturbances only make rounds slower: with shared
+/// CPUs (hyperthreads of other guests) this is the cost of the program, and the median includes the machine.
 pub fn fastest_above(rounds: &[f64], others: &[f64]) -> f64 {
     let least = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
     least(rounds) - least(others)

@@ -1,17 +1,15 @@
-//! Does every packet of a connection reach the server that its first packet found, whatever changes? Many connections
-//! in virtual time, through several load balancers, while servers, load balancers and keys come and go.
+//! Consistency check: every packet of a connection reaches the server of its first packet, whatever changes. Many
+//! connections in virtual time, through several load balancers, while servers, load balancers and keys change.
 //!
-//! Real here: the load balancers, each a BPF program of its own (by test runs) beside its reference model, and
-//! everything that is said to them: servers, tables, keys. Modelled: clients ([`client`]), servers that stamp and
-//! restore as `bpf/server/server.bpf.c` does ([`server`]), the network between them (which loses answers, and spreads
-//! packets over the load balancers by a hash of the connection and, now and then, against it), and a controller whose
-//! word arrives at each load balancer and server at another moment ([`controller`]).
+//! Real: the load balancers, each a BPF program (by test runs) with its reference model, and all their updates:
+//! servers, tables, keys. Modelled: clients ([`client`]); servers that stamp and restore as `bpf/server/server.bpf.c`
+//! does ([`server`]); the network, which loses answers and spreads packets over the load balancers by a hash of the
+//! connection and, now and then, against it; and a controller whose updates arrive at different times ([`controller`]).
 //!
-//! What must hold for connections with timestamps: no packet but a SYN (or a bare reset) is delivered to a server that
-//! does not have the connection, and all that are accepted are accepted by one server. A packet may be dropped, or go
-//! to all servers; then the client sends it again, as TCP does. A SYN sent twice may reach two servers (the client
-//! answers one of them); that is counted. Connections without timestamps have no such guarantee when the pool changes;
-//! those that break are counted.
+//! Invariant for connections with timestamps: a server accepts only SYNs, bare resets and packets of its own
+//! connections, and one server accepts all packets of a connection. A packet may be dropped or broadcast; the client
+//! then sends it again. A SYN sent twice may reach two servers (the client answers one of them); that is counted.
+//! Connections without timestamps have no such guarantee when the pool changes; broken ones are counted.
 
 mod client;
 mod controller;

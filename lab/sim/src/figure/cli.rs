@@ -37,7 +37,7 @@ pub struct FigureArgs {
     /// Write NAME.csv, NAME.svg, NAME.json and index.html (one page with all) into this directory
     #[arg(long, value_name = "DIR", required_if_eq("all", "true"))]
     out: Option<PathBuf>,
-    /// What to print of each figure when nothing is written
+    /// Format of each figure on standard output without --out
     #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
     format: Format,
     #[command(flatten)]
@@ -53,11 +53,9 @@ struct Asked {
     live: Option<LiveFigure>,
 }
 
-/// Makes the figures, or lists them. `live`: those that this command can measure.
-///
-/// # Errors
-/// A figure or a file that does not exist, a scenario that is wrong (file, line and column), a directory that cannot be
-/// written, a machine that does not let itself be measured.
+/// Makes the figures, or lists them. `live`: those that this command can measure. Fails when a figure or a file does
+/// not exist, a scenario is wrong (file, line and column), a directory cannot be written, or the machine cannot be
+/// measured.
 pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
         return list(args.format, live);

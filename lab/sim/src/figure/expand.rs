@@ -44,10 +44,7 @@ pub struct CannotExpand {
 }
 
 impl Scenario {
-    /// The runs of this scenario.
-    ///
-    /// # Errors
-    /// The first panel and series whose parameters make no simulation.
+    /// Returns the runs of this scenario. Fails at the first panel and series with invalid parameters.
     pub fn expand(&self) -> Result<Plan, CannotExpand> {
         let mut plan = Plan { jobs: Vec::new(), places: Vec::new() };
         // Configurations hold floating-point numbers, which cannot be hashed; how they print tells them apart.

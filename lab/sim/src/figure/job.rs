@@ -41,7 +41,7 @@ impl Wanted {
 #[derive(Debug, Clone)]
 pub enum Outcome {
     Rpc(rpc::Outcome),
-    /// Of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
+    /// Result of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
     Peak(rpc::Peak, f64),
     /// With its seeds.
     Lb(lb::Outcome, Vec<u64>),
@@ -50,10 +50,7 @@ pub enum Outcome {
 }
 
 impl Job {
-    /// Runs the simulation.
-    ///
-    /// # Errors
-    /// What the simulation refuses, in its words.
+    /// Runs the simulation. Fails with the error of the simulation.
     pub fn run(&self) -> anyhow::Result<Outcome> {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),

@@ -64,7 +64,7 @@ pub struct LbArgs {
     /// From the reports until the table that is made of them is in force (ms)
     #[arg(long, value_name = "MS", default_value_t = 0)]
     table_delay_ms: u32,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
 }

@@ -66,7 +66,7 @@ pub struct PathArgs {
     /// Seeds 1 to SEEDS
     #[arg(long, default_value_t = 5)]
     seeds: u64,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
 }

@@ -33,7 +33,7 @@ pub struct PccArgs {
     /// Seeds 1 to SEEDS, one run of each method with each
     #[arg(long, default_value_t = 3)]
     seeds: u64,
-    /// What policies know of the servers' connections
+    /// Information that policies have about the servers' connections
     #[arg(long, value_enum, default_value_t = LoadInfo::Current)]
     knowledge: LoadInfo,
     /// Time between two reports of the servers
@@ -48,7 +48,7 @@ pub struct PccArgs {
     /// Cores of each server, which crossrss and crossrss-plus tell apart
     #[arg(long, default_value_t = 1)]
     cores: u16,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
 }

@@ -36,7 +36,7 @@ struct ServerArgs {
     /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^SKEW
     #[arg(long, default_value_t = 0.0, requires = "connections")]
     skew: f64,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
 }
@@ -83,10 +83,10 @@ pub struct PeakArgs {
     /// The bound on the 99th percentile, in multiples of the service time
     #[arg(long, default_value_t = 30.0)]
     slo: f64,
-    /// Whose 99th percentile
+    /// Requests whose 99th percentile counts
     #[arg(long, value_enum, default_value_t)]
     measure: SloMetric,
-    /// Of which service time the SLO is a multiple
+    /// Service time that the SLO is a multiple of
     #[arg(long, value_enum, default_value_t)]
     slo_unit: SloUnit,
     /// Seeds 1 to SEEDS, one search each

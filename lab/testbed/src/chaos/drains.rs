@@ -1,4 +1,4 @@
-//! Which servers are drained by command, as far as the controller has acknowledged that.
+//! Servers drained by command, as acknowledged by the controller.
 //!
 //! A drain is beside the document: it outlives restarts, other leaders and other documents, but ends when its server leaves the document.
 

@@ -14,7 +14,7 @@ pub enum FaultKind {
     Stop,
     /// A daemon ends in order and another process takes over, of `--upgrade-binary` every second time
     Upgrade,
-    /// What one part sends another is lost, in one direction or in both
+    /// Packets of one part to another are lost, in one direction or in both
     Partition,
     /// The link of a part is down
     Link,

@@ -1,5 +1,5 @@
-//! What is seen of the fleet while everything goes wrong: generations, ids and counters that only grow or stay, tables
-//! that come, daemons that do not grow.
+//! Observations of the fleet under faults: generations, ids and counters only grow or stay, tables arrive, daemons do
+//! not grow.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

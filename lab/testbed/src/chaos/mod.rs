@@ -61,7 +61,7 @@ pub struct Options {
     /// Seconds in which faults begin
     #[arg(long, default_value_t = 225, value_parser = clap::value_parser!(u32).range(5..=3_000))]
     pub seconds: u32,
-    /// What goes wrong when is drawn from
+    /// Seed of the faults
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Kinds of fault [default: all]

@@ -1,4 +1,4 @@
-//! What goes wrong when: drawn from a seed, so that a run can be had again.
+//! Schedule of faults, drawn from a seed, so that a run can be repeated.
 //!
 //! A run is a row of rounds. In each a few faults begin and end, at moments of their own; then everything must be whole
 //! again before the next round begins, and how long that takes is measured.

@@ -33,7 +33,7 @@ pub struct DemoOptions {
     /// When tables are made: once per report interval, as in the simulator beside it, or as soon as a report comes
     #[arg(long, value_enum, default_value_t = Tables::Interval)]
     pub tables: Tables,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
     /// Only replay the arrival logs in the simulator: no testbed, no root

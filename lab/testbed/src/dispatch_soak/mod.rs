@@ -37,7 +37,7 @@ pub struct Options {
     /// Seconds of load
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(8..=86_400))]
     pub seconds: u32,
-    /// What goes wrong when is drawn from
+    /// Seed of the faults
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
     /// Timeout for the books to be right after the last request; the first comparison is after 1,000 ms (ms)

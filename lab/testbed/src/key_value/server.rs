@@ -30,7 +30,7 @@ const LOOK_FOR_ENDED: Duration = Duration::from_millis(20);
 /// Options of `coreward-lab testbed key-value-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KeyValueServerArgs {
-    /// Where to listen (UDP)
+    /// UDP address and port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddrV4,
     /// Workers, each with a socket of its own

@@ -1,9 +1,8 @@
 //! A worker: reads one request, serves it, answers it, and only then reads the next.
 //!
-//! What waits, waits in the socket's receive queue, as with any server that knows nothing of coreward. With paced service
-//! times the worker is a core in virtual time ([`crate::core_load_file::VirtualCore`]): a request that arrived at t, by the kernel's
-//! own time stamp, is done at max(t, busy until) + its service time, and then it is answered. So a late wake-up delays
-//! answers but takes nothing away from the core's capacity.
+//! Waiting requests stay in the socket's receive queue. With paced service times the worker is a core in virtual time
+//! ([`VirtualCore`]): a request that arrived at t, by the kernel's time stamp, completes at max(t, busy until) + its
+//! service time. So a late wake-up delays answers but takes nothing away from the core's capacity.
 
 use std::net::UdpSocket;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -24,7 +24,7 @@ const KERNEL: &str = "kernel";
 /// Options of `coreward-lab testbed knot-benchmark`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct KnotBenchmarkArgs {
-    /// What chooses the worker: kernel (no dispatch at all), random, rr, jsq
+    /// Selection of the worker: kernel (no dispatch), random, rr, jsq
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq", value_parser = [KERNEL, "random", "rr", "jsq"])]
     pub policies: Vec<String>,
     /// UDP workers of knotd
@@ -42,7 +42,7 @@ pub struct KnotBenchmarkArgs {
     /// Runs of each policy, in turns; seeds 1 to RUNS
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub runs: u64,
-    /// What to print
+    /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
 }

@@ -64,7 +64,7 @@ pub struct StreamClientArgs {
     /// When the warm-up begins, by CLOCK_MONOTONIC (ns) [default: now]
     #[arg(long, value_name = "NS")]
     pub start_at: Option<u64>,
-    /// What to ask, and when
+    /// Requests and their times
     #[command(flatten)]
     pub streams: Streams,
 }
@@ -90,7 +90,7 @@ pub struct Streams {
     /// How long from the wave's beginning to the end of the run (s)
     #[arg(long, default_value_t = Self::default().seconds, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub seconds: u32,
-    /// What times, requests and contents are drawn from
+    /// Seed of times, requests and contents
     #[arg(long, default_value_t = Self::default().seed)]
     pub seed: u64,
 }

@@ -35,7 +35,7 @@ const PUBLISH_NS: u64 = 50_000_000;
 /// Options of `coreward-lab testbed stream-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StreamServerArgs {
-    /// Where to listen, in each namespace
+    /// Address and port in each namespace
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddrV4,
     /// Network namespaces (as `ip netns` names them), each with the file for its busy time; the files appear when all listen

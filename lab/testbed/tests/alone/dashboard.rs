@@ -35,7 +35,7 @@ fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
     command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
-    // Whatever it writes is in the testbed's directory, and gone with it.
+    // Its files are in the testbed's directory, and removed with it.
     command.env("HOME", testbed.directory()).env("TMPDIR", testbed.directory());
     command.stdout(std::process::Stdio::null());
     testbed.spawn(testbed.controller(), command)

@@ -130,7 +130,7 @@ impl Datacentre {
         Self { fleet, others, etcd, members, _servers: servers, testbed, document, changes: 1 }
     }
 
-    /// Another document, tried until a controller has acknowledged it. Returns which one.
+    /// Applies another document, repeatedly until a controller has acknowledged it. Returns its number.
     fn apply(&mut self) -> u16 {
         self.changes += 1;
         let weight = format!("weight = {}\nname = \"s1\"", self.changes);

@@ -129,8 +129,7 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
         eventually(*TIMEOUT, agent_says, || log(&testbed, "agent-s1", agent).contains(agent_says));
     }
     ask(&testbed);
-    // Whom the right certificate is written for comes back: first one of its own name that has expired, then a good
-    // one, without a restart.
+    // An agent with the right certificate reconnects, after one of its own name that has expired, without a restart.
     fleet.kill("agent-s1").unwrap();
     let before = log(&testbed, "agent-s1", 0).len();
     ours(Role::Agent, "s1", "testbed", expired);

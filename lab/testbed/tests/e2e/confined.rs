@@ -76,13 +76,13 @@ fn daemons_need_no_more_than_their_units_leave_them() {
         ask(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
     });
-    // Who may have to hand packets on to a server that drains finds it by ARP.
+    // A server that drains may have to forward packets, so the load balancer resolves it by ARP.
     let mut pool = fleet.pool().clone();
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
     eventually(*TIMEOUT, "the agent has found the other server", || complaints(&fleet).is_empty());
-    // What is pinned is taken over, and taken off.
+    // A new process takes the pins over, and detach removes them.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade(&testbed, name).unwrap();
     }

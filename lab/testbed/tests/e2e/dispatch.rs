@@ -80,7 +80,7 @@ fn changes_and_ends(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> 
     eventually(*TIMEOUT, "they are counted", || sum(&dispatched(fleet, testbed), "completed") == expected);
     assert_eq!(dispatched(fleet, testbed)[0]["policy"], "rr");
 
-    // Another process of the agent takes the books over (its file is written anew).
+    // Another process of the agent takes the ledger over (its file is rewritten).
     fleet.upgrade(testbed, "agent-s1")?;
     eventually(*TIMEOUT, "the new agent dispatches", || dispatched(fleet, testbed)[0]["policy"] == "jsq");
     assert_eq!((eligible(&dispatched(fleet, testbed)), sum(&dispatched(fleet, testbed), "completed")), (4, expected));

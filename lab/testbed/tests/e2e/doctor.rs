@@ -181,7 +181,7 @@ impl Patient {
         println!("{what}: {check}, {:?}", said.found.get(check));
     }
 
-    /// Another file, as this one but for what is replaced.
+    /// Returns this file with these replacements.
     fn with(&self, replace: &[(&str, &str)], more: &str) -> Self {
         let mut text = fs::read_to_string(&self.config).unwrap();
         for (from, to) in replace {

@@ -129,7 +129,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     let (well, said) = waiting.ends();
     assert!(well && said.ends_with("s1 is drained: no connection remains\n"), "{said}");
 
-    // Who has drained one cannot drain the other.
+    // A certificate for one service's drain cannot drain the other.
     let refused = site.coreward(&["drain", "s2"]).unwrap_err();
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
     assert_eq!(site.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");

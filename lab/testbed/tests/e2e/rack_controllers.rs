@@ -182,7 +182,7 @@ impl TestEnv {
         self.fleet.restart(&self.testbed, rack).unwrap();
         eventually(*TIMEOUT, words, || self.log("controller", from).contains(words));
         assert!(!self.names_of_racks().iter().any(|name| name == rack));
-        // Another name is another process.
+        // A rack with another name is another process.
         self.fleet.kill(rack).unwrap();
         copy(&kept, &own);
         self.fleet.restart(&self.testbed, rack).unwrap();
@@ -313,7 +313,7 @@ fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
     site.all_go_to(2);
 
-    // Another document ends what it forbids, while the agent is connected.
+    // A new document ends forbidden connections.
     eventually(*TIMEOUT, "s1 speaks through its rack", || {
         if site.way("s1").is_some_and(|way| way == "rack1") {
             return true;

@@ -64,7 +64,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.kill(daemon).unwrap();
         still_answered(&mut connections);
-        // What is pinned also takes new connections.
+        // The pinned program also accepts new connections.
         connections.extend(site.open(5));
         site.fleet.restart(&site.testbed, daemon).unwrap();
         site.fleet.wait_until_ready(&site.testbed).unwrap();

@@ -25,7 +25,7 @@ fn the_tutorials_commands_work_as_they_are_written() {
         ..TestbedOptions::default()
     };
     let testbed = Testbed::create(options).unwrap();
-    // What the tutorial does by itself.
+    // Steps that the tutorial does not contain.
     let ip = |namespace, arguments: &[&str]| {
         let mut command = Command::new("ip");
         command.args(arguments);

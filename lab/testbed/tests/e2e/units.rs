@@ -119,7 +119,7 @@ impl Started {
             assert!(ended.is_none() && Instant::now() < end, "no {expected:?} ({ended:?}): {}", self.log());
             std::thread::sleep(Duration::from_millis(20));
         }
-        // What it is not allowed to do fails soon after that.
+        // A forbidden operation fails soon after the start.
         std::thread::sleep(Duration::from_millis(500));
         let ended = self.child.try_wait().unwrap();
         assert!(ended.is_none(), "it has ended ({ended:?}): {}", self.log());

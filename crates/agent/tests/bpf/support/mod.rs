@@ -81,7 +81,7 @@ pub fn configuration() -> AgentConfiguration {
     }
 }
 
-/// What the counter of that name says in the agent's next report.
+/// Returns that counter of the agent's next report.
 pub fn counter(agent: &mut Agent, name: &str) -> u64 {
     agent.report(&ReportState::default(), &[]).expect("the core load file is there").counters[name]
 }

@@ -31,7 +31,7 @@ pub fn service(vip: (Ipv4Addr, u16)) -> ServiceAddress {
     ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp }
 }
 
-/// What becomes of a forwarded packet's IP identification.
+/// Expected IP identification of a forwarded packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Identification {
     Kept,
@@ -50,7 +50,7 @@ fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     frame
 }
 
-/// Whose bucket the connection's was before, by the table.
+/// Returns the previous server of the connection's bucket, by the table.
 pub fn before(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
     let bucket = table.bucket_count.bucket(table.groups[0].toeplitz(&tuple.bytes()));
     table.consistent_before.get(bucket as usize).copied().flatten()
@@ -60,7 +60,7 @@ pub struct Balancer {
     pub lb: LoadBalancer,
     pub services: Vec<ServiceIndex>,
     pub keys: FleetKeys,
-    /// Of each server by position of its service.
+    /// MAC address of each server, by position of its service.
     pub macs: HashMap<(usize, ServerId), MacAddress>,
     /// The counter of rule ROUND_ROBIN.
     pub turns: u64,
@@ -131,7 +131,7 @@ impl Balancer {
         (outcome.verdict, outcome.packet)
     }
 
-    /// Where `frame`, which must be forwarded, goes.
+    /// Returns the destination of `frame`, which must be forwarded.
     pub fn destination(&self, frame: &[u8]) -> MacAddress {
         let (verdict, packet) = self.run(frame);
         assert_eq!(verdict, XDP_TX);

@@ -99,7 +99,7 @@ impl Bed {
         bed
     }
 
-    /// Another worker, with its slot.
+    /// Adds a worker, and returns its slot.
     pub fn add_worker(&mut self) -> u32 {
         let socket = worker_socket(self.dispatch.ledger().service().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
@@ -116,7 +116,7 @@ impl Bed {
         wait_for("a request to be dispatched", || (dispatched() > before).then_some(()));
     }
 
-    /// What the workers find in their queues: so many datagrams, and no more.
+    /// Returns the datagrams in the workers' queues, which must be `count`.
     pub fn read(&self, count: usize) -> Vec<Read> {
         let mut read = Vec::new();
         wait_for("datagrams at the workers", || {
@@ -158,7 +158,7 @@ impl Bed {
         workers.into_iter().find(|worker| worker.slot == slot).unwrap()
     }
 
-    /// What each worker has outstanding.
+    /// Returns each worker's outstanding requests.
     pub fn outstanding(&self) -> Vec<u32> {
         self.dispatch.ledger().workers().iter().map(|worker| worker.outstanding).collect()
     }

@@ -66,7 +66,7 @@ impl<'bed> HandClient<'bed> {
         self.sniffer.send(self.bed, frame);
     }
 
-    /// What the server sends upon something that it must answer: what comes until it keeps silent for 50 ms.
+    /// Returns the server's answers: all packets until it is silent for 50 ms.
     fn answers(&mut self) -> Vec<Vec<u8>> {
         let end = Instant::now() + TIMEOUT;
         loop {
@@ -96,14 +96,14 @@ impl<'bed> HandClient<'bed> {
         frames
     }
 
-    /// What came for this client since the last look, once the server has dealt with all that was sent.
+    /// Returns the packets to this client since the last call, once the server has processed all that was sent.
     pub fn settled(&self) -> Vec<Vec<u8>> {
         let mut frames = self.sniffer.settled_from_vip(self.bed);
         frames.retain(|frame| self.is_for_us(frame));
         frames
     }
 
-    /// What came for others, or from others, since the last look, once the server has dealt with all that was sent.
+    /// Returns packets to or from others since the last call, once the server has processed all that was sent.
     pub fn overheard(&self) -> Vec<Vec<u8>> {
         self.sniffer.settled(self.bed)
     }
@@ -156,7 +156,7 @@ pub fn send_to_all(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }
 
-/// What a load balancer writes into a SYN's TSecr for the entry `index` (owner and place).
+/// Returns a SYN's TSecr from a load balancer for the entry `index` (owner and slot).
 pub fn syn_echo(index: u16) -> u32 {
     intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

@@ -46,7 +46,7 @@ pub struct Tcp {
 impl Tcp {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
         Self {
-            // What eth_type_trans() takes for the loopback device's own: test runs count as received there.
+            // eth_type_trans() takes this for the loopback device's own address: test runs count as received there.
             destination_mac: [0; 6],
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
@@ -194,12 +194,12 @@ pub fn tcp_sum(frame: &[u8]) -> u16 {
     ones_complement_sum(&[&pseudo_header, &frame[tcp..]].concat())
 }
 
-/// Where the TCP header begins.
+/// Returns the offset of the TCP header.
 pub fn tcp_offset(frame: &[u8]) -> usize {
     ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4
 }
 
-/// Where TSval stands in the frame: RFC 9293, Sect. 3.1, read once more and differently.
+/// Returns the offset of TSval, by an independent reading of RFC 9293, Sect. 3.1.
 pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
     let tcp = tcp_offset(frame);
     let header = usize::from(frame.get(tcp + 12)? >> 4) * 4;

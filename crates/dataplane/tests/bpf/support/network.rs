@@ -189,7 +189,7 @@ impl Segment {
         Self { load_balancer, client, servers, _switch: switch }
     }
 
-    /// Of the load balancer (0), the client (1), server K (2 + K).
+    /// Returns the address of the load balancer (0), the client (1), server K (2 + K).
     pub fn address(number: u8) -> Ipv4Addr {
         Ipv4Addr::new(10, 1, 0, 1 + number)
     }

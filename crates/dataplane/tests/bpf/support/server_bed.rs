@@ -74,8 +74,8 @@ impl Bed {
         (client, server)
     }
 
-    /// What neither side may ever count. (Retransmissions are not among them: where CPUs are few, veth loses a packet now
-    /// and then, with programs and without.)
+    /// Asserts that no error was counted on either side. (Retransmissions are allowed: on few CPUs veth loses a packet
+    /// now and then, with programs and without.)
     pub fn assert_nobody_noticed(&self) {
         for host in [&self.pair.client, &self.pair.server] {
             for counter in
@@ -155,7 +155,7 @@ impl Sniffer {
     pub fn settled(&self, bed: &Bed) -> Vec<Vec<u8>> {
         static ASKED: AtomicU32 = AtomicU32::new(0);
         let number = ASKED.fetch_add(1, Ordering::Relaxed).to_be_bytes();
-        // Whoever asks has an address of its own each time, so that no other answer is taken for this one.
+        // Each query has its own address, so that no other answer is taken for this one.
         let asking = [2, 9, number[0], number[1], number[2], number[3]];
         self.send(bed, &arp_request(asking, SERVER));
         let is_answer = |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == asking;
@@ -198,7 +198,7 @@ pub fn flags(frame: &[u8]) -> u8 {
     frame[super::tcp_offset(frame) + 13] & (SYN | ACK | FIN | RST)
 }
 
-/// Whose cookie a packet to the client carries, as the load balancer will read its echo.
+/// Returns the cookie in a packet to the client, as the load balancer reads it from TSecr.
 pub fn cookie_of(frame: &[u8]) -> Cookie {
     let tcp = super::tcp_offset(frame);
     let port = u16::from_be_bytes([frame[tcp + 2], frame[tcp + 3]]);

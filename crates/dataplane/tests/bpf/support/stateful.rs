@@ -74,12 +74,12 @@ pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> 
     packet(&balancer.keys, client, number, ACK).frame()
 }
 
-/// What a forwarded SYN's TSecr tells the server.
+/// Returns TSecr of a forwarded SYN.
 pub fn echo_of(frame: &[u8]) -> u32 {
     word(frame, timestamp_offset(frame).unwrap() + 4)
 }
 
-/// What the server will put into cookies, if the SYN told it.
+/// Returns the number that the server will put into cookies, if the SYN has one.
 pub fn number_of(frame: &[u8]) -> Option<u16> {
     let echo = echo_of(frame);
     let number = (echo & intf::COOKIE_ID_MASK) as u16;

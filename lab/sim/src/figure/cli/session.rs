@@ -50,10 +50,7 @@ impl Session {
         Ok(Self { state })
     }
 
-    /// Simulates or measures a figure and judges its claims.
-    ///
-    /// # Errors
-    /// What the simulation refuses, or the machine.
+    /// Simulates or measures a figure and judges its claims. Fails with the error of the simulation or the machine.
     pub fn make(&self, figure: &Asked) -> anyhow::Result<FigureResult> {
         let began = Instant::now();
         let bar = ProgressBar::new(0).with_prefix(figure.name.clone());

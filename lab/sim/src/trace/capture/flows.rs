@@ -1,4 +1,4 @@
-//! Which flow a packet belongs to, and when flows end.
+//! Assignment of packets to flows, and the ends of flows.
 //!
 //! A flow is a 5-tuple in one direction: a load balancer with direct server return sees the clients' packets only, and
 //! a capture of both directions is taken as two flows. It ends when it was silent for the idle timeout; a TCP flow that

@@ -134,10 +134,7 @@ const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-/// Finds addresses and ports.
-///
-/// # Errors
-/// Why the packet has none, or they are not in what was captured.
+/// Finds addresses and ports. Fails when the packet has none, or they were not captured.
 #[inline]
 pub fn parse(link: LinkType, data: &[u8]) -> Result<Parsed, LeftOut> {
     match link {
