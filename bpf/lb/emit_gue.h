@@ -34,14 +34,18 @@ static __always_inline __u16 flow_port(__u32 client_address, __u32 ports)
 	return FIRST_FLOW_PORT | mixed >> (64 - FLOW_PORT_BITS);
 }
 
-/* `data`: where the new frame begins; ETH_HLEN + GUE_OVERHEAD bytes are there. `source_port`: as in the packet. */
-static __always_inline void write_gue(void *data, server_entry_t next_hop, struct outer *outer, __u16 source_port)
+/*
+ * `data`: where the new frame begins; the inner IPv4 header is there, too. `destination`, `source_port`: as in the
+ * packet.
+ */
+static __always_inline void write_gue(void *data, server_entry_t next_hop, __u32 destination, __u16 source_port)
 {
-	outer->protocol = IPPROTO_UDP;
-	write_outer_header(data, next_hop, outer);
+	struct outer outer = outer_header(data, GUE_OVERHEAD, IPPROTO_UDP, destination);
+
+	write_outer_header(data, next_hop, &outer);
 	PACKET_U16(data, UDP_AT(source)) = source_port;
 	PACKET_U16(data, UDP_AT(dest)) = bpf_htons(GUE_PORT);
-	PACKET_U16(data, UDP_AT(len)) = bpf_htons(outer->length - sizeof(struct iphdr));
+	PACKET_U16(data, UDP_AT(len)) = bpf_htons(outer.length - sizeof(struct iphdr));
 	PACKET_U16(data, UDP_AT(check)) = 0;
 }
 

@@ -15,11 +15,12 @@
 
 #define IPIP_OVERHEAD sizeof(struct iphdr)
 
-/* `data`: where the new frame begins; ETH_HLEN + IPIP_OVERHEAD bytes are there. */
-static __always_inline void write_ipip(void *data, server_entry_t next_hop, struct outer *outer)
+/* `data`: where the new frame begins; the inner IPv4 header is there, too. */
+static __always_inline void write_ipip(void *data, server_entry_t next_hop, __u32 destination)
 {
-	outer->protocol = IPPROTO_IPIP;
-	write_outer_header(data, next_hop, outer);
+	struct outer outer = outer_header(data, IPIP_OVERHEAD, IPPROTO_IPIP, destination);
+
+	write_outer_header(data, next_hop, &outer);
 }
 
 #endif

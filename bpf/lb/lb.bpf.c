@@ -233,7 +233,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED) ||
 	    data + ETH_HLEN > data_end)
 		return -1;
-	return emit(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, client_address, ports);
+	return emit_fast_path(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, client_address, ports);
 }
 
 /* ---- everything else ------------------------------------------------------------------------------------------- */

@@ -67,6 +67,17 @@ static __always_inline void write_headers(void *data, __u64 neighbour, __u32 sou
 	PACKET_U32(data, IP_AT(daddr)) = outer->destination;
 }
 
+/* The outer header of the packet that begins `overhead` bytes behind where the new one will. */
+static __always_inline struct outer outer_header(const void *data, __u32 overhead, __u8 protocol, __u32 destination)
+{
+	return (struct outer){
+		.destination = destination,
+		.length = bpf_ntohs(PACKET_U16(data, overhead + IP_AT(tot_len))) + overhead,
+		.type_of_service = PACKET_U8(data, overhead + IP_AT(tos)),
+		.protocol = protocol,
+	};
+}
+
 static __always_inline void write_outer_header(void *data, server_entry_t next_hop, const struct outer *outer)
 {
 	write_headers(data, next_hop, lb_state.own_address, outer);

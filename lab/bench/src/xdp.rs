@@ -115,7 +115,11 @@ fn measure_alone(case: Case, args: &Args) -> anyhow::Result<Measured> {
         Program::Floor(runner.parse_and_swap_macs.as_fd()),
         Program::Balancer(&balancer),
     ];
-    let times = in_turns(&turns.map(|program| Turn::of(&runner, program)), args.rounds, args.packets)?;
+    let times = in_turns(
+        &turns.map(|program| Turn { feed: case.feed(), ..Turn::of(&runner, program) }),
+        args.rounds,
+        args.packets,
+    )?;
     Measured::new(&balancer, [&times[0], &times[1], &times[2]])
 }
 

@@ -2,11 +2,11 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::net::SocketAddrV4;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex, Tunnel, XdpMode};
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
@@ -25,6 +25,9 @@ use super::workload::{Case, Direction, FIRST_SERVER_MAC, First, OWN_MAC, VIP, cl
 /// A pool like a small fleet's.
 const SERVERS: u64 = 64;
 const CORES: u16 = 16;
+/// Source of outer headers.
+const OWN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
+const ETHERNET_MTU: u32 = 1500;
 
 /// Room for all connections: of a set's eight entries half of one is used in the mean, and two million sets are all
 /// large enough in 150 runs of 151.
@@ -56,7 +59,7 @@ impl Setup {
     fn of(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
             Case::First(First { rule, groups, .. }) => (rule, groups),
-            Case::Established(..) | Case::LbStamped(_) | Case::NotForAVip => (Rule::Table, 1),
+            Case::Established(..) | Case::Encapsulated(..) | Case::LbStamped(_) | Case::NotForAVip => (Rule::Table, 1),
         };
         let entries = match case {
             Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
@@ -96,7 +99,9 @@ impl Balancer {
         lb.set_own_mac(OWN_MAC);
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
         let timestamps = if case.is_lb_stamped() { Timestamps::LoadBalancer } else { Timestamps::Server };
-        let mode = ServiceMode { consistency: case.consistency(), timestamps, ..ServiceMode::default() };
+        let (consistency, forwarding) = (case.consistency(), case.forwarding());
+        let mode = ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() };
+        lb.set_outer(OWN_ADDRESS, ETHERNET_MTU);
         let service = lb.set_services(&[(address, mode)])?[0];
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
@@ -114,6 +119,8 @@ impl Balancer {
             let mut mac = FIRST_SERVER_MAC;
             mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
             lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
+            let [high, low] = server.get().to_be_bytes();
+            lb.set_tunnel(*server, Tunnel { address: Ipv4Addr::new(10, 9, high, low), source_port: None });
         }
         lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
         let balancer = Self { case, lb: RefCell::new(lb), service, keys, servers, owner };

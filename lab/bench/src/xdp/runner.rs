@@ -55,12 +55,14 @@ pub enum Feed {
     AfterLine,
     /// Packets of clients that were never seen before.
     FreshSource,
+    /// Removes the outer header that the last run has added.
+    Shortened,
 }
 
 /// The programs of fresh_packets.bpf.c, for one frame and its variations.
 pub struct Runner {
     frame: Vec<u8>,
-    feeds: [OwnedFd; 4],
+    feeds: [OwnedFd; 5],
     /// The floor: does nothing.
     pub empty: OwnedFd,
     /// The other floor.
@@ -80,6 +82,8 @@ impl Runner {
         let constants = open.maps.rodata_data.as_deref_mut().context("fresh_packets.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
+        constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
+        constants.frame_length = frame.bytes.len() as u32;
         constants.client_at = frame.client_at;
         constants.echo_at = frame.echo_at;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
@@ -95,6 +99,7 @@ impl Runner {
                 programs.fresh_packet_and_line.as_fd().try_clone_to_owned()?,
                 programs.fresh_packet_after_line.as_fd().try_clone_to_owned()?,
                 programs.fresh_source.as_fd().try_clone_to_owned()?,
+                programs.fresh_packet_shortened.as_fd().try_clone_to_owned()?,
             ],
             empty: programs.empty.as_fd().try_clone_to_owned()?,
             parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,

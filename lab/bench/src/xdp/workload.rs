@@ -6,11 +6,12 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::Consistency;
+use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use super::runner::{Frame, PACKETS};
+use super::runner::{Feed, Frame, PACKETS};
 
 /// linux/bpf.h
 const XDP_PASS: i32 = 2;
@@ -36,6 +37,8 @@ const ACK: u8 = 0x10;
 pub enum Case {
     /// Packets of that many open connections, in random order, each with a valid cookie.
     Established(Consistency, usize),
+    /// The same, with an outer header afterwards.
+    Encapsulated(Forwarding, usize),
     /// SYNs of different connections.
     First(First),
     /// Packets of open connections that the load balancer stamps (`timestamps = "lb"`).
@@ -83,13 +86,20 @@ impl Case {
             .chain(without_cookies.map(|consistency| First { consistency, ..usual }))
             .map(Case::First)
             .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKETS)))
+            .chain(
+                [Forwarding::Ipip, Forwarding::Gue]
+                    .into_iter()
+                    .flat_map(|forwarding| [1, PACKETS].map(|connections| Case::Encapsulated(forwarding, connections))),
+            )
             .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
             .chain([Case::NotForAVip])
     }
 
     pub fn connections(self) -> usize {
         match self {
-            Case::Established(_, connections) | Case::First(First { connections, .. }) => connections,
+            Case::Established(_, connections)
+            | Case::Encapsulated(_, connections)
+            | Case::First(First { connections, .. }) => connections,
             Case::LbStamped(_) | Case::NotForAVip => PACKETS,
         }
     }
@@ -97,7 +107,22 @@ impl Case {
     pub fn consistency(self) -> Consistency {
         match self {
             Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
-            Case::LbStamped(_) | Case::NotForAVip => Consistency::Stateless,
+            Case::Encapsulated(..) | Case::LbStamped(_) | Case::NotForAVip => Consistency::Stateless,
+        }
+    }
+
+    pub fn forwarding(self) -> Forwarding {
+        match self {
+            Case::Encapsulated(forwarding, _) => forwarding,
+            _ => Forwarding::L2,
+        }
+    }
+
+    /// Feed of the packets.
+    pub fn feed(self) -> Feed {
+        match self {
+            Case::Encapsulated(..) => Feed::Shortened,
+            _ => Feed::Packet,
         }
     }
 
@@ -117,7 +142,9 @@ impl Case {
             Case::Established(Consistency::Beamer, _) | Case::First(First { consistency: Consistency::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
-            Case::Established(..) | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
+            Case::Established(..) | Case::Encapsulated(..) | Case::LbStamped(Direction::ToServer) => {
+                intf::LB_COUNTER_ESTABLISHED
+            }
             Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
             Case::First(_) => intf::LB_COUNTER_NEW_CONNECTION,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
@@ -150,9 +177,10 @@ impl Case {
         match self {
             Case::First(_) => syn(),
             Case::LbStamped(Direction::ToClient) => reply(),
-            Case::Established(..) | Case::LbStamped(Direction::ToServer) | Case::NotForAVip => {
-                frame(self.destination(), ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
-            }
+            Case::Established(..)
+            | Case::Encapsulated(..)
+            | Case::LbStamped(Direction::ToServer)
+            | Case::NotForAVip => frame(self.destination(), ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8),
         }
     }
 }
@@ -163,6 +191,9 @@ impl fmt::Display for Case {
             Case::Established(consistency, 1) => write!(f, "{}, 1 connection", consistency.name()),
             Case::Established(consistency, connections) => {
                 write!(f, "{}, {connections} connections", consistency.name())
+            }
+            Case::Encapsulated(forwarding, connections) => {
+                write!(f, "stateless by {}, {connections} connections", forwarding.name())
             }
             Case::First(First { consistency, rule, groups, connections }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
