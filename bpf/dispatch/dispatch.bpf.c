@@ -3,21 +3,19 @@
  * Dispatch: which worker of a UDP service gets a request, decided request by request, for servers as they are. Turbo
  * (Seyedroudbari et al., HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC; here the server's kernel does.
  *
- * 1. What passes here. `dispatch` is asked for every datagram that comes to a group of SO_REUSEPORT sockets, one of each
- *    worker, and names the socket whose queue it goes to. Without it the kernel picks by a hash of the client's address and
- *    port, whatever the workers have to do. `responses` sees every IP packet that a socket of this host sends (cgroup of
- *    all sockets, egress) and lets all pass; those from the service's port count. `queues` is run by user space ten times
- *    a second over all UDP sockets, and reads the lengths of the workers' queues.
+ * 1. Packets. `dispatch` runs for every datagram to a group of SO_REUSEPORT sockets, one per worker, and names the
+ *    receiving socket. Without it the kernel chooses by a hash of the client's address and port. `responses` sees every
+ *    IP packet that a socket of this host sends (cgroup of all sockets, egress) and passes all; those from the
+ *    service's port count. User space runs `queues` ten times a second over all UDP sockets, to read the lengths of the
+ *    workers' queues.
  *
  * 2. What is decided. choose.h: one policy per loaded program. The others are dead code for the verifier,
  *    which removes it: a decision costs what its policy costs.
  *
- * 3. The books (Turbo, Sect. IV-B: the NIC sees requests and responses, and so knows what each core has outstanding).
- *    state.h: a request in flight is one word in a table that is found by client address, port and, where the
- *    protocol has one, request id. It is added when the request is dispatched and taken when its response leaves. So a
- *    second datagram of a response, one that nobody asked for, or an answer to somebody else takes nothing away.
- *    skb->sk names the worker that answers; where another socket of the service's port answers in its stead, the entry
- *    says whose request it was.
+ * 3. The ledger (Turbo, Sect. IV-B). state.h: a request in flight is one word in a table, found by client address, port
+ *    and, if the protocol has one, request id. It is added at dispatch and removed when its response leaves. So a
+ *    second datagram of a response, an unrequested one, or another client's answer removes nothing. skb->sk names the
+ *    answering worker; if another socket of the service's port answers, the entry names the worker of the request.
  *
  * 4. Why it stays right. What a full receive buffer drops, `drops` takes away at once: the kernel's tracepoint for it is in
  *    the same breath as the choice. What never gets a response (ignored, its worker died) user

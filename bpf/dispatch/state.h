@@ -2,12 +2,11 @@
 /*
  * Requests in flight, and what each worker has outstanding.
  *
- * One rule keeps the counts exact whatever CPUs do at once: an entry in `requests` is what stands for one outstanding
- * request. Whoever puts it there by compare-and-swap adds it to its worker's counts; whoever takes it by compare-and-swap
- * (a response, or user space that gives it up) subtracts just what the entry says was added. A compare-and-swap succeeds
- * for one of several that try, so nothing is subtracted twice, and an entry is in place before its datagram is delivered,
- * so no response comes before its request was added. Between the two steps a count may be one too low or too high for some
- * ns; sums never drift. (Counts are added to with atomic operations, for the same reason.)
+ * One rule keeps the counts exact under concurrency: an entry in `requests` stands for one outstanding request. Its
+ * insertion by compare-and-swap adds it to its worker's counts; its removal by compare-and-swap (a response, or user
+ * space) subtracts what the entry recorded. Only one of several concurrent attempts succeeds, so nothing is subtracted
+ * twice, and an entry exists before its datagram is delivered. Between the two steps a count may be off by one for some
+ * ns; sums never drift. (Counts use atomic operations for the same reason.)
  *
  * When four sets (32 requests) are full, a further request is dispatched without being counted, so that the response of
  * a counted one finds its entry. Without request ids all requests of one client's port share the same sets.

@@ -13,8 +13,8 @@
  *    the server's own address again. Routing, neighbours, rp_filter and netfilter of the load balancer see a connection to
  *    the server's own address, the server sees one to the VIP.
  *
- * 3. Which packets. Those in `checked_paths`: an entry for each direction, made before the check connects and removed
- *    after its socket is closed. Packets that XDP forwards do not come here.
+ * 3. Rewritten packets are those in `checked_paths`: an entry per direction, made before the check connects and removed
+ *    after its socket is closed. Packets forwarded by XDP do not reach this program.
  *
  * 4. Its end. The programs are held by the daemon, and end with it: so do the checks.
  */

@@ -104,7 +104,10 @@ struct fragment_entry {
 #define CONNECTION_SERVICE_SHIFT 14
 #define CONNECTION_SERVICE_MASK 0x3ffu
 
-/* FIN or RST was seen: the entry may be freed sooner (no more: both may be forged, and a FIN is only half a close). */
+/*
+ * FIN or RST was seen: the entry may be freed sooner, but not at once: both may be forged, and a FIN is only half a
+ * close.
+ */
 #define CONNECTION_CLOSING 1u
 
 /* 64 bytes: one cache line per connection. */
@@ -155,7 +158,7 @@ struct connection_timers {
 	/* lb_state.clock when user space last swept. */
 	__u32 swept;
 };
-/* After so many ticks without user space the timers alone decide: as long as it waits for an agent that is away. */
+/* Ticks without user space after which the timers alone decide: as long as it waits for an absent agent. */
 #define CONNECTION_UNSWEPT 600
 
 /*

@@ -12,7 +12,7 @@
 
 #include "intf.h"
 
-/* The words below are read from the packet as they stand there; SipHash takes them as little-endian numbers. */
+/* The words below are in the packet's byte order; SipHash takes them as little-endian numbers. */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.h is written for little-endian machines");
 
 #define ROTATE_LEFT_64(x, bits) ((x) << (bits) | (x) >> (64 - (bits)))

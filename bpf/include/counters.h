@@ -9,7 +9,7 @@
 enum lb_counter {
 	LB_COUNTER_PASSED_NOT_SERVICE, /* to the kernel, untouched */
 	LB_COUNTER_REPLY_STAMPED, /* a server's answer, to the kernel, with the cookie in it */
-	LB_COUNTER_REPLY_UNCHANGED, /* the same, untouched: bpf/lb/lb_cookie.h says when */
+	LB_COUNTER_REPLY_UNCHANGED, /* reply forwarded unchanged (bpf/lb/lb_cookie.h) */
 	LB_COUNTER_ESTABLISHED, /* by the server's id in the cookie */
 	LB_COUNTER_CONNECTION_TABLE, /* by the index in the cookie: the connection table */
 	LB_COUNTER_FLOW_TABLE, /* by the flow table */
@@ -62,10 +62,10 @@ struct lb_counters {
 };
 
 /*
- * One struct lb_counters per service in each row, and one struct server_traffic per server id. Counting takes no atomic
- * operation. New and ended connections are counted in the row of the CPU, packets in that of the receive queue (native
- * XDP) or the CPU (generic XDP): where two CPUs serve queues of one number, counts of packets may be lost now and then.
- * There are as many rows as the machine may have CPUs, a power of two and at most so many; more CPUs share them.
+ * One struct lb_counters per service in each row, and one struct server_traffic per server id. Counting is not atomic.
+ * New and ended connections are counted in the row of the CPU, packets in that of the receive queue (native XDP) or the
+ * CPU (generic XDP): if two CPUs serve queues of one number, counts of packets may be lost. The number of rows is a
+ * power of two, at least the number of CPUs up to this limit; further CPUs share rows.
  */
 #define MAX_LB_COUNTER_ROWS 256
 /* Index of packets without a known service. */

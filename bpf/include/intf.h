@@ -7,9 +7,8 @@
  * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
  * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
  *
- * Rules: only fixed-width types, no implicit padding (the Rust side derives zerocopy's IntoBytes, which refuses a
- * struct with padding), addresses and ports in network byte order as they stand in the packet, everything else in the
- * host's order.
+ * Rules: only fixed-width types, no implicit padding (the Rust side derives zerocopy's IntoBytes, which rejects
+ * padding), addresses and ports in network byte order, everything else in the host's order.
  *
  * THE COOKIE (Cheetah, NSDI'20, Sect. 3.2; the layout is ours, see docs/design.md, "The cookie")
  *
@@ -76,15 +75,16 @@ struct fleet_keys {
 /* UTF-8, padded with zeros. */
 #define SERVICE_NAME_BYTES 64
 /*
- * Services stand in a perfect hash. On servers: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a
- * seed that gives every service a slot of its own. One multiplication and one compare find a service or prove there is none.
+ * Services are in a perfect hash. On servers: slot = (tail * seed) >> SERVICE_SLOT_SHIFT, where user space searches a
+ * seed that gives every service its own slot. One multiplication and one comparison find a service or prove that there
+ * is none.
  */
 #define SERVICE_SLOTS 1024
 #define SERVICE_SLOT_SHIFT 54
 /*
- * At the load balancer no seed would be found for so many ("hash and displace" then): the upper bits of tail * seed name one
- * of some groups, and lower ones, XOR the group's displacement, the slot. Most groups are a few keys, so displacements that
- * fit are found at once. One load more. bpf/include/service.h looks up, crates/dataplane/src/service_slots.rs searches.
+ * A load balancer has too many services for one seed ("hash and displace"): the upper bits of tail * seed name a group,
+ * and lower ones, XOR the group's displacement, the slot. Most groups have few keys, so fitting displacements are found
+ * at once. This costs one load more. bpf/include/service.h looks up, crates/dataplane/src/service_slots.rs searches.
  */
 #define LB_SERVICE_SLOTS 4096
 #define LB_SERVICE_SLOT_SHIFT 42
@@ -134,15 +134,15 @@ enum forwarding {
 #define SERVER_NUMBER_TIMESTAMPS_OFF 0x8000u
 /* Every packet carries the id of the server before (CONSISTENCY_BEAMER), and not only those without timestamps. */
 #define SERVER_NUMBER_CHAINED 0x10000u
-/* Packets come with an outer header, by which the NIC chose the receive queue. */
+/* Packets have an outer header, by which the NIC chose the receive queue. */
 #define SERVER_NUMBER_ENCAPSULATED 0x20000u
 
 #define ADDRESS_FAMILY_IPV4 4
 #define ADDRESS_FAMILY_IPV6 6
 
 /*
- * IPv4 addresses stand in address[3], the rest as in an IPv4-mapped IPv6 address (::ffff:a.b.c.d).
- * The last 8 bytes (address[3], port, protocol, family) are the "tail": one 64-bit word that alone names an IPv4 service.
+ * IPv4 addresses are in address[3], the rest as in an IPv4-mapped IPv6 address (::ffff:a.b.c.d). The last 8 bytes
+ * (address[3], port, protocol, family) are the "tail": one 64-bit word that identifies an IPv4 service.
  */
 struct service_key {
 	__u32 address[4];
@@ -255,10 +255,10 @@ struct member {
 };
 
 /*
- * Tables of all services stand in one piece of memory, each as long as it must be: this struct, and behind it what the
- * offsets in it say (bytes from the start of the memory). User space writes a new table where none is, switches
- * service_state.table_at, and uses the old one's place again when an RCU grace period has passed (membarrier): nobody
- * waits for that. All that a decision depends on is in here, so that one switch changes it all.
+ * Tables of all services share one piece of memory, each with its own size: this struct, then the parts at its offsets
+ * (bytes from the start of the memory). User space writes a new table into free memory, switches
+ * service_state.table_at, and reuses the old table's memory after an RCU grace period (membarrier), without waiting for
+ * it. A decision depends on nothing else, so one switch changes all of it.
  */
 struct placement_table {
 	__u64 generation;
@@ -298,7 +298,7 @@ struct placement_table {
 #define MAX_PLACEMENT_MEMORY 268435456
 
 #define NO_SERVER 0xffffu
-/* In a flow's `before`: its SYN-ACK was not stamped, and nothing else has come from the client yet (lb_cookie.h). */
+/* In a flow's `before`: its SYN-ACK was not stamped, and the client has sent nothing since (lb_cookie.h). */
 #define HALF_OPEN_FLOW 0xfffeu
 
 /* 64 bytes: a cache line of its own for each service. */
@@ -353,7 +353,7 @@ struct broadcast_buckets {
 #define SERVER_ELIGIBLE 2u
 /* Down by this load balancer's own health checks; not ELIGIBLE then. */
 #define SERVER_MASKED 4u
-/* Down by the controller's decision, which comes with the service's placement table. */
+/* Down by the controller's decision, which is part of the service's placement table. */
 #define SERVER_DOWN 8u
 /* Its MAC address is known: the same for all services. */
 #define SERVER_RESOLVED 16u
@@ -419,7 +419,10 @@ struct lb_stamped_server {
 	/* Client of that SYN-ACK, address XOR ports: a retransmission proves nothing. */
 	__u32 newest_client;
 	__u16 server_id;
-	/* SYN-ACKs in a row that agreed, the newest included, at most LB_STAMPING_AGREEING; with so many it is stamped. */
+	/*
+	 * SYN-ACKs in a row that agreed, the newest included; at LB_STAMPING_AGREEING, the maximum, new connections are
+	 * stamped.
+	 */
 	__u16 agreeing;
 	/* 1: `offset_ms` is of an answer. */
 	__u64 has_clock;
@@ -489,8 +492,8 @@ struct lb_state {
 };
 
 /*
- * First packets that a rule with a state of its own (LEAST_ASSIGNED, ROUND_ROBIN) has placed lately, so that a
- * retransmitted SYN reaches the same server while the table stands. Direct-mapped; one word:
+ * Recent choices of rules with a state (LEAST_ASSIGNED, ROUND_ROBIN), so that a retransmitted SYN reaches the same
+ * server while the table is in force. Direct-mapped; one word:
  *
  *    63             32 31 30          24 23        14 13        0
  *    +----------------+--+--------------+------------+-----------+
@@ -507,7 +510,7 @@ struct lb_state {
 /* Counters. */
 #include "counters.h"
 
-/* ---- what people look at and checks send ----------------------------------------------------------------------- */
+/* ---- capture and health checks --------------------------------------------------------------------------------- */
 
 /* Record of one packet for capture.h; the first captured_length bytes of the frame follow. */
 struct captured_packet {
@@ -547,15 +550,17 @@ struct checked_path {
 /* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
 
 /*
- * The "registers" of one server's emulated NIC: veth has no RSS, so testbed/rss_emulation.bpf.c computes it at tc egress
- * of the switch port that feeds the server. One entry of an array map, pinned by the testbed; the agent reads and
- * writes it there as it would a real NIC's by ETHTOOL_GRSSH and ETHTOOL_SRSSH. Whoever writes the key fills
- * mapping.byte from it.
+ * The "registers" of one server's emulated NIC: veth has no RSS, so testbed/rss_emulation.bpf.c computes it at tc
+ * egress of the switch port of the server. One entry of an array map, pinned by the testbed; the agent reads and writes
+ * it like a real NIC's by ETHTOOL_GRSSH and ETHTOOL_SRSSH. The writer of the key fills mapping.byte from it.
  */
 struct emulated_rss {
 	struct rss_mapping mapping;
 	__u8 key[RSS_KEY_BYTES];
-	/* Open connections go by the table's entry so many further on, as where a flow director moves them; 0: by their own. */
+	/*
+	 * Open connections use the table's entry this many positions further, like those that a flow director moves; 0:
+	 * their own.
+	 */
 	__u32 established_shift;
 	__u32 reserved;
 };

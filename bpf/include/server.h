@@ -70,8 +70,8 @@ struct server_counters {
 };
 
 /*
- * Connections whose index is known from the SYN, until their socket keeps it: bounded, so that a SYN flood costs no
- * more. A lost one goes by the server's id.
+ * Connections with an index from the SYN and no socket yet: bounded, because of SYN floods. One without its index uses
+ * the server's id.
  */
 #define MAX_HALF_OPEN_INDEXES 65536
 /* No index: the connection goes by the server's id. */
@@ -116,7 +116,7 @@ struct server_state {
 	__u32 last_hold_ms[HOLD_GROUPS];
 	/*
 	 * Tails of services whose last SYN-ACK was forwarded: their sockets are in another network namespace or machine
-	 * (DNAT, a bridge), so a connection without a socket here may be here all the same.
+	 * (DNAT, a bridge), so connections may exist without a socket here.
 	 */
 	__u64 forwarded_services[FORWARDED_SERVICES];
 	__u32 sample_sequence;

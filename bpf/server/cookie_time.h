@@ -135,7 +135,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 		return held->original;
 	}
 	if (held->confirmed) {
-		/* The client has advanced: from now on these 16 bits may come from the clock again. */
+		/* The client has advanced: these 16 bits may come from the clock again. */
 		bpf_map_delete_elem(&held_timestamps, &flow);
 		return restored_by_clock(time, now);
 	}

@@ -19,7 +19,7 @@
 #include "state.h"
 #include "service.h"
 
-/* RFC 792; linux/icmp.h wants a libc. */
+/* RFC 792; linux/icmp.h needs a libc. */
 #define ICMP_DESTINATION_UNREACHABLE 3
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12

@@ -3,65 +3,61 @@
  * At a server's NIC: stamps the cookie into what leaves for a client, and takes it out of what the client echoes, so
  * that neither the server's TCP nor its applications know of it. (The bit diagram is at the head of intf.h.)
  *
- * 1. Where it runs. tc ingress and tc egress of the Ethernet device on which a service's packets come and go (direct
- *    server return: answers leave by the same device, not through the load balancer). As tcx links from kernel 6.6 on,
- *    as cls_bpf on a clsact qdisc before.
+ * 1. Place: tc ingress and tc egress of the Ethernet device of a service's packets (direct server return: answers leave
+ *    by the same device, not through the load balancer). As tcx links from kernel 6.6 on, as cls_bpf on a clsact qdisc
+ *    before.
  *
- * 2. Egress. TCP from a service's VIP and port with a timestamp option gets TSval' = time part | cookie. It needs only
- *    TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are stamped as well.
- *    Keys. The fleet's keys hide the id and rotate; the time part is masked with a key of the server's own, so that time
- *    goes on when they do. Which of the two stamps is decided by the packet's own TSval (switch_ms), not by the moment at
- *    which it passes: packets of one millisecond differ in nothing then, and those of a later one are larger. A held value
- *    keeps the key of the millisecond that it stands for. So no client sees TSval step back.
+ * 2. Egress. TCP from a service's VIP and port with a timestamp option gets TSval' = time part | cookie. This needs
+ *    only TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are stamped, too.
+ *    The fleet's keys hide the id and rotate; the time part is masked with the server's own key, so time continues at a
+ *    rotation. The packet's own TSval selects the stamping key (switch_ms): packets of one millisecond are equal then,
+ *    and later ones are larger. A clamped value keeps the key of its millisecond. So no client sees TSval decrease.
  *
- * 3. The clock (cookie_time.h). What clients echo is restored by the clock, without state per connection. The kernel's
- *    TSval is skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h), and skb_mstamp_ns comes from ktime_get_ns():
- *    the CLOCK_MONOTONIC that bpf_ktime_get_ns() reads. With pacing by the fq qdisc (EDT) it is the time at which the
- *    packet will leave, which lies ahead of now at egress, but not when its echo arrives. To TSval the kernel adds an
- *    offset per connection, 0 only with net.ipv4.tcp_timestamps=2. A connection with another offset (it is older than the
- *    sysctl), or with microseconds (route feature tcp_usec_ts, kernel 6.7) is left alone and counted: it was never
- *    stamped, and a TSval that jumps would break it. SYN cookies hide options in the low 6 bits and so lie up to 64 ms
- *    in the past: restored all the same, bit by bit, which is what the kernel needs to decode them.
+ * 3. The clock (cookie_time.h). TSecr is restored by the clock, without state per connection. The kernel's TSval is
+ *    skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h), and skb_mstamp_ns comes from ktime_get_ns():
+ *    CLOCK_MONOTONIC, as in bpf_ktime_get_ns(). With pacing by the fq qdisc (EDT) it is the time of departure, which is
+ *    ahead of now at egress, but not when TSecr arrives. The kernel adds an offset per connection, 0 only with
+ *    net.ipv4.tcp_timestamps=2. A connection with another offset (older than the sysctl), or with microseconds (route
+ *    feature tcp_usec_ts, kernel 6.7), is left alone and counted: it was never stamped, and a TSval that jumps would
+ *    break it. SYN cookies hide options in the low 6 bits and so are up to 64 ms in the past: they are restored bit by
+ *    bit, as the kernel's decoding needs.
  *
  * 4. The PAWS clamp (cookie_time.h). The time part has 16 bits; a client takes a step of 2^15 ms or more for a step
- *    back and drops the packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. What the client
- *    has last echoed is a lower bound of its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the server's
- *    own TSval lies too far ahead of it, the largest allowed step is sent instead, again and again until the client echoes
- *    exactly that; its echo is then restored to the TSval that it stood for. From then until the client echoes something
- *    newer, rcv_tsecr (the restored one) is not what the client has: the held entry says what it is.
- *    Normal traffic pays two compares for this. An entry can only matter when the last echo is older than the largest
- *    step, or when some connection of its group (clamp_group()) was held so lately: if this connection's own hold is older than that and was the last
- *    thing echoed, then the last echo is old, too.
- *    Entries need no deletion: one that does not fit the last echo is ignored and overwritten. Losing one (LRU) costs a
- *    wrong round-trip sample, at worst a retransmission.
+ *    back and drops the packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. The client's
+ *    last TSecr is a lower bound of its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the server's
+ *    own TSval is too far ahead of it, the largest allowed step is sent until the client returns exactly that, which is
+ *    then restored to the original TSval. Until the client returns something newer, rcv_tsecr (the restored one) is not
+ *    the client's: the entry has the sent one. Normal traffic pays two comparisons for this. An entry matters only when
+ *    the last TSecr is older than the largest step, or when a connection of its group (clamp_group()) was clamped so
+ *    recently: if this connection's own clamp is older than that and was the last TSecr, then the last TSecr is old,
+ *    too. Entries need no deletion: one that does not fit the last TSecr is ignored and overwritten. Losing one (LRU)
+ *    costs a wrong round-trip sample, at worst a retransmission.
  *
  * 5. Ingress. The echo's key bit names the key; if the rest names this server, TSecr is restored; any other echo is left
  *    as it is (a connection that is older than coreward, or a forged one). SYNs carry no echo.
  *
- * 6. The index (index.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the place of the
- *    connection's entry in its table into the SYN's TSecr, 0 on the wire. It is taken out again and kept in an LRU map
- *    until the connection has a socket, then with that (sk_storage, which goes with it). What leaves carries the index in
- *    the place of the id. Without one (the table was full, the map has lost it in a flood) it carries the id, and the
- *    connection goes on like a stateless one: so the bounds of the map cost no connection.
- *    An echoed index cannot be told from noise, so it is restored only if the socket's clock is the plain one. A packet
- *    with an index that came to all servers says that no load balancer knows the entry any more: the index is given up,
- *    and after one round trip the client echoes the id. TSvals up to the last one stamped with the index still get it.
+ * 6. The index (index.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the index of the connection's
+ *    entry into the SYN's TSecr, 0 on the wire. This program removes it and keeps it in an LRU map until the connection
+ *    has a socket, then with the socket (sk_storage). Stamped packets carry the index instead of the id. Without one
+ *    (the table was full, or the map lost it in a flood) they carry the id, and the connection continues as a stateless
+ *    one. A returned index looks like noise, so it is restored only if the socket's clock has no offset. A broadcast
+ *    packet with an index shows that no load balancer has the entry: the index is dropped, and after one round trip the
+ *    client returns the id. TSvals up to the last one stamped with the index still get it.
  *
  * 7. Sent to all servers. What the load balancer cannot attribute (a bare RST has no timestamp) it sends to the
  *    broadcast address. Here it is accepted, by turning it into a packet for this host, only if this host has a socket
  *    of exactly that 4-tuple; a listening socket does not count, or every server would answer. Else it is dropped. ICMP
  *    errors likewise (icmp.h), by the packet that they quote.
  *
- * 8. The server before (daisy_chain.h). Packets without a cookie go by the bucket, and a bucket may have changed hands
- *    since the connection began. The load balancer writes whose it was into the IP identification. What has no socket
- *    here goes on to that server's MAC address by the device it came on, with NO_SERVER in its place, so that it goes on
- *    once at most. SYNs never do, nor does the end of a handshake that was answered with a SYN cookie: the kernel is asked
- *    whether the cookie is one of its own. A packet that is for nobody reaches the server before, which refuses it. While that
- *    one's MAC address is not known the packet is dropped: refusing it would end a connection that may well be there.
- *    Forwarded services (forwarded.h). Behind DNAT or a bridge the sockets of a service are not of this host, and
- *    none is found. A forwarded SYN-ACK shows it, and none of the service's packets go on from then on: new
- *    connections work, and those that the server before has end. Such a connection carries the server's id, also where
- *    the load balancer gave it an index: without a socket the index could neither be kept nor restored.
+ * 8. Daisy chaining (daisy_chain.h). Packets without a cookie follow the bucket, which may have changed hands since the
+ *    connection began. The load balancer writes the previous server into the IP identification. A packet without a
+ *    socket here is forwarded to that server's MAC address by the same device, with NO_SERVER instead, so once at most.
+ *    SYNs never are, nor is the end of a handshake with a SYN cookie: the kernel checks whether the cookie is its own.
+ *    An unknown packet reaches the previous server, which rejects it. Without that one's MAC address the packet is
+ *    dropped: a reset could end a connection that exists there. Forwarded services (forwarded.h): behind DNAT or a
+ *    bridge a service's sockets are not of this host. A forwarded SYN-ACK shows it, and from then on the service's
+ *    packets stay here: new connections work, and those of the previous server end. Such a connection carries the
+ *    server's id instead of an index, which could neither be kept nor restored.
  *
  * 9. Stalls (stall.h). Something between client and server may drop what does not look like a timestamp. SYN-ACKs
  *    sent four times and segments sent five times are counted, and the agent compares them with the handshakes.
@@ -188,7 +184,7 @@ int server_egress(struct __sk_buff *skb)
 	sk = skb->sk;
 	/*
 	 * SYN-ACKs belong to a request or to no socket. The kernel's socket for answers without one (TIME-WAIT before
-	 * 6.13) claims to be TCP, but is raw: only its state, CLOSE, tells.
+	 * 6.13) has TCP as its protocol, but is raw: only its state, CLOSE, shows this.
 	 */
 	if (sk && !segment.syn && sk->state != SOCKET_CLOSE)
 		socket = bpf_skc_to_tcp_sock(sk);

@@ -1,5 +1,5 @@
-//! Turns `bpf/include/intf.h` into Rust: the layouts by bindgen, and beside each enum the list of its variants' names,
-//! so that a counter added in C is at once named in metrics and in `coreward status`.
+//! Turns `bpf/include/intf.h` into Rust: the layouts by bindgen, and for each enum the list of its variants' names, so
+//! that metrics and `coreward status` name a counter added in C.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;

@@ -3,7 +3,7 @@
  * Counts the datagrams that wait at a UDP socket of one port and network namespace when it is closed: those that die with
  * a worker. No counter of the kernel has them. For the dispatch soak only; every close passes.
  *
- * The socket can still be found then, for some microseconds: what comes in them is not counted.
+ * The socket can still be found for some microseconds: datagrams received then are not counted.
  */
 #include <linux/bpf.h>
 #include <linux/in.h>

@@ -118,7 +118,7 @@ impl Agent {
         if self.is_fresh(now) { self.tracker.loads() } else { None }
     }
 
-    /// Whether its loads come from a rack, and its reports here are for display.
+    /// Returns whether its loads come from a rack, and its reports here are for display.
     pub fn is_behind_rack(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.rack.is_some())
     }

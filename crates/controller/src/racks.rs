@@ -50,8 +50,8 @@ struct Rack {
     /// Time of its last message (since the controller's start).
     heard: Duration,
     agents: BTreeMap<u64, Session>,
-    /// Grows when its agents change. With hundreds of racks it would cost a quarter of a CPU to tell all of them of
-    /// each agent.
+    /// Number of the last change of its agents. With hundreds of racks it would cost a quarter of a CPU to send each
+    /// agent to all.
     changes: u64,
     summaries: BTreeMap<ServiceIndex, PassedUp>,
 }

@@ -279,7 +279,7 @@ impl Service {
         self.dirty.needs_refresh(server)
     }
 
-    /// Begins a report interval after one with so many opened connections, if known.
+    /// Begins a report interval after one with this number of opened connections, if known.
     pub fn begin_interval(&mut self, opened: Option<u64>) {
         self.opened = opened;
         self.new_interval = true;

@@ -122,7 +122,7 @@ pub struct Totals(pub BTreeMap<String, ServerTraffic>);
 
 impl Totals {
     /// Returns the increase of open connections since `then`, by load balancers' counts. A load balancer that is new or
-    /// counts anew adds nothing: the report may include its connections already.
+    /// restarted its counts adds nothing: the report may include its connections already.
     pub fn opened_since(&self, then: &Totals) -> i64 {
         let of = |(name, now): (&String, &ServerTraffic)| {
             let then = then.0.get(name)?;

@@ -9,7 +9,7 @@ use crate::{AskArgs, Format, print};
 pub struct AuditArgs {
     #[command(flatten)]
     ask: AskArgs,
-    /// The newest ones, so many at most (1 to 1,000)
+    /// The newest ones, at most this many (1 to 1,000)
     #[arg(long, value_name = "COUNT", default_value_t = 50)]
     limit: u16,
 }

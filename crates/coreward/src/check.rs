@@ -68,7 +68,7 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
 
 struct Checked<'a> {
     file: &'a Path,
-    /// `None`: one cannot tell.
+    /// `None`: unknown.
     kind: Option<Kind>,
     mistakes: Option<Diagnostics>,
 }
@@ -210,8 +210,8 @@ mod tests {
 
     use super::*;
 
-    /// Every TOML block of the pages that describe files, with the line that it begins in. A block that begins with
-    /// `[[dispatch` goes on with the agent's above it.
+    /// Returns every TOML block of the pages that describe files, with its first line. A block that begins with
+    /// `[[dispatch` continues the agent's above it.
     fn documented() -> Vec<(String, String)> {
         let pages = [
             ("config.md", include_str!("../../../docs/config.md")),
@@ -244,7 +244,7 @@ mod tests {
         jsonschema::is_valid(schema, &serde_json::to_value(value).unwrap())
     }
 
-    /// The documents are right, are recognised, and the schema says so, too; with another key they are wrong for both.
+    /// The documents are right, are recognised, and match the schema; with another key they fail both.
     #[test]
     fn the_documents_of_the_manual_are_right() {
         let mut seen = Vec::new();
@@ -325,7 +325,7 @@ mod tests {
         assert_eq!(of("etc/rack.toml", ""), Ok(Kind::Rack));
         // The keys do here.
         assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(Kind::Agent));
-        // No key at all is left of what is no TOML: that is what is said.
+        // Without valid TOML there are no keys: the error is the syntax.
         let neither = of("some.toml", "= 5\n").unwrap_err();
         assert!(neither.contains("some.toml: fits several kinds") && neither.contains("some.toml:1:1: "), "{neither}");
     }

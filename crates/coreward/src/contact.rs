@@ -28,8 +28,8 @@ pub struct ContactArgs {
     /// For https://: the authorities' certificates
     #[arg(long, value_name = "FILE", env = "COREWARD_CA")]
     ca: Option<PathBuf>,
-    /// For https://: whom the controller's certificate must name, as a host or as its own name; of several any, with
-    /// commas between. Without it the host of --controller, where the certificate names hosts
+    /// For https://: a host or own name that the controller's certificate must have; several separated by commas.
+    /// Default: the host of --controller, if the certificate names hosts
     #[arg(long, value_name = "NAME", value_delimiter = ',', requires = "ca")]
     controller_name: Vec<String>,
     /// In place of a token: the certificate of an operator or a viewer (`coreward certs issue --role viewer`)

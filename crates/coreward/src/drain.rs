@@ -13,7 +13,7 @@ use crate::{AskArgs, Format, print};
 /// Poll interval of `--wait`. Agents count each second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Nobody waits longer.
+/// Longest timeout.
 const LONGEST: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
@@ -25,10 +25,10 @@ pub struct DrainArgs {
     /// Only in this service; several times for several (default: in all, also in those that it is put into later)
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
-    /// Also where no other server of a service takes new connections: nobody can connect there then
+    /// Even if no other server of a service takes new connections: nobody can connect there then
     #[arg(long)]
     force: bool,
-    /// Wait until no connection is left, and say how many are whenever that changes
+    /// Wait until no connection is left, and print their number whenever it changes
     #[arg(long)]
     wait: bool,
     /// How long to wait; then this command fails, and the server stays drained
@@ -48,8 +48,8 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// Drains the server, and waits where that is wanted. Fails when the controller says no, or connections are left at the
-/// end of the time.
+/// Drains the server, and waits if requested. Fails when the controller rejects it, or connections remain at the
+/// timeout.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.ask.contact.client()?;
     runtime()?.block_on(async {
@@ -80,7 +80,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Lets it take new connections again. Fails when the controller says no.
+/// Ends the drain. Fails when the controller rejects it.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.ask.contact.client()?;
     print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.ask.format)?)
@@ -92,8 +92,7 @@ enum Left {
     Some(String),
 }
 
-/// Until no connection is left, or the time is over. A controller that is away may come back, and what it was told is
-/// on record.
+/// Waits until no connection remains, or the timeout. A controller that is down may return, and the drain is on record.
 async fn wait(
     client: &Client,
     mut status: DrainStatus,
@@ -139,7 +138,7 @@ async fn wait(
     }
 }
 
-/// Whether the controller has answered, and will not say anything else.
+/// Returns whether the error is the controller's final answer.
 fn is_final(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }

@@ -45,7 +45,7 @@ enum Command {
     Lb(LbArgs),
     /// The agent of a server: attaches the programs, or takes over those at work, reports, follows the controller
     Agent(AgentArgs),
-    /// The rack controller: agents connect to it, and it passes up what their reports come to
+    /// The rack controller: agents connect to it, and it sends summaries of their reports
     Rack(ConfigArgs),
     /// At a server: which worker of a UDP service gets a request, for servers as they are
     Dispatch(DispatchArgs),
@@ -59,13 +59,13 @@ enum Command {
     Keys(KeysArgs),
     /// Whether configuration files are right: every mistake at once, with line, key and what was expected
     Check(check::CheckArgs),
-    /// Put another document of the fleet (servers and services) in force, after a look at what it changes
+    /// Apply another document of the fleet (servers and services), after showing its changes
     Apply(apply::ApplyArgs),
     /// The fleet's document that is in force
     Fleet(FleetArgs),
     /// Changes of the fleet, with author, origin and previous state
     Audit(audit::AuditArgs),
-    /// Let a server take no new connections, whatever the fleet's document says, and see how many remain
+    /// Drain a server: it gets no new connections, whatever the fleet's document states; show the remaining ones
     Drain(drain::DrainArgs),
     /// Let it take new connections again, as far as the fleet's document lets it
     Undrain(drain::UndrainArgs),
@@ -73,7 +73,7 @@ enum Command {
     Top(top::TopArgs),
     /// The controller's store
     Store(StoreArgs),
-    /// The fleet's own certificate authority, and certificates that say what each part is
+    /// The fleet's own certificate authority, and the daemons' certificates
     Certs(CertsArgs),
     /// Packets at this load balancer with their decisions: XDP takes packets before tcpdump sees them
     Capture(CaptureArgs),
@@ -266,7 +266,7 @@ pub fn main() -> ExitCode {
 }
 
 impl Command {
-    /// Whether it runs until it is told to end, by rules of its own for signals and secrets.
+    /// Returns whether it runs until a signal, with its own handling of signals and secrets.
     fn is_daemon(&self) -> bool {
         match self {
             Self::Controller(_) | Self::Rack(_) => true,

@@ -27,8 +27,8 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// for window updates. The configuration of ten thousand servers fits, too.
 const WINDOW_BYTES: u32 = 1 << 20;
 
-/// A leader of an older term is rejected for this time after the newer one's last message: the longest lease, for which
-/// a frozen machine may take itself for the leader. Not for ever: another etcd (`coreward store copy`, a restored
+/// A leader of an older term is rejected for this time after the newer one's last message: the longest lease, during
+/// which a frozen machine may believe that it leads. Not longer: another etcd (`coreward store copy`, a restored
 /// snapshot) may count terms from the start.
 const TERM_MEMORY: Duration = Duration::from_secs(60);
 
@@ -42,8 +42,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Prepares the connection. With `tls` a role of `expected` must answer, without it nobody is verified. Watches the
-    /// certificates on the current runtime.
+    /// Prepares the connection. With `tls` a role of `expected` must answer, without it nothing is verified. Watches
+    /// the certificates on the current runtime.
     pub fn new(controllers: Controllers, tls: Option<&Files>, expected: &'static [Role]) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {

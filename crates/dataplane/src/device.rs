@@ -28,7 +28,7 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
         ..Default::default()
     };
-    // SAFETY: `options` lives through the call and says how long it is.
+    // SAFETY: `options` lives through the call and contains its own length.
     let result = unsafe { libbpf_sys::bpf_xdp_query(interface_index as i32, 0, &raw mut options) };
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));

@@ -102,8 +102,8 @@ impl BroadcastRates {
     }
 
     /// 80,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
-    /// have the largest rate, because forged ones with any source look the same. Packets with a lost connection table
-    /// cost one delivery per connection until it has healed, and come all at once.
+    /// have the largest rate, because forged ones with any source look the same. Packets of a lost connection table
+    /// cost one delivery per connection, all at the same time.
     pub const DEFAULT: Broadcast = {
         let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut rates = [small; intf::BROADCAST_REASON_COUNT as usize];
@@ -156,7 +156,7 @@ pub enum LbStampingClock {
     /// The kernel's (CLOCK_MONOTONIC).
     #[default]
     Kernel,
-    /// The last time of [`LoadBalancer::tick`]: for comparisons with the model. It stands still without a daemon.
+    /// The last time of [`LoadBalancer::tick`], which stops without a daemon: for comparisons with the model.
     Ticks,
 }
 
@@ -216,7 +216,7 @@ pub struct LoadBalancer {
     /// Last known source address of the answers of servers with LB-side stamping.
     lb_stamped: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     grace_periods: GracePeriods,
-    /// Time at which programs were told to leave the idle half of the service directory.
+    /// Time at which programs were switched away from the idle half of the service directory.
     directory_retired_at: GraceTicket,
     /// Position in the connection table of the next sweep.
     next_swept: u32,

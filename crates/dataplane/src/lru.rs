@@ -9,8 +9,8 @@ use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
 /// Without room for them a map of 4,096 entries evicts early with two CPUs, and at once with 32.
 const RESERVED_PER_CPU: u32 = 128;
 
-/// Gives `map` room for `capacity` entries, whatever the number of CPUs. A map that is pinned at `pin` keeps its size.
-/// Fails when the pin cannot be opened, or the map has been created.
+/// Gives `map` room for `capacity` entries with any number of CPUs. A map that is pinned at `pin` keeps its size. Fails
+/// when the pin cannot be opened, or the map has been created.
 pub(crate) fn set_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
     let pinned = pin.filter(|pin| pin.exists());
     let entries = match pinned {

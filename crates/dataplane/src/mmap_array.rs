@@ -62,7 +62,7 @@ impl<T: ?Sized> MmapArray<T> {
     }
 
     fn words(&self) -> &[AtomicU64] {
-        // SAFETY: so many bytes are mapped, aligned to a page, until `self` is dropped; others change them only word by
+        // SAFETY: these bytes are mapped, aligned to a page, until `self` is dropped; others change them only word by
         // word, as memory of atomic type may be changed.
         unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD) }
     }

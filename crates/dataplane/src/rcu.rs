@@ -20,7 +20,7 @@ static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 pub fn wait_for_programs() -> anyhow::Result<()> {
     let (outer, inner) = match MAP_OF_MAPS.get() {
         Some(maps) => maps,
-        // If two threads come here first, one's maps are used and the other's are closed.
+        // Two threads may initialise this: one's maps are used and the other's are closed.
         None => {
             let maps = map_of_maps()?;
             MAP_OF_MAPS.get_or_init(|| maps)
@@ -101,7 +101,7 @@ impl Shared {
 }
 
 impl GracePeriods {
-    /// Starts the thread. Fails when there can be no more threads.
+    /// Starts the thread. Fails when no thread can be created.
     pub fn start() -> anyhow::Result<Self> {
         let shared = Arc::<Shared>::default();
         let thread = shared.clone();

@@ -1,7 +1,7 @@
 //! Groups of SO_REUSEPORT sockets: the selecting program, and its array of sockets.
 //!
-//! A socket can be in one REUSEPORT_SOCKARRAY only, so a restarted process cannot install a second array beside the
-//! first: it takes over the pinned one and replaces the attached program.
+//! A socket can be in one REUSEPORT_SOCKARRAY only, so a restarted process takes over the pinned array and replaces the
+//! attached program.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -63,7 +63,7 @@ pub struct SocketArray {
 }
 
 impl SocketArray {
-    /// Wraps `map`, which must be of that type and have so many slots.
+    /// Wraps `map`, which must be of that type and have `slots` slots.
     pub fn new(map: MapHandle, slots: u32) -> Self {
         Self { map, slots }
     }

@@ -182,7 +182,7 @@ mod tests {
         services
     }
 
-    /// `found`: the slot where a program looks for a tail.
+    /// `found`: the slot that a program reads for a tail.
     fn all_are_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
         let find = |sought: u64| Some(found(sought)).filter(|slot| tail(&slot.key) == sought).map(|slot| slot.number);
         for (address, number) in services {

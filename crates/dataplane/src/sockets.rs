@@ -118,7 +118,7 @@ pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     Ok(found)
 }
 
-/// Opens a socket whose answers come within a second or not at all.
+/// Opens a socket with a timeout of a second.
 fn open() -> anyhow::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked.

@@ -87,8 +87,8 @@ enum HeldBy {
     Clsact(TcHook),
 }
 
-/// Attaches `program` beside others, until the result is dropped. Below kernel 6.6 the program stays if this process is
-/// killed, until the next call replaces it. Fails when neither tcx nor clsact accepts it.
+/// Attaches `program` in addition to others, until the result is dropped. Below kernel 6.6 the program stays if this
+/// process is killed, until the next call replaces it. Fails when neither tcx nor clsact accepts it.
 pub fn hold(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<Held> {
     match create_tcx_link(program, interface_index, direction) {
         Ok(link) => Ok(Held(HeldBy::Tcx { _link: link })),
@@ -158,7 +158,7 @@ fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec
         ..Default::default()
     };
     options.__bindgen_anon_1.count = MOST_PROGRAMS as u32;
-    // SAFETY: `options` and `ids`, of the length that it says, live through the call.
+    // SAFETY: `options` and `ids`, of the declared length, live through the call.
     let result = unsafe { libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx(), &raw mut options) };
     match -result {
         // A kernel without tcx.
@@ -196,7 +196,7 @@ fn create_tcx_link(
     if result < 0 {
         return Err(std::io::Error::from_raw_os_error(-result));
     }
-    // SAFETY: a new descriptor that nobody else has.
+    // SAFETY: a new descriptor, owned by nothing else.
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 

@@ -65,7 +65,7 @@ fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     }
 }
 
-/// Opens a socket whose answers come within a second or not at all.
+/// Opens a socket with a timeout of a second.
 fn open() -> io::Result<OwnedFd> {
     let protocol = SockProtocol::NetlinkRoute;
     let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;

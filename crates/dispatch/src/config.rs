@@ -67,7 +67,7 @@ impl Service {
         }
     }
 
-    /// Returns the bounds of each class, for so many workers.
+    /// Returns the bounds of each class for this number of workers.
     pub fn bounds(&self, workers: u16) -> ClassBounds {
         ClassBounds::reserving(workers, self.classes, self.reserved, self.bound, self.reserved_bound)
     }
@@ -153,7 +153,7 @@ config_struct! {
 
 config_struct! {
     struct TypeTable {
-        /// The number that stands at the service's type_field.
+        /// Value of the service's type_field.
         value: Option<u64>,
         /// The payload's first bytes, 1 to 8.
         prefix: Option<String>,

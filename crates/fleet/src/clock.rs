@@ -1,6 +1,6 @@
 //! Clock of the records. Ages survive restarts, so they are seconds since 1970. A wall clock that jumps must neither
-//! release ids early nor keep them for ever. So this clock starts with the first controller's wall clock, and advances
-//! by the monotonic clock while a controller runs. Ids may be kept longer by the time without a controller.
+//! release ids early nor keep them indefinitely. So this clock starts with the first controller's wall clock, and
+//! advances by the monotonic clock while a controller runs. Ids may be kept longer by the time without a controller.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 

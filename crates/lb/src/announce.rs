@@ -1,5 +1,5 @@
 //! Announces this load balancer's VIPs to a routing daemon (BIRD, FRR). Each has a route in a kernel table that no rule
-//! uses; the daemon learns it and tells the routers (docs/deployment.md has the daemon's file).
+//! uses; the daemon learns it and announces it to the routers (docs/deployment.md has the daemon's file).
 //!
 //! So these are no routes of this machine: the kernel neither answers for a VIP nor accepts its packets, as it would
 //! with the VIP on a loopback (servers' answers that pass through here would be martians). They outlive this process,

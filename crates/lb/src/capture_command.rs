@@ -34,13 +34,13 @@ pub struct CaptureArgs {
     /// With --out: what was decided is a comment of each packet
     #[arg(long, requires = "out")]
     pub annotate: bool,
-    /// At most so many bytes of each packet
+    /// Captured bytes of each packet
     #[arg(long, value_name = "BYTES", default_value_t = 65_535, value_parser = clap::value_parser!(u32).range(34..=65_535))]
     pub length: u32,
-    /// End after so many packets
+    /// End after this many packets
     #[arg(long, value_name = "PACKETS")]
     pub count: Option<u64>,
-    /// End after so many seconds
+    /// End after this many seconds
     #[arg(long)]
     pub seconds: Option<u64>,
 }

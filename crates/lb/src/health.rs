@@ -54,7 +54,7 @@ impl NatTable for DataPlane {
 }
 
 impl Health {
-    /// Starts without checks. `interface`: towards the servers. Fails when there can be no more threads.
+    /// Starts without checks. `interface`: of the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let changes = checker.changes();

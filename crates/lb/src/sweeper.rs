@@ -182,7 +182,7 @@ impl Sweeper {
         Some(asked)
     }
 
-    /// Records that the agent is away; returns what may be freed all the same.
+    /// Records that the agent is away; returns connections that may be freed nevertheless.
     fn not_answered(&mut self, asked: Asked, now: Duration) -> Vec<Connection> {
         self.not_asked(&asked.connections);
         let away = self.away.entry(asked.server).or_insert(Away { since: now, asked_again: now });
@@ -425,7 +425,7 @@ mod tests {
     #[test]
     fn occupancy_is_that_of_live_connections_with_a_tenth_of_the_agents_dead() {
         for dead in [Agent::Answers, Agent::IsAway, Agent::IsSilent] {
-            // The first ones, whose turn comes first.
+            // The first servers, whose turn is first.
             let occupancy = occupancy(1000, |server| if server < SERVERS / 10 { dead } else { Agent::Answers });
             assert!((0.9..1.1).contains(&occupancy), "{occupancy}");
         }

@@ -108,7 +108,7 @@ impl Transfer {
     }
 }
 
-/// A service's settings in the data plane, beside its address.
+/// Data-plane settings of a service besides its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
     /// Consistency mode.

@@ -17,7 +17,7 @@ use crate::{FourTuple, ServerId};
 /// Number of server ids that this cookie can name: 0 to this, exclusive.
 pub const SERVER_IDS: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
-/// SYN-ACKs of so many connections in a row must agree before a server's new connections are stamped.
+/// Number of connections in a row whose SYN-ACKs must agree before a server's new connections are stamped.
 pub const AGREEING: u16 = intf::LB_STAMPING_AGREEING as u16;
 
 /// [`seeded_rng`]'s stream for time keys.

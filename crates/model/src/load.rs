@@ -49,7 +49,7 @@ pub enum ReadingsRejection {
         /// In the newest accepted report.
         newest: u64,
     },
-    /// The clock stood still or went back, although the sequence advanced.
+    /// The clock stopped or went back, although the sequence advanced.
     #[error("measured at {measured_ns} ns, not after the previous report's {newest_ns} ns")]
     ClockStoodStill {
         /// In the rejected report.
@@ -239,7 +239,7 @@ mod tests {
         assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
         tracker.report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
-        // A report was lost: absolute values make the next one right all the same.
+        // A report was lost: absolute values make the next one right.
         tracker.report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 1.0].into_iter().collect()));
     }

@@ -82,8 +82,8 @@ pub enum Placer<'a> {
 }
 
 const WINDOW_US: u64 = 1_000_000;
-/// Bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small beside a request's 7.5 ms. Bins
-/// of 10 ms would make reports 5 ms too young in the mean, which the variances of crossrss-plus show.
+/// Bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small compared with a request's 7.5
+/// ms. Bins of 10 ms would make reports 5 ms too young in the mean, which the variances of crossrss-plus show.
 const BINS_PER_REPORT: u64 = 50;
 
 /// A server starts or stops taking new connections.

@@ -8,7 +8,7 @@
 //! in between was. So the largest step is always newer. Equal time parts of TSecr and clock after a full turn (65.5 s)
 //! prove nothing: the client may have seen more than it returned.
 //!
-//! `bpf/server/cookie_time.h` does the same with a map; here one connection's entry stands alone.
+//! `bpf/server/cookie_time.h` does the same with a map; this is one connection's entry.
 
 use coreward_intf as intf;
 
@@ -101,7 +101,7 @@ impl PawsClamp {
             return held.time.original;
         }
         if held.confirmed {
-            // The client has advanced: from now on these 16 bits may come from the clock again.
+            // The client has advanced: these 16 bits may come from the clock again.
             self.held = None;
             return restore(time, now_ms);
         }

@@ -125,7 +125,7 @@ impl Reducer {
         if !reported.agent.may_report(configuration.report_interval, now) {
             return (None, Err(Rejection::TooOften(format!("stream {stream}"))));
         }
-        // Reports with details come once a second, but not to the millisecond.
+        // Reports with details come about once a second.
         let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(told);
         let about = detail_interval.saturating_sub(configuration.report_interval / 2);

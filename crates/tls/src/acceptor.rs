@@ -178,7 +178,7 @@ impl ConnectionAcceptor {
                     continue;
                 }
             };
-            // Before a task is spawned, so a flood costs no more than this.
+            // Before a task is spawned, so a flood costs only this.
             let Ok(place) = self.place(address) else { continue };
             let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
@@ -292,7 +292,7 @@ impl ConnectionAcceptor {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.with_fewer_authorities() {
             let tracked: Vec<Arc<TrackedConnection>> = self.connections().tracked.values().cloned().collect();
-            // For thousands of connections this takes as long as so many handshakes.
+            // With thousands of connections this takes as long as thousands of handshakes.
             std::thread::spawn(move || tracked.iter().for_each(|connection| connection.verify(&verifier)));
         }
         for connection in self.connections().tracked.values().filter(|connection| !connection.is_closed()) {

@@ -52,7 +52,7 @@ enum Command {
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// A new certificate and key for whom a directory's are, good for as long as the old one was
+    /// Renew the certificate and key in a directory, with the validity of the old one
     Renew {
         /// Directories that `issue` wrote
         #[arg(required = true, value_name = "DIRECTORY")]

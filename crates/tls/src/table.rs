@@ -11,8 +11,7 @@ use crate::credentials::{Credentials, Files};
 use crate::tls::Tls;
 
 config_struct! {
-    /// Certificates: who this part is, and whom it believes. Without this table connections are neither encrypted nor
-    /// authenticated.
+    /// Own certificate and trusted authorities. Without this table connections are neither encrypted nor authenticated.
     struct Table {
         /// File with the authorities' certificates (PEM), relative to this one; several while one takes over from another.
         ca: Spanned<PathBuf>,
@@ -23,7 +22,7 @@ config_struct! {
     }
 }
 
-/// `[tls]`, if TLS can use the files that it names: they are looked at while the file is read, whatever else is wrong there.
+/// `[tls]`, if its files are usable for TLS: they are checked while the file is read, even if other keys are wrong.
 impl FromToml for Files {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let Table { ca, certificate, key } = Table::read(value, reader)?;

@@ -8,10 +8,10 @@
  *
  * 2. The kernel reuses the pages as they return, so a frame holds what its last use left. generate() writes all of it.
  *
- * 3. Established packets come from an array, in the order that user space has drawn. The client of a new connection is a
- *    number that never repeats, so each SYN is of a connection that the load balancer has not seen.
+ * 3. Established packets are read from an array, in an order drawn by user space. The client of a new connection is a
+ *    number that never repeats, so each SYN is of an unknown connection.
  *
- * 4. swap_macs() is the floor, read_echo() adds the read of a cookie. sink() receives the frames that come back.
+ * 4. swap_macs() is the floor, read_echo() adds the read of a cookie. sink() receives the returned frames.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -57,7 +57,7 @@ const volatile __u32 target;
 
 #define SOURCE_MASK ((1ull << 48) - 1)
 
-/* The number'th client: one to one in 48 bits, so that no address and port come twice. */
+/* The number'th client: one to one in 48 bits, so that no address and port repeat. */
 static __always_inline __u64 new_client(__u64 number)
 {
 	__u64 client = (number * 0x9e3779b97f4a7c15ull) & SOURCE_MASK;

@@ -31,7 +31,7 @@ impl Certificates {
         Ok(Files { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
     }
 
-    /// `[tls]` of somebody's file, with a new certificate. Fails when it cannot be written.
+    /// `[tls]` of a daemon's file, with a new certificate. Fails when it cannot be written.
     pub fn table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let Files { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))

@@ -35,12 +35,12 @@ impl Default for Args {
 const PER_CLIENT: u32 = 20_000;
 const FIRST_PORT: u16 = 10_000;
 
-/// Connections that nobody has accepted: each of the server's sockets is there without a descriptor, of which a process
-/// has not so many.
+/// Connections that are never accepted: each of the server's sockets exists without a descriptor, of which a process
+/// has too few.
 const BACKLOG: i32 = 1 << 20;
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root; when there can be no more
-/// sockets.
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or when no more sockets are
+/// available.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench counting makes a network namespace: run it as root");
     let args = args.clone();
@@ -91,7 +91,7 @@ impl Server {
         Ok(Self { _listener: listener, address, open: 0 })
     }
 
-    /// Opens connections until there are so many; each is closed by its client.
+    /// Opens connections up to this number; each is closed by its client.
     fn open(&mut self, connections: u32) -> anyhow::Result<()> {
         for number in self.open..connections {
             let client = tcp_socket()?;

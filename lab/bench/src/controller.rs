@@ -173,7 +173,7 @@ impl Controller {
         Ok(self.certificates.as_ref().map(|all| all.table(role, name)).transpose()?.unwrap_or_default())
     }
 
-    /// A connection of somebody's own, once it listens.
+    /// Connects as this role and name, once the controller listens.
     pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
         self.listens().await?;
         let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
@@ -333,7 +333,7 @@ pub(crate) async fn subscribe(
         .load_balancer(ReceiverStream::new(receiver))
         .await?
         .into_inner();
-    // The stream lives as long as somebody could still say something.
+    // The stream lives as long as a message may still be sent.
     tokio::spawn(async move {
         sender.closed().await;
     });

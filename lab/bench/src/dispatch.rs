@@ -2,8 +2,8 @@
 //! the kernel.
 //!
 //! Programs of type sk_reuseport cannot be test-run. So real requests go over the loopback of a network namespace to
-//! sockets of this process, and the kernel says how long the programs ran (BPF_ENABLE_STATS): its two clock reads are
-//! in every figure and not in the differences.
+//! sockets of this process, and the kernel measures the programs (BPF_ENABLE_STATS): its two clock reads are in every
+//! figure and not in the differences.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -135,7 +135,7 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
     Ok(())
 }
 
-/// Measured program above, or beside, the dispatch.
+/// Baseline program for the dispatch.
 #[derive(Debug, Clone, Copy)]
 enum Floor {
     /// Leaves the choice to the kernel.
@@ -144,7 +144,7 @@ enum Floor {
     Selects,
 }
 
-/// Services that are none of a policy, and stand before those.
+/// Services of the baselines, before those of the policies.
 const FLOORS: usize = 2;
 
 /// A service with as many workers as sockets, all of them here.
@@ -253,7 +253,7 @@ impl Service {
         let mut buffer = [0; 64];
         for worker in &self.workers {
             while let Ok((length, client)) = worker.recv_from(&mut buffer) {
-                // The client does not read: its full buffer drops what nobody wants.
+                // The client does not read: its full buffer drops the responses.
                 _ = worker.send_to(&buffer[..length], client);
             }
         }

@@ -110,7 +110,7 @@ struct Rack {
 }
 
 impl Rack {
-    /// Connects with all its agents, and makes its summaries by what the controller says of them.
+    /// Connects with all its agents, and makes its summaries by the controller's configuration.
     async fn connect(
         args: &Args,
         controller: &mut Controller,

@@ -10,7 +10,7 @@ pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     // SAFETY: takes no pointers.
     let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
     ensure!(result >= 0, "BPF_ENABLE_STATS: {}", std::io::Error::from_raw_os_error(-result));
-    // SAFETY: a new descriptor that nobody else has.
+    // SAFETY: a new descriptor, owned by nothing else.
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 

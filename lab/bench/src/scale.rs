@@ -92,7 +92,7 @@ pub struct Window {
     sent_to_kernel: Vec<(f64, f64)>,
 }
 
-/// Looks at the controller for so long. `sent`: what was sent to it so far. Fails when it does not answer.
+/// Observes the controller for this time. `sent`: reports sent to it so far. Fails when it does not answer.
 pub async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
     let asking = controller.asking().await?;
     let accepted = async || {
@@ -101,7 +101,7 @@ pub async fn window(length: Duration, controller: &mut Controller, sent: &Atomic
         anyhow::Ok((status.accepted_reports as f64, tables as f64, Instant::now()))
     };
     let first = accepted().await?;
-    // Answers about thousands of servers take a while, and what comes meanwhile waits: that is none of what is measured.
+    // Answers about thousands of servers take a while and delay other requests, which must not be measured.
     sleep(SETTLE).await;
     let before = scrape(controller.metrics)?;
     sleep(SETTLE).await;

@@ -101,10 +101,10 @@ impl Wire {
     fn open() -> anyhow::Result<Self> {
         let protocol = libc::ETH_P_IP as u16;
         let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
-        // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+        // SAFETY: socket() returns a new descriptor, owned by nothing else, or -1, which is checked.
         let socket = unsafe { libc::socket(libc::AF_PACKET, kind, i32::from(protocol.to_be())) };
         Errno::result(socket).context("a packet socket")?;
-        // SAFETY: the descriptor was just made and is owned by nobody else.
+        // SAFETY: the descriptor is new and owned by nothing else.
         let socket = unsafe { OwnedFd::from_raw_fd(socket) };
         // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
         let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
@@ -178,7 +178,7 @@ fn first_packets(services: u32, began: Instant) -> anyhow::Result<Start> {
     Ok(Start { first: first.unwrap_or(all), all })
 }
 
-/// From when a change was wanted to when it was acknowledged, and to when packets see it.
+/// Times from a change's request to its acknowledgement, and to its effect on packets.
 struct Change {
     acknowledged: Duration,
     in_kernel: Duration,

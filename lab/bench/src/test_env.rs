@@ -103,8 +103,8 @@ pub fn make_network() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Agents that pretend have what the load balancer beside them leaves, from when it wants it: in life they are elsewhere. To be
-/// called in their thread.
+/// Gives the load balancer precedence over the emulated agents, which in reality run elsewhere. To be called in their
+/// thread.
 fn yield_to_others() -> anyhow::Result<()> {
     let priority = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.

@@ -41,7 +41,7 @@ impl Default for Args {
 }
 
 impl Args {
-    /// So many rounds, each as long as usual.
+    /// This number of rounds, each as long as by default.
     pub fn for_rounds(rounds: u32) -> Self {
         Self { rounds, ..Self::default() }
     }

@@ -1,5 +1,5 @@
-//! README and docs against what is there: links and their anchors, `make` targets, commands with their flags. What is told and
-//! not there is a mistake, and named with its file.
+//! README and docs against the repository: links and their anchors, `make` targets, commands with their flags. Each
+//! mistake is named with its file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -124,7 +124,7 @@ fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a
     })
 }
 
-/// First word of a command that does not exist. Optional parts stand in brackets: `[--fix]`.
+/// Returns the first word of a command that does not exist. Optional parts are in brackets: `[--fix]`.
 fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
     let mut command = of.clone();
     command.build();

@@ -1,4 +1,4 @@
-//! The figures that are measured on this machine; `coreward_sim::figure::live` says how one is added.
+//! The figures that are measured on this machine; `coreward_sim::figure::live` describes how to add one.
 
 use coreward_bench::figure;
 use coreward_dataplane::capabilities;

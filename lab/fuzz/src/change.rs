@@ -29,7 +29,7 @@ pub enum Change {
     LimitEntries(Option<u32>),
     /// The time as packets see it.
     Clock(Clock),
-    /// User space looks for expired entries of the connection table.
+    /// User space searches the connection table for expired entries.
     Sweep,
     /// Entries of the connection table are freed.
     Free(Vec<ConnectionIndex>),

@@ -21,7 +21,7 @@ pub struct FuzzArgs {
 enum Command {
     /// Generated packets, a changing state: every verdict, byte, counter and map entry
     Packets(Packets),
-    /// Whether connections stay with their server while servers, load balancers and keys come and go
+    /// Check that connections stay with their server while servers, load balancers and keys change
     Consistency(Consistency),
 }
 

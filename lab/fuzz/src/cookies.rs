@@ -5,8 +5,8 @@
 //! * A random echo names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
 //!   server that is not known.
 //! * A cookie taken to another connection (another 4-tuple) is a random echo there.
-//! * Of one's own valid cookie, flipping any bit of the low 16 is a random echo, too, whatever the ids are (the key
-//!   bit: under the other key). Flipping the upper 16 bits (the time) changes nothing.
+//! * A flip of any bit of the low 16 of one's own valid cookie is a random TSecr, too, for all ids (the key bit: under
+//!   the other key). Flipping the upper 16 bits (the time) changes nothing.
 //!
 //! Not claimed: a client that tries all 2^14 values of one connection reaches every server, with one packet each, as
 //! with any 14 bits.
@@ -74,8 +74,8 @@ pub struct Cookies {
 }
 
 impl Cookies {
-    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program beside its reference model. Fails
-    /// when `with_program`, without the right to load it.
+    /// With `servers` random ids (at most 16,384). `with_program`: the BPF program with its reference model; this fails
+    /// without the right to load it.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };

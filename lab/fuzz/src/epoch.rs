@@ -103,7 +103,7 @@ impl Epoch {
         Ok(())
     }
 
-    /// Gives the next packet, which then stands in `self.packet`, to the harness.
+    /// Passes the next packet, in `self.packet`, to the harness.
     fn packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
         generate::packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;

@@ -103,7 +103,7 @@ impl Ip {
             ICMP => ones_complement_sum(payload, 0),
             _ => transport_sum(&header[start..], self.protocol, payload),
         };
-        // 0 in UDP says that there is none (RFC 768).
+        // 0 in UDP means no checksum (RFC 768).
         let sum = if self.protocol == UDP && sum == 0xffff { 0xffff } else { !sum };
         put(payload, at, sum);
     }

@@ -33,7 +33,7 @@ const MODES: [Consistency; 7] = [
     Consistency::HashTable,
     Consistency::Beamer,
 ];
-/// First packets that are remembered because they were told an entry.
+/// First packets kept because they were given an entry.
 const INDEXED: usize = 2048;
 
 /// A connection that was given an entry of the connection table.
@@ -84,7 +84,7 @@ pub struct GenState {
     /// Fixed setup, and the present keys.
     pub setup: Setup,
     pub services: Vec<Planned>,
-    /// Connections that packets come back to.
+    /// Connections that packets use again.
     pub clients: Vec<(Ipv4Addr, u16)>,
     /// Connections with an entry, or that had one.
     pub indexed: Vec<Indexed>,
@@ -256,7 +256,7 @@ impl GenState {
         let rule = rng.pick(&self.rules);
         let mut table = PlacementTable::random(rule, self.generation, groups, &servers, &mut rng.0);
         if rng.chance(1, 20) {
-            // A pool of which nobody can take a connection.
+            // A pool without a server that can take a connection.
             table.members.clear();
             table.consistent.clear();
             table.consistent_before.clear();

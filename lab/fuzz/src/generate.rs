@@ -110,15 +110,14 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// A server's packet to a client, if the service has LB-side stamping and a server; otherwise a packet that nobody
-/// looks at.
+/// A server's packet to a client, if the service has LB-side stamping and a server; otherwise an unrelated packet.
 fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped: Vec<&Planned> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
     let planned = if lb_stamped.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped) };
     let (client, source) = (client(state, rng), planned.vip);
     let mut address = OWN_MAC;
     rng.fill(&mut address);
-    // Few of them, so that each is heard several times.
+    // Few of them, so that each repeats.
     if !planned.addresses.is_empty() && !rng.chance(1, 20) {
         address = planned.addresses[rng.below(planned.addresses.len().min(4))];
     }

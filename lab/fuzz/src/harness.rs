@@ -32,8 +32,8 @@ pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
 /// The time key of servers, and of services that load balancers stamp.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Deliveries to all servers: one per second, and so many at once that they never run out by themselves. Whether there
-/// is a token is then a change of the state ([`Change::Tokens`]), and not a matter of time.
+/// Broadcast rate: one per second, and a burst that never runs out by itself. Whether there is a token is then a change
+/// of the state ([`Change::Tokens`]), and not a matter of time.
 const BROADCAST: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
@@ -340,8 +340,8 @@ impl Harness {
         differ(&format!("the counters of service {service}"), expected, found, named)
     }
 
-    /// Whether all else is the same, too: what a packet's own comparison does not look at. Without the flow table and
-    /// the connection table, which take long to read.
+    /// Compares all state that a packet's own comparison omits, without the flow table and the connection table, which
+    /// take long to read.
     pub fn compare_state(&self) -> Option<Difference> {
         let instance = self.instance.as_ref()?;
         let memory = &instance.memory;

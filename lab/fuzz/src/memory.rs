@@ -1,5 +1,5 @@
-//! The maps of a loaded `bpf/lb/lb.bpf.c`, reached by the program's id: what the load balancer's own interface does not
-//! show, because nobody but a test would look.
+//! The maps of a loaded `bpf/lb/lb.bpf.c`, reached by the program's id: parts that the load balancer's own interface
+//! does not show, because only tests need them.
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;

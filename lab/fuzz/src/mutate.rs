@@ -12,7 +12,7 @@ pub const LONGEST: usize = 2048;
 
 const INTERESTING: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
-/// Random bytes: all of them, or behind what makes the program look at them.
+/// Random bytes: a whole frame, or a payload behind valid headers.
 pub fn random(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.resize(SHORTEST + rng.below(200), 0);
     rng.fill(packet);

@@ -79,7 +79,7 @@ impl Shrinker {
         Ok(())
     }
 
-    /// The last packet shorter, and with zeros where nothing depends on what stands there.
+    /// Shortens the last packet, and zeroes bytes that do not matter.
     fn simpler_packet(&self, shrunk: &mut Shrunk) -> anyhow::Result<()> {
         let with = |shrunk: &mut Shrunk, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = shrunk.steps.clone();

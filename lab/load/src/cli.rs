@@ -75,8 +75,8 @@ pub struct LoadArgs {
     /// instead of leaving them to the server
     #[arg(long, value_name = "FACTOR", value_parser = positive)]
     pub multiplier: Option<f64>,
-    /// Beside the load a measuring stream of short requests (the first type of --mix, the shortest of --service): so many a
-    /// second, Poisson, counted apart
+    /// Rate per second of a separate, measured stream of short requests (the first type of --mix, the shortest of
+    /// --service), Poisson
     #[arg(long, value_name = "RATE", value_parser = positive)]
     pub measure: Option<f64>,
     /// Keys that requests ask for: user0000000000 and on, all alike
@@ -108,7 +108,7 @@ pub struct LoadArgs {
 pub enum TransportName {
     /// The key-value server's protocol, one request per datagram
     Udp,
-    /// The paced server's protocol on connections that stay open; each request says how long it takes, in whole us
+    /// The paced server's protocol on connections that stay open; each request has its duration, in whole us
     Tcp,
     /// DNS: --query for each class of --mix, one per datagram
     Dns,
@@ -134,8 +134,8 @@ fn path(text: &str) -> Result<String, String> {
     if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
 
-/// Loads a service and says what became of it. Fails when an option makes no sense, a source cannot be bound, or there
-/// is no way to the target.
+/// Loads a service and returns the report. Fails when an option is invalid, a source cannot be bound, or the target is
+/// unreachable.
 pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
     let report = measure(args)?;
     Ok(report.printed(args.format))

@@ -39,7 +39,7 @@ impl Epoll {
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
         let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-        // SAFETY: just made, owned by nobody else.
+        // SAFETY: new, owned by nothing else.
         let set = unsafe { OwnedFd::from_raw_fd(set) };
         Ok(Self { set, ready: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
@@ -62,8 +62,8 @@ impl Epoll {
         Ok(())
     }
 
-    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it for ever. A signal ends the
-    /// waiting early.
+    /// Waits until something is ready, or until `until_ns` of [`now_ns`]; without it indefinitely. A signal ends the
+    /// wait early.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
         let timeout = until_ns.map(|until_ns| {
             let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
@@ -83,8 +83,8 @@ impl Epoll {
     }
 }
 
-/// The next connection that waits at a listener that does not block, with which nobody blocks either; `None`: there is
-/// none. Fails when the process has no descriptors left.
+/// Accepts the next connection of a non-blocking listener, as non-blocking; `None`: there is none. Fails when the
+/// process has no descriptors left.
 pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     loop {
         match listener.accept() {

@@ -1,4 +1,4 @@
-//! The generator: sends what is due when it is due, whatever became of what was sent before.
+//! The generator: sends each request when it is due, whatever happened to earlier ones.
 //!
 //! A latency counts from when the request was *due*, not from when it was sent: a stalled server, or a late generator,
 //! cannot hide behind requests that were not sent meanwhile ("coordinated omission"). It counts to the kernel's time
@@ -15,7 +15,7 @@ use crate::workload::Workload;
 
 /// Time between start and the first moment at which something may be due (ns).
 const LEAD_NS: u64 = 10_000_000;
-/// Overdue requests are sent in turns of at most so many, so that responses are read in between.
+/// Overdue requests are sent in batches of this size, so that responses are read in between.
 const TURN: usize = 64;
 /// Interval of the progress (ns).
 const PROGRESS_NS: u64 = 100_000_000;
@@ -51,9 +51,9 @@ struct Generator<'a> {
     results: Results,
 }
 
-/// Sends what the streams want sent, over `transport`, and returns when the last request is answered or lost.
-/// `progress` is called now and then with the time since the start (ns) and what there is so far, which it may
-/// [`Results::stop`]. `intervals`: record them, too. Fails when the transport fails for good.
+/// Sends the requests of the streams over `transport`, and returns when the last one is answered or lost. `progress` is
+/// called now and then with the time since the start (ns) and the results so far, which it may [`Results::stop`].
+/// `intervals`: record them, too. Fails when the transport fails for good.
 pub fn run(
     streams: Vec<Stream>,
     transport: &mut dyn Transport,
@@ -83,7 +83,7 @@ pub fn run(
 }
 
 impl Generator<'_> {
-    /// Sends what is due, takes in what has come. `false`: everything is settled.
+    /// Sends due requests and receives responses. `false`: everything is settled.
     fn turn(&mut self) -> io::Result<bool> {
         let end_ns = self.results.window.end;
         let mut next = self.next_stream(end_ns);
@@ -107,7 +107,7 @@ impl Generator<'_> {
         Ok(true)
     }
 
-    /// The stream whose next request is due first, and when; `None` when all have come to their end.
+    /// Returns the stream whose next request is due first, and its time; `None` when all have ended.
     fn next_stream(&self, end_ns: u64) -> Option<(usize, u64)> {
         let due = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_ns());
         due.enumerate().filter(|(_, due_ns)| *due_ns < end_ns).min_by_key(|(_, due_ns)| *due_ns)

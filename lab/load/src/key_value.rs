@@ -7,8 +7,8 @@
 //! pair      0 key length | 1 zero | 2 value length (16) | 4 key | value
 //! ```
 //!
-//! Type, worker and id stand at the same places in every datagram: whoever dispatches requests finds them without
-//! knowing anything else. A datagram with other lengths than its header says is no request, and is not answered.
+//! Type, worker and id have the same offset in every datagram, so a dispatcher finds them without knowing anything
+//! else. A datagram whose lengths differ from its header is no request, and is not answered.
 
 use std::fmt;
 
@@ -99,7 +99,7 @@ pub enum BadRequest {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Request<'a> {
     pub request_type: RequestType,
-    /// Comes back in the response.
+    /// Returned in the response.
     pub id: u32,
     /// Service time for a paced server (ns); 0: by its table.
     pub service_ns: u32,

@@ -4,7 +4,7 @@
 //! * [`dns`]: as much of DNS as it takes to load a server
 //! * [`request_type`]: kinds of requests, and how long each takes; [`workload`]: which are sent; [`arrivals`]: when
 //! * [`generator`]: sends them, over a [`transport`], and knows which are [`outstanding`]
-//! * [`results`]: what became of them; [`report`], [`histogram_log`]: what is told of it; [`cli`]: the command
+//! * [`results`]: outcomes; [`report`], [`histogram_log`]: output; [`cli`]: the command
 //! * [`receive`]: when the kernel received something; [`event_loop`]: waiting
 
 pub mod arrivals;

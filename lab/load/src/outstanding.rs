@@ -13,7 +13,7 @@ pub struct Sent {
 #[derive(Debug)]
 struct Entry {
     sent: Sent,
-    /// The parts of its response that have come, by number.
+    /// Received parts of its response, by number.
     parts: u128,
     answered: bool,
 }
@@ -28,7 +28,7 @@ pub enum Answered {
     Duplicate,
     /// Its request's time was over, and is forgotten.
     Late,
-    /// To a request that nobody sent.
+    /// No such request was sent.
     Unknown,
 }
 
@@ -79,8 +79,8 @@ impl Outstanding {
         Answered::Complete(entry.sent)
     }
 
-    /// Forgets those that were due before `moment_ns` and tells each that was not answered. Requests must have been
-    /// added in the order in which they were due.
+    /// Forgets those that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must have
+    /// been added in the order in which they were due.
     pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(Sent)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
             if !entry.answered {

@@ -1,6 +1,6 @@
 //! Protocol of load generators and the testbed's paced server over TCP: 8 bytes each way, little-endian.
 //!
-//! Requests may be sent before earlier ones are answered; answers come in the order of the requests.
+//! Requests may be sent before earlier ones are answered; answers arrive in the order of the requests.
 
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -14,11 +14,11 @@ pub const SERVICE_MAX_US: u32 = 10_000_000;
 pub struct Request {
     /// Time for which a core is busy (us), at most [`SERVICE_MAX_US`].
     pub service_us: U32,
-    /// Comes back in the response.
+    /// Returned in the response.
     pub id: U32,
 }
 
-/// Says that the work was done, and by whom.
+/// Confirms the work, and names the worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Response {
@@ -34,10 +34,10 @@ pub struct Response {
 pub const MESSAGE_BYTES: usize = size_of::<Request>();
 const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
 
-/// Bytes as they come from a socket, cut into messages of [`MESSAGE_BYTES`].
+/// Bytes from a socket, cut into messages of [`MESSAGE_BYTES`].
 #[derive(Debug, Default)]
 pub struct Messages {
-    /// The beginning of a message whose rest has not come yet.
+    /// The beginning of an incomplete message.
     partial: Vec<u8>,
 }
 

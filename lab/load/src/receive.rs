@@ -1,4 +1,4 @@
-//! Receiving with the time at which the kernel had it: how late a process comes to read is not the packet's age.
+//! Receiving with the kernel's arrival time: a process that reads late does not make the packet older.
 
 use std::io::{self, IoSliceMut};
 use std::net::SocketAddrV4;
@@ -43,8 +43,8 @@ impl Receiver {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }
 
-    /// Receives a datagram, or what there is of a stream. Waits if the socket does. Fails as recvmsg(2): WouldBlock
-    /// when there is nothing, ConnectionRefused when nobody listened.
+    /// Receives a datagram, or the available part of a stream. Waits if the socket does. Fails as recvmsg(2):
+    /// WouldBlock when there is nothing, ConnectionRefused without a listener.
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<Received> {
         let mut slices = [IoSliceMut::new(buffer)];
         let socket = socket.as_fd().as_raw_fd();
@@ -64,8 +64,8 @@ impl Receiver {
     }
 }
 
-/// A moment of the past by CLOCK_REALTIME, which the kernel's stamps are of, by CLOCK_MONOTONIC, which nobody sets. Its age
-/// is taken now, so that a step of the clock (NTP) can only touch what was on its way at that moment.
+/// Converts a past time of CLOCK_REALTIME, as in the kernel's stamps, to CLOCK_MONOTONIC. Its age is taken now, so that
+/// a step of the clock (NTP) only affects packets under way at that moment.
 fn monotonic_ns(at: TimeSpec) -> u64 {
     let nanoseconds = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
     let real_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
@@ -83,14 +83,14 @@ mod tests {
         let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
         receiver.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         Receiver::enable(&receiver).unwrap();
-        // The kernel begins to stamp a moment after the first socket asks for it (net_enable_timestamp defers to a work
-        // queue); what has no stamp gets the time of reading. When the machine stands still between the readings of two clocks,
-        // the time is off, too.
+        // The kernel begins to stamp some time after the first socket requests it (net_enable_timestamp defers to a
+        // work queue); packets without a stamp get the time of reading. A pause of the machine between two clock reads
+        // also shifts the time.
         let in_time = (0..20).any(|_| arrived_when_it_was_sent(&receiver, &sender));
         assert!(in_time, "20 of 20 have the time of reading");
     }
 
-    /// Sends a datagram, reads it late, and says whether it arrived when it was sent.
+    /// Sends a datagram, reads it late, and returns whether its arrival time is its send time.
     fn arrived_when_it_was_sent(receiver: &UdpSocket, sender: &UdpSocket) -> bool {
         let before_ns = now_ns();
         sender.send_to(b"sent", receiver.local_addr().unwrap()).unwrap();

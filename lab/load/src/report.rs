@@ -74,11 +74,11 @@ pub struct Report {
     pub completed: u64,
     pub classes: Vec<ClassReport>,
     pub measure: Option<ClassReport>,
-    /// Lateness of the generator. Much more than the latencies that matter says that the machine was too busy.
+    /// Lateness of the generator. If it is much more than the latencies of interest, the machine was too busy.
     pub lateness_us: Latency,
     /// Requests answered, load and measuring stream, by who answered.
     pub workers: Vec<WorkerReport>,
-    /// Responses that had come before.
+    /// Repeated responses.
     pub duplicates: u64,
     /// Responses after the time-out (or once more long after the first).
     pub late: u64,

@@ -33,7 +33,7 @@ pub struct Results {
     pub lateness: Histogram<u64>,
     /// Requests answered, by who answered.
     pub workers: BTreeMap<Worker, u64>,
-    /// Responses that had come before.
+    /// Repeated responses.
     pub duplicates: u64,
     /// Responses after the time-out.
     pub late: u64,
@@ -42,7 +42,7 @@ pub struct Results {
     pub errors: Errors,
     /// Time when the last request was settled (ns since the start).
     pub ended_ns: u64,
-    /// Latencies of each class in the present interval; empty when nobody asked for them.
+    /// Latencies of each class in the present interval; empty unless requested.
     intervals: Vec<Histogram<u64>>,
 }
 

@@ -98,7 +98,7 @@ impl fmt::Display for Mix {
     }
 }
 
-/// A distribution of service times, in microseconds where it says so: `exp:3`, or as `coreward-lab sim rpc` takes it.
+/// A distribution of service times: in microseconds as `exp:3`, or as in `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
     service: Service,

@@ -1,4 +1,4 @@
-//! The real agent in a guest: `coreward agent rss`, and the daemon with a controller beside it.
+//! The real agent in a guest: `coreward agent rss`, and the daemon with a controller.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -72,7 +72,7 @@ pub struct Watched {
     pub verdict: String,
 }
 
-/// Starts `coreward agent rss` and waits until it watches. Fails when it does not come to that.
+/// Starts `coreward agent rss` and waits until it samples. Fails when it does not.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
     let limit = START_LIMIT.as_secs();
     guest.run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOWS} --json"))?;
@@ -83,7 +83,7 @@ pub fn start_watch(guest: &mut Guest) -> Result<()> {
 
 /// Waits until it has seen all SYNs; what it printed. Fails when it fails or prints something else.
 pub fn end_watch(guest: &mut Guest) -> Result<Watched> {
-    // Its status says what its verdict says.
+    // Its exit status agrees with its verdict.
     guest.try_run("finished rss", START_LIMIT + NOTICE_LIMIT)?;
     let (mut shown, mut syns, mut judged) = (None, Vec::new(), None);
     for text in guest.run("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
@@ -107,8 +107,8 @@ fn rss(key: &str, table: &[u32]) -> Result<Rss> {
 pub struct Daemons;
 
 impl Daemons {
-    /// Starts both and waits until the agent has told the controller that the NIC holds `wanted`. Fails when it does
-    /// not come to that; with the end of both logs.
+    /// Starts both and waits until the agent has reported that the NIC has `wanted`. Fails, with the end of both logs,
+    /// when it does not.
     pub fn start(guest: &mut Guest, wanted: &Rss) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
@@ -137,7 +137,8 @@ impl Daemons {
         matched.with_context(|| logs(guest))
     }
 
-    /// Waits until the agent's warnings say, or no longer say, that the table is not in force. Fails when they do not.
+    /// Waits until the agent warns, or no longer warns, that the table is not in force. Fails when that does not
+    /// happen.
     pub fn wait_for_warning(&self, guest: &mut Guest, expected: bool) -> Result<()> {
         let warned = poll(guest, NOTICE_LIMIT, |guest| {
             let Some(server) = server(guest)? else { return Ok(None) };
@@ -156,8 +157,8 @@ impl Daemons {
     }
 }
 
-/// A controller and a load balancer, until its table is in force: it waits for RCU grace periods. Fails when it does
-/// not come to that; with the end of both logs.
+/// Runs a controller and a load balancer until its table is in force: it waits for RCU grace periods. Fails, with the
+/// end of both logs, when it does not.
 pub fn balance(guest: &mut Guest) -> Result<String> {
     guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run("start controller coreward controller --config /etc/controller.toml")?;

@@ -149,7 +149,7 @@ impl Case {
         }
         for setting in settings {
             self.check_setting(setting, &mut guest, &wire, tally)?;
-            // Next to the driver's own state: with the table that the agent will put back.
+            // Next to the driver's own state: with the table that the agent will restore.
             if setting.name == FRESH && self.nic != Nic::Vmxnet3 {
                 let managed = self.manage(&mut guest, &wire, tally);
                 managed.unwrap_or_else(|error| tally.check(&self.named("manage_rss"), Err(error)));
@@ -262,7 +262,7 @@ impl Case {
     }
 }
 
-/// `coreward check-kernel`, which says `ok` or the verifier's complaint of each program.
+/// `coreward check-kernel`, which prints `ok` or the verifier's error for each program.
 fn check_kernel(guest: &mut Guest) -> Result<String> {
     let (status, said) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_LIMIT)?;
     let programs: Vec<&str> = said.split_whitespace().collect();

@@ -225,7 +225,7 @@ impl Measured {
     }
 }
 
-/// Measures until the result is `good`, at most [`MEASUREMENTS`] times: the daemons' own load comes and goes.
+/// Measures until the result is `good`, at most [`MEASUREMENTS`] times, because the daemons' own load varies.
 fn measure_until(wire: &Wire, segment: &Segment, first: u8, good: impl Fn(&Placed) -> bool) -> Result<Measured> {
     let mut measured = Measured { placed: Placed::new(), good: false, next_round: first };
     for _ in 0..MEASUREMENTS {

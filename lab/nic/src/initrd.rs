@@ -117,7 +117,7 @@ fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) ->
     Ok(())
 }
 
-/// ethtool comes from Debian's packages and `coreward` from this machine: two C libraries, so ethtool gets a folder.
+/// ethtool is from Debian's packages and `coreward` from this machine: two C libraries, so ethtool gets a folder.
 fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     let (program, libraries) = packages.ethtool();
     archive.add("ethtool/ethtool", EXECUTABLE, &read(&program)?);
@@ -130,8 +130,8 @@ fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     Ok(())
 }
 
-/// The binary without its debug information (by way of the file `stripped`), and what `ldd` says it needs, at the same
-/// paths.
+/// The binary without its debug information (by way of the file `stripped`), and the libraries that `ldd` lists, at the
+/// same paths.
 fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
     run(tied("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
     archive.add("bin/coreward", EXECUTABLE, &read(stripped)?);

@@ -115,7 +115,7 @@ fn prepare(arguments: &Arguments) -> Result<(Parts, Flock<fs::File>)> {
     Ok((Parts { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
 }
 
-/// A lock that ends with this process, in whatever way it ends.
+/// A lock that ends with this process, however it ends.
 fn lock(path: &Path) -> Result<Flock<fs::File>> {
     let file = fs::File::create(path)?;
     let busy = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {

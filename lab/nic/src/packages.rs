@@ -1,8 +1,8 @@
 //! Contents of the guests: Debian packages, fetched at run time into a folder of our own, never installed.
 //!
 //! apt-get gets a private configuration: the machine's own Debian mirrors plus their backports (igb needs QEMU 8), its
-//! own lists, and an empty package status. So QEMU comes with its whole closure of libraries down to libc (37 MB) and
-//! runs from the folder whatever the machine has installed, holds back or removes later; nothing of the system changes.
+//! own lists, and an empty package status. So QEMU has its whole closure of libraries down to libc (37 MB) and runs
+//! from the folder, independent of the machine's packages; nothing of the system changes.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -74,7 +74,7 @@ impl Packages {
         command
     }
 
-    /// Paths at which QEMU looks for its firmware.
+    /// Paths at which QEMU searches its firmware.
     pub fn firmware(&self) -> [PathBuf; 3] {
         ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.folder.join("root/usr/share").join(part))
     }
@@ -176,7 +176,7 @@ impl Apt {
     }
 }
 
-/// The machine's Debian sources and the backports beside them, as lines of sources.list, and the release's name.
+/// The machine's Debian sources and their backports, as lines of sources.list, and the release's name.
 fn sources() -> Result<(String, String)> {
     let mut lines = BTreeSet::new();
     let mut release = None;

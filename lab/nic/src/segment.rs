@@ -89,7 +89,7 @@ fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool)
             Err(_) => return,
         };
         if let Some(reply) = arp_reply(&frame[..length], hosts) {
-            // Lost as on any network: the question comes again.
+            // Lost as on any network: the ARP request is repeated.
             if let Some(from) = from {
                 let _ = sendto(socket.as_raw_fd(), &reply, &from, MsgFlags::empty());
             }

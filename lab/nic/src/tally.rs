@@ -13,7 +13,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts a check; what it measured, or why it failed, stands behind its name.
+    /// Counts a check; the measurement, or the reason of the failure, follows its name.
     pub fn check(&mut self, name: &str, result: Result<String>) {
         match result {
             Ok(measured) => {

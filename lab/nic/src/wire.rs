@@ -33,7 +33,7 @@ pub fn flows() -> impl Iterator<Item = FourTuple> {
 /// [`flows`] with client addresses that differ from round to round; rounds count up to 250.
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
     (0..FLOWS).map(move |flow| {
-        // Steps without a common divisor with 250 and 60,000: no address or port comes twice.
+        // Steps without a common divisor with 250 and 60,000: no address or port repeats.
         let [third, fourth] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
         let client =
             (Ipv4Addr::new(10, 1, ((u16::from(third) + u16::from(round)) % 250) as u8, fourth), 1024 + flow * 907);

@@ -39,8 +39,8 @@ pub struct OtherBalancer {
 }
 
 impl Testbed {
-    /// Starts it; no packet goes there before [`Testbed::announce_other`] says so. Fails when a program is missing or
-    /// refuses something.
+    /// Starts it; packets go there after [`Testbed::announce_other`]. Fails when a program is missing or rejects
+    /// something.
     pub fn start_other_balancer(&self, kind: Kind) -> anyhow::Result<OtherBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;

@@ -30,7 +30,7 @@ enum TestbedCommand {
     Pcc(pcc::PccArgs),
     /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
     Conformance(conformance::Options),
-    /// Everything goes wrong while clients go on: none of their connections may break, no acknowledged change be lost
+    /// Inject faults while clients connect: no connection may break, no acknowledged change be lost
     Chaos(chaos::Options),
     /// `coreward dispatch` under load while workers die and stop, and it is detached and attached; prints what was seen as JSON
     DispatchSoak(dispatch_soak::Options),

@@ -1,8 +1,8 @@
-//! Stock clients and servers through the load balancer while tables and pool change: nothing may break, nothing may be
-//! dropped for its timestamp, and no more may be sent twice than without coreward.
+//! Stock clients and servers through the load balancer while tables and pool change: no connection may break, no packet
+//! be dropped for its timestamp, and no more be retransmitted than without coreward.
 //!
-//! The tables change because the cores' loads do: a thread rewrites the servers' core load files at random, ten times a
-//! second. The pool changes because servers drain and come back, in turn.
+//! The tables change with the cores' loads: a thread rewrites the servers' core load files at random, ten times a
+//! second. The pool changes because servers drain and return, in turn.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -49,7 +49,7 @@ pub struct Outcome {
     pub wrk_errors: u64,
     /// Downloads that came whole.
     pub downloads: u64,
-    /// Downloads that did not, with what curl said of the first few.
+    /// Failed downloads, with curl's errors for the first few.
     pub failed_downloads: Vec<String>,
     /// After its silence the idle connection was answered within (ms); `Err`: it broke, and how.
     pub idle: Result<u64, String>,
@@ -115,11 +115,11 @@ pub fn main(options: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A busy connection may pause this long between two pieces (4 kB/s comes in pieces of a second).
+/// A busy connection may pause this long between two pieces (at 4 kB/s a piece is a second).
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 const SERVERS: u16 = 4;
 const DOWNLOADERS: u32 = 4;
-/// A server drains or comes back this often.
+/// Interval at which a server drains or returns.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
 /// Runs everything in a testbed of its own; `instance` is its name. Fails when something cannot be set up; what breaks
@@ -233,7 +233,7 @@ fn table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u64> {
 }
 
 fn load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BTreeMap<String, u64>> {
-    // The load balancer tells once a second.
+    // The load balancer reports once a second.
     std::thread::sleep(Duration::from_millis(1_500));
     let status = fleet.status(testbed)?;
     let counters = status["load_balancers"][0]["state"]["counters"].as_object();
@@ -272,7 +272,7 @@ fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, 
     TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Says in a paced server's file how long each of its cores has been busy (ns). Fails when it cannot be written.
+/// Writes the cores' busy times (ns) into a paced server's file. Fails when it cannot be written.
 pub fn write_busy(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // In place and whole: readers have the file open.
@@ -299,7 +299,7 @@ pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Resu
     Ok(())
 }
 
-/// One server at a time drains and comes back.
+/// Drains one server at a time, and undrains it.
 fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes: &AtomicU64) -> anyhow::Result<()> {
     let numbers = testbed.server_numbers();
     for turn in 0.. {
@@ -368,7 +368,7 @@ pub(crate) fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
     Ok((requests.with_context(|| format!("wrk printed no requests: {text}"))?, errors.sum()))
 }
 
-/// Whole downloads, and what was said of those that were not.
+/// Returns the number of complete downloads, and the errors of the others.
 fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (left, whole) = (AtomicU64::new(count.into()), AtomicU64::new(0));
     let failed = std::sync::Mutex::new(Vec::new());
@@ -389,7 +389,7 @@ fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)>
     Ok((whole.into_inner(), failed))
 }
 
-/// A download by a curl of its own, with more `options` of curl; `Err`: it did not come whole.
+/// Downloads by one curl with more `options`; `Err`: the download is incomplete.
 pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new("curl");
     command.args(options);

@@ -27,7 +27,7 @@ impl Broken {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
-    /// Counts one; `index` says of which connection where the kind alone does not tell.
+    /// Counts one; `index` identifies the connection where the kind does not.
     pub(crate) fn count(&mut self, failure: &Failure, index: usize) {
         let count = match failure {
             Failure::ClosedEarly => &mut self.closed_early,

@@ -53,7 +53,7 @@ impl BusyFile {
         self.numbers
     }
 
-    /// Nobody is to read it but the workers.
+    /// Unlinks the file: only the workers read it.
     pub(crate) fn forget(&self) -> anyhow::Result<()> {
         fs::remove_file(&self.temporary).with_context(|| format!("cannot remove {}", self.temporary.display()))
     }

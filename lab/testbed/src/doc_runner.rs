@@ -1,6 +1,6 @@
-//! Documents whose commands are run as they are written, so that they cannot rot. A block of shell names its machines after the
-//! language (` ```sh lb1 lb2 `); each is a namespace of the testbed with an `/etc`, `/var` and `/sys/fs/bpf` of its own,
-//! and stand-ins for systemd and for copying over ssh.
+//! Documents whose commands are run as written. A block of shell names its machines after the language (` ```sh lb1 lb2
+//! `); each is a namespace of the testbed with an `/etc`, `/var` and `/sys/fs/bpf` of its own, and stand-ins for
+//! systemd and for copying over ssh.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -124,8 +124,8 @@ impl Fleet {
         testbed.announce(&testbed.load_balancer_numbers())
     }
 
-    /// A load balancer starts anew with nothing in its memory, as after a crash of its kernel; packets to it are lost
-    /// until it has its tables again. Fails when there is no such load balancer, or it is not ready in time.
+    /// Restarts a load balancer without any state, as after a crash of its kernel; packets to it are lost until it has
+    /// its tables again. Fails when there is no such load balancer, or it is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.kill(&load_balancer_name(number))?;
         testbed.forget_load_balancer(number)?;
@@ -237,8 +237,8 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with what else these say, and lets it read it again. Fails when the file cannot be
-    /// written or the controller has ended.
+    /// Writes the controller's file with these options, and reloads it. Fails when the file cannot be written or the
+    /// controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.pool.clone())

@@ -26,13 +26,13 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when nobody accepts it
+    /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when it is not accepted
     /// in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE, source)
     }
 
-    /// Opens a connection to another address. Fails when nobody accepts it in time.
+    /// Opens a connection to another address. Fails when it is not accepted in time.
     pub fn open_to(address: SocketAddrV4, source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None)?;
         if let Some(source) = source {
@@ -69,8 +69,8 @@ impl Connection {
         Ok(Answerer { server: server.parse()?, worker: worker.parse()? })
     }
 
-    /// Whether its packets carry TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS of linux/tcp.h).
-    /// Fails when the kernel does not say.
+    /// Returns whether its packets carry TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS of
+    /// linux/tcp.h). Fails when the kernel does not report it.
     pub fn has_timestamps(&self) -> anyhow::Result<bool> {
         use std::os::fd::AsRawFd as _;
         const TCPI_OPT_TIMESTAMPS: u8 = 1;

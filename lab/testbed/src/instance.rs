@@ -70,7 +70,7 @@ impl Instance {
         Namespace::new(format!("{}{role}", namespace_prefix(&self.name)))
     }
 
-    /// Processes, then namespaces, then pins and files; goes on after a failure and returns the first.
+    /// Removes processes, then namespaces, then pins and files; continues after a failure and returns the first.
     fn remove_remains(&self) -> anyhow::Result<()> {
         let mut outcome = Ok(());
         for namespace in namespace::with_prefix(&namespace_prefix(&self.name)) {

@@ -40,7 +40,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fails when a signal has come.
+/// Fails after a signal.
 pub fn check() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
@@ -48,7 +48,7 @@ pub fn check() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for a moment of CLOCK_MONOTONIC (ns). Fails when a signal has come.
+/// Waits until a time of CLOCK_MONOTONIC (ns). Fails after a signal.
 pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
     loop {
         check()?;
@@ -56,7 +56,7 @@ pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
         if left.is_zero() {
             return Ok(());
         }
-        // In pieces: a signal that comes between check and sleep would otherwise wait for long.
+        // In pieces: a signal between check and sleep would otherwise wait for long.
         std::thread::sleep(left.min(Duration::from_millis(200)));
     }
 }

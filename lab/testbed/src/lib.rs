@@ -1,7 +1,7 @@
 //! A datacentre in network namespaces: for the demo and for every end-to-end test.
 //!
-//! Two things in it are emulated, and said to be wherever they show: RSS (virtual Ethernet has none) and cores (one
-//! machine with two CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
+//! Two parts are emulated, and marked so in all output: RSS (virtual Ethernet has none) and cores (one machine with two
+//! CPUs carries sixteen). Packets, TCP, the load balancer, the agents and the controller are real.
 //!
 //! * [`addresses`]: addresses and names of the hosts
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it
@@ -14,7 +14,7 @@
 //! * [`load`]: replays an arrival log; [`connection_errors`]: how connections break
 //! * [`knot_benchmark`]: Knot DNS as it is, with `coreward dispatch` and without
 //! * [`stream`]: many servers in one process, and a client of connections that last; [`pcc`]: which of them break
-//! * [`chaos`]: everything goes wrong while clients go on; [`preload`]: a wall clock and a disk for each daemon
+//! * [`chaos`]: faults while clients connect; [`preload`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` while everything goes wrong
 //! * [`dispatch_figure`]: `coreward dispatch` and real servers, as figures
 //! * [`doc_runner`]: documents whose commands are run as they are written

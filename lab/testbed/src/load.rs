@@ -1,8 +1,8 @@
 //! The load generator: replays an arrival log against a VIP, open loop, from the client's host.
 //!
-//! Every request has a time at which it is due, whatever became of those before it, and its latency counts from then: a
-//! stalled server cannot hide behind requests that were not sent ("coordinated omission"). Source addresses and
-//! ports are those of the log, so that every policy meets the same 4-tuples.
+//! Every request has a due time, independent of those before it, and its latency counts from then: a stalled server
+//! cannot hide behind requests that were not sent ("coordinated omission"). Source addresses and ports are those of the
+//! log, so that every policy gets the same 4-tuples.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -38,7 +38,7 @@ pub struct LoadArgs {
     /// Service to load
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub vip: SocketAddrV4,
-    /// Address that stands for the log's source address 0; the others follow
+    /// Address for the log's source address 0; the others follow
     #[arg(long, value_name = "ADDRESS")]
     pub first_address: Ipv4Addr,
     /// The log's time 0 by CLOCK_MONOTONIC (ns), so that several can run at the same moments [default: now]
@@ -59,8 +59,8 @@ pub struct LoadReport {
     pub answered: u64,
     /// From when a request was due to its answer.
     pub latency_us: Latency,
-    /// From when a request was due to when it was sent, on connections that were open: how late the load generator
-    /// itself was. More than a millisecond here says that the machine is too busy to measure on.
+    /// Time from a request's due time to its sending, on open connections: lateness of the load generator. With more
+    /// than a millisecond the machine is too busy to measure on.
     pub lateness_us: Latency,
     /// Connections by (server, core) that answered them.
     pub placed: Vec<Placed>,
@@ -288,8 +288,8 @@ impl Client<'_> {
         if event.has(libc::EPOLLIN) { self.receive(index, event.has(libc::EPOLLRDHUP)) } else { Ok(()) }
     }
 
-    /// Reads all there is. A short read says that the socket is empty (epoll(7), question 9), unless the stream's end
-    /// stands behind the data.
+    /// Reads everything. A short read means that the socket is empty (epoll(7), question 9), unless the stream's end
+    /// follows the data.
     fn receive(&mut self, index: usize, ended: bool) -> Result<(), Failure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);

@@ -63,7 +63,7 @@ impl Namespace {
         File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
     }
 
-    /// Kills whatever runs inside, then removes the namespace (and with it every device in it).
+    /// Kills all processes inside, then removes the namespace (and with it every device in it).
     pub(crate) fn remove(&self) -> anyhow::Result<()> {
         self.kill_processes()?;
         ip_batch(None, &format!("netns delete {}\n", self.name))
@@ -103,14 +103,14 @@ fn is_zombie(pid: i32) -> bool {
     status.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// SIGKILL by pidfd: between opening it and `still` the pid cannot come to name another process.
+/// SIGKILL by pidfd: between opening it and `still` the pid cannot be reused.
 fn kill_if(pid: i32, still: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if descriptor < 0 {
         return;
     }
-    // SAFETY: the descriptor was just opened and nobody else owns it.
+    // SAFETY: the descriptor is new and owned by nothing else.
     let pidfd = unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(descriptor as i32) };
     if still() {
         use std::os::fd::AsRawFd as _;

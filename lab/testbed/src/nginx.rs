@@ -29,7 +29,7 @@ pub struct Nginx {
 
 impl Testbed {
     /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP and of the
-    /// server's own address. Fails when there is no such server, or nginx does not start; the error holds what it said.
+    /// server's own address. Fails when there is no such server, or nginx does not start; the error has its output.
     pub fn start_nginx(&self, number: u16) -> anyhow::Result<Nginx> {
         let namespace = self.server(number)?;
         let directory = self.directory().join(format!("nginx-s{number}"));

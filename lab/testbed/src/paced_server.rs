@@ -5,8 +5,8 @@
 //! inherited by all; each worker is a process and waits only for its own. Worker K is called `coreK`.
 //!
 //! A worker's queue is a virtual clock: a request that arrives at t completes at max(t, busy until) + its service time,
-//! which then is when the worker is busy until. The answer is sent when that time has come. How late the machine wakes
-//! us (some 50 us) delays answers but takes nothing away from the core's capacity.
+//! until which the worker is busy. The answer is sent at that time. A late wake-up (some 50 us) delays answers but
+//! takes nothing away from the core's capacity.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -107,7 +107,7 @@ struct Connection {
     messages: Messages,
     /// Requests taken and not yet answered.
     pending: u32,
-    /// The client will send no more.
+    /// The client sends no further bytes.
     ended: bool,
 }
 
@@ -167,7 +167,7 @@ impl<'a> Worker<'a> {
             let job = self.jobs.pop_front().expect("just seen");
             self.answer(&job);
         }
-        // One writer; readers want the number, not an order with other memory.
+        // One writer; readers need no order with other memory.
         busy.store(self.clock.busy_ns(now_ns).to_le(), Ordering::Relaxed);
         Ok(())
     }
@@ -213,7 +213,7 @@ impl<'a> Worker<'a> {
         let response = Response { id: job.id.into(), server: self.server, core: self.core, reserved: [0; 2] };
         let written = connection.stream.write(response.as_bytes());
         connection.pending -= 1;
-        // A client that leaves a full buffer of answers unread does not want them.
+        // A client that leaves a full buffer of answers unread is given up.
         if !matches!(written, Ok(MESSAGE_BYTES)) || (connection.ended && connection.pending == 0) {
             self.connections.remove(&job.connection);
         }

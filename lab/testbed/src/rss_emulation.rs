@@ -92,7 +92,7 @@ pub struct ReceiveQueues {
 }
 
 impl ReceiveQueues {
-    /// Starts to watch; goes on until the device goes. Fails when the program does not load or attach.
+    /// Starts to watch, until the device is removed. Fails when the program does not load or attach.
     pub fn watch(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;

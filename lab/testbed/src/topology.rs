@@ -8,9 +8,9 @@
 //! ```
 //!
 //! Every host is a namespace with one device, `eth0`, whose peer in the switch has the host's name and is a port of the
-//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancers, among
-//! which its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly.
-//! With [`TestbedOptions::router_mtu`] the client stands behind a router, which then chooses: [`crate::uplink`].
+//! bridge. All are in 10.1.0.0/16, one segment. The client reaches VIPs (10.200.0.0/24) by the load balancers, which
+//! its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly. With
+//! [`TestbedOptions::router_mtu`] a router in front of the client chooses: [`crate::uplink`].
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -34,7 +34,7 @@ const LOAD_BALANCERS_MAX: u16 = 32;
 const RACKS_MAX: u16 = 32;
 const CORES_MAX: u16 = 64;
 
-/// [`seeded_rng`]'s stream for the keys that emulated NICs have when they come up.
+/// [`seeded_rng`]'s stream for the initial keys of emulated NICs.
 const PURPOSE_NIC_KEY: u64 = 3;
 
 /// Shape of a testbed.
@@ -57,11 +57,11 @@ pub struct TestbedOptions {
     pub racks: u16,
     /// Addresses of the client, from 10.1.0.7 on (behind a router from 10.2.0.7 on; 1 to 200).
     pub client_addresses: u16,
-    /// The client stands behind a router, and packets to it may have this many bytes (68 to 1500); `None`: on the
-    /// servers' segment.
+    /// MTU (68 to 1500) of the link from a router to the client behind it; `None`: the client is on the servers'
+    /// segment.
     pub router_mtu: Option<u16>,
-    /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. The
-    /// client must stand behind a router.
+    /// Servers reach the client through load balancer 1, whose kernel routes; otherwise they answer it directly. Needs
+    /// a router.
     pub answers_by_load_balancer: bool,
     /// Servers are behind a router: [`crate::server_router`].
     pub routed_servers: bool,
@@ -69,7 +69,7 @@ pub struct TestbedOptions {
     pub vips: u8,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
     pub indirection_entries: usize,
-    /// Seed of the random RSS keys that the emulated NICs have when they come up.
+    /// Seed of the initial RSS keys of emulated NICs.
     pub seed: u64,
 }
 
@@ -133,8 +133,8 @@ pub fn missing_privilege() -> Option<String> {
     map.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// For tests: whether `test` must be skipped here, which it then says by name. scripts/test sets the variable when
-/// scripts/capabilities found that something is missing.
+/// For tests: returns whether `test` must be skipped here, and prints its name then. scripts/test sets the variable
+/// when scripts/capabilities found missing rights.
 pub fn skip_without_privilege(test: &str) -> bool {
     let told =
         std::env::var_os("COREWARD_WITHOUT_RIGHTS").map(|_| "scripts/capabilities says what is missing".to_owned());
@@ -198,7 +198,7 @@ impl Testbed {
 
     fn make_switch(&self) -> anyhow::Result<()> {
         make_namespaces(&[&self.switch])?;
-        // No spanning tree, no snooping: a port forwards at once, and nobody but our hosts says a word.
+        // No spanning tree, no snooping: a port forwards at once, and only our hosts send.
         ip_batch(
             Some(&self.switch),
             "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br0 up\n",
@@ -224,8 +224,8 @@ impl Testbed {
         Ok(())
     }
 
-    /// Adds a load balancer and returns its number, counted from 1. Numbers are not used again. It is no next hop of
-    /// the VIPs before [`Testbed::announce`] says so. Fails when `ip` or the kernel refuse something.
+    /// Adds a load balancer and returns its number, counted from 1 and never reused. [`Testbed::announce`] makes it a
+    /// next hop of the VIPs. Fails when `ip` or the kernel rejects something.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
         if number > LOAD_BALANCERS_MAX {
@@ -253,8 +253,8 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills what runs on a load balancer and removes it with all that is pinned, as if its power had failed. What is
-    /// routed to it is lost until [`Testbed::announce`] says otherwise. Fails when there is no such load balancer.
+    /// Kills the processes of a load balancer and removes it with all its pins, as if its power had failed. Packets
+    /// routed to it are lost until [`Testbed::announce`]. Fails when there is no such load balancer.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
         // A namespace's devices outlive it by some milliseconds; this one is to be gone now.
@@ -264,8 +264,8 @@ impl Testbed {
         self.forget_load_balancer(number)
     }
 
-    /// Removes all that is pinned of a load balancer, as a machine that starts anew has nothing: it forwards no more.
-    /// Fails when something cannot be removed.
+    /// Removes all pins of a load balancer, as at a restarted machine: it no longer forwards. Fails when something
+    /// cannot be removed.
     pub fn forget_load_balancer(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),

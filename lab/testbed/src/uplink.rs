@@ -9,8 +9,8 @@
 //! ports and protocol (fib_multipath_hash_policy=1), so that a connection stays with one as long as the next hops do. A
 //! real data centre has the same from BGP and its routers' ECMP.
 //!
-//! The router's link has a small MTU in one direction only: what the client sends leaves a device of 1500 bytes, so that it
-//! offers segments of 1460 bytes, and the router must tell servers by ICMP that theirs are too long (RFC 1191). The
+//! The router's link has a small MTU in one direction only: the client's packets leave a device of 1500 bytes, so that
+//! it offers segments of 1460 bytes, and the router must report by ICMP that the servers' are too long (RFC 1191). The
 //! ICMP error goes to the VIP, by the same route.
 
 use std::net::Ipv4Addr;

@@ -48,7 +48,7 @@ impl fmt::Display for KeyPhase {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {
-    /// Without peers that have not confirmed the keys, and whatever the age of the present key: connections may break.
+    /// Without peers that have not confirmed the keys, and for any age of the present key: connections may break.
     #[serde(default)]
     pub force: bool,
 }

@@ -138,7 +138,7 @@ fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<
     Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
-/// Serves the API until the result is dropped. Fails when there can be no more threads.
+/// Serves the API until the result is dropped. Fails when no thread can be created.
 pub fn serve(
     listener: Listener,
     acceptor: impl Acceptor,

@@ -56,8 +56,8 @@ fn second() -> u32 {
 ///
 /// `status` (an `Overview`) at once and whenever it changes; `loads` (`Loads`) at the interval; `event` (an `Event`)
 /// for each new one. Events have ids: a client that reconnects with `Last-Event-ID` gets the missed ones; without it,
-/// the newest 100. The stream ends when this controller leads no more, and when tokens and certificates are checked
-/// again (SIGHUP): reconnect then.
+/// the newest 100. The stream ends when another controller leads, and when tokens and certificates are checked again
+/// (SIGHUP): reconnect then.
 #[utoipa::path(
     get, path = "/v1/watch",
     params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Of the last event that was received")),

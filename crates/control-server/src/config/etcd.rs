@@ -45,11 +45,11 @@ config_struct! {
         pub endpoints: Vec<Spanned<Endpoint>>,
         /// Prefix of all keys, unique for the fleet.
         pub prefix: Prefix = Prefix("/coreward".to_owned()),
-        /// How long the fleet has no leader when the leader dies, and how long the leader goes on without etcd; whole seconds.
+        /// Time without a leader after the leader died, and for which the leader continues without etcd; whole seconds.
         pub lease: Spanned<Period<{ 2 * SECOND }, MINUTE>> = Spanned::new(0..0, Period(DEFAULT_LEASE)),
-        /// Address and port at which daemons reach this controller, as in their files; without it what listen says.
+        /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
-        /// https://HOST:PORT at which people reach this controller's API, as its certificate names it; without it what api says.
+        /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
         pub advertise_api: Option<ApiPlace>,
         /// How to speak TLS with etcd.
         pub tls: Option<Spanned<EtcdTlsFile>>,
@@ -59,9 +59,9 @@ config_struct! {
 config_struct! {
     /// `[etcd.tls]`.
     pub struct EtcdTlsFile {
-        /// File with the certificates of the authorities that etcd's certificate must come from (PEM).
+        /// File with the trusted authorities of etcd's certificate (PEM).
         pub ca: PathBuf,
-        /// File with our own certificate (PEM), where etcd wants one.
+        /// File with our own certificate (PEM), if etcd requires one.
         pub certificate: Option<PathBuf>,
         /// File with the key to it (PEM), readable by its owner only.
         pub key: Option<PathBuf>,

@@ -27,7 +27,7 @@ config_struct! {
         pub etcd: Option<Spanned<EtcdFile>>,
         /// Address and port at which metrics are served for Prometheus; without it nowhere.
         pub metrics: Option<SocketAddr>,
-        /// The fleet's file, relative to this one's folder; without it the fleet is what `coreward apply` says.
+        /// The fleet's file, relative to this one's folder; without it `coreward apply` sets the document.
         pub fleet: Option<Spanned<PathBuf>>,
         /// File with the key that agents with manage_rss = true set; without it one is drawn once, then stored.
         pub rss_key_file: Option<Secret<RssKey>>,
@@ -35,7 +35,7 @@ config_struct! {
         pub tls: Option<coreward_tls::Files>,
         /// Certificates that are refused though they are right, as their keys were lost.
         pub revoked_certificates: Vec<Fingerprint>,
-        /// Without `[tls]`: that connections from beyond this host are plain is wanted, and not warned of at every start.
+        /// Without `[tls]`: accept plain connections from other hosts without a warning at every start.
         pub allow_plaintext: bool = false,
     }
     elsewhere {

@@ -27,7 +27,7 @@ pub struct LbRuntime {
 }
 
 impl LbRuntime {
-    /// Starts the thread. Fails when there can be no more threads.
+    /// Starts the thread. Fails when no thread can be created.
     pub fn begin(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)

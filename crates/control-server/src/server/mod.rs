@@ -372,7 +372,7 @@ pub(crate) async fn make(
     {
         return Ok((manager, Err(NotForgotten::Connected(name.clone()).into())));
     }
-    // The disk may be slow: tables and reports go on.
+    // The disk may be slow: tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
         let outcome = manager.make(change, &author);
         (manager, outcome)

@@ -103,7 +103,7 @@ async fn listen(
                     }
                     let relay = RackRelay { rack: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| begin(shared, relay, updates.clone()));
-                    // Its task has ended, and the rack was told why.
+                    // Its task has ended, and the rack has the reason.
                     let _ = agent.send(Ok(message)).await;
                 }
             }

@@ -337,7 +337,7 @@ impl StateManager {
             records.clock = Some(whole_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
-                // Connections are no configuration: they go on record with the next change. A load balancer that
+                // Connections are no configuration: they are recorded with the next change. A load balancer that
                 // returns while the disk is full gets its tables.
                 Err(error) if !is_new && !matches!(error, StoreError::Etcd(_)) => {
                     tracing::warn!(event = "change-not-stored", %error, "a change is not stored yet");

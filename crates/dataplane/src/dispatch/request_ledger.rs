@@ -1,7 +1,7 @@
 //! Ledger of one service: its workers' outstanding requests, read and repaired while the programs write.
 //!
-//! One rule holds for all writers (`bpf/dispatch/state.h`): whoever removes an entry from `requests` by
-//! compare-and-swap subtracts its contribution. User space removes those that will have no response.
+//! One rule holds for all writers (`bpf/dispatch/state.h`): the remover of an entry from `requests` by compare-and-swap
+//! subtracts its contribution. User space removes those that will have no response.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -203,8 +203,8 @@ impl RequestLedger {
         self.state.store(at, weight.bits().into());
     }
 
-    /// Sets the bounds. `rows`: by class, for the workers in `slots`; `first`: the values in slot 0 whatever worker has
-    /// it.
+    /// Sets the bounds. `rows`: by class, for the workers in `slots`; `first`: the values of slot 0, whichever worker
+    /// has it.
     pub(super) fn set_bounds(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
         for (class, row) in rows.iter().take(CLASSES).enumerate() {
             let at = |slot: u32| {

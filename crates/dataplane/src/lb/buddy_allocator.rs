@@ -15,7 +15,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Returns the block of so many bytes at that offset.
+    /// Returns the block of `bytes` at that offset.
     pub fn holding(at: u32, bytes: u32) -> Self {
         Self { at, order: order_of(bytes) }
     }
@@ -33,8 +33,8 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Returns the blocks of a memory of so many bytes, a power of two. All is free but the first block and `used`:
-    /// offsets and bytes.
+    /// Returns the blocks of a memory of `bytes`, a power of two. All is free but the first block and `used`: offsets
+    /// and bytes.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
         let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::holding(at, bytes)).collect();
@@ -50,7 +50,7 @@ impl Blocks {
         blocks
     }
 
-    /// Grows to so many bytes: a power of two.
+    /// Grows to `bytes`, a power of two.
     pub fn grow(&mut self, bytes: u32) {
         let old = std::mem::replace(&mut self.bytes, bytes);
         self.carve(old, bytes);
@@ -67,7 +67,7 @@ impl Blocks {
         }
     }
 
-    /// Returns a free block with room for so many bytes; `None`: there is none.
+    /// Returns a free block of at least `bytes`; `None`: there is none.
     pub fn take(&mut self, bytes: u32) -> Option<Block> {
         let wanted = order_of(bytes);
         let order = (wanted..32).find(|order| !self.free[*order as usize].is_empty())?;

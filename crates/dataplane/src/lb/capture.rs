@@ -94,7 +94,7 @@ struct Attached {
 /// Records from the perf buffer.
 #[derive(Default)]
 struct Records {
-    /// By CPU, packets whose decision is still to come.
+    /// By CPU, packets that await their decision.
     arrived: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
     whole: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
     lost: u64,

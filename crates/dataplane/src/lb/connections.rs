@@ -275,8 +275,8 @@ impl LoadBalancer {
     }
 
     /// Returns connections that may be freed, with the reason, in the next `entries` entries of the table: a part of it
-    /// per call avoids a long pause. After the last entry comes the first.
-    /// After [`intf::CONNECTION_UNSWEPT`] without a call packets reuse entries by the timers of the last one.
+    /// per call avoids a long pause. The table is read in a circle. After [`intf::CONNECTION_UNSWEPT`] without a call
+    /// packets reuse entries by the timers of the last one.
     pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
         let all = self.maps.connections.size().entries();
         let (table, now) = (&self.maps.connections, self.clock());

@@ -17,7 +17,7 @@ pub const EVENTS: usize = intf::LB_EVENT_COUNT as usize;
 pub struct Counters {
     /// In the order of [`COUNTER_NAMES`](super::COUNTER_NAMES): each packet once.
     pub packets: [u64; COUNTERS],
-    /// In the order of [`EVENT_NAMES`](super::EVENT_NAMES): events beside the outcome.
+    /// Events, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
     pub events: [u64; EVENTS],
     /// Frame bytes of forwarded packets.
     pub forwarded_bytes: u64,

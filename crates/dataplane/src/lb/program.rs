@@ -304,7 +304,7 @@ impl Maps {
         self.sizes.placement_memory
     }
 
-    /// Returns a memory of so many bytes for placement tables, with the contents of the present one.
+    /// Returns a memory of `bytes` for placement tables, with the contents of the present one.
     pub fn larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
         self.tables.memory().copy_to(&map_memory(&map, bytes)?);
@@ -377,7 +377,7 @@ fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHa
         .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
-/// Maps so many bytes for placement tables.
+/// Maps `bytes` for placement tables.
 fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }

@@ -419,7 +419,7 @@ impl Tables {
         }
     }
 
-    /// Retires a table that programs were told to leave.
+    /// Retires a table after programs were switched away from it.
     pub fn retire(&mut self, table: Written, grace_periods: &GracePeriods) {
         self.retired.push_back((grace_periods.now(), table));
     }

@@ -86,7 +86,7 @@ fn only_port(services: &[SocketAddr]) -> Option<u16> {
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
-/// `port`: 0 stands for all.
+/// `port`: 0 means all.
 fn list(family: u8, states: u32, port: u16) -> Request {
     Request {
         header: MessageHeader {
@@ -112,7 +112,7 @@ fn list(family: u8, states: u32, port: u16) -> Request {
     }
 }
 
-/// Whether more is to come. `may_lack`: a kernel without the family has no sockets of it.
+/// Returns whether more follows. `may_lack`: a kernel without the family has no sockets of it.
 fn read_list(
     socket: &OwnedFd,
     buffer: &mut [u8],

@@ -39,7 +39,7 @@ config_struct! {
         pub buckets: BucketCount = BucketCount::PUBLISHED,
         /// How long a cookie may live.
         pub max_connection_lifetime: Period<SECOND, { 8760 * HOUR }> = Period(DEFAULT_MAX_CONNECTION_LIFETIME),
-        /// Rotate the cookie keys so often, no more often than max_connection_lifetime.
+        /// Interval of key rotations, at least max_connection_lifetime.
         pub key_rotation: Option<Spanned<Period<HOUR, { 8760 * HOUR }>>>,
         /// The racks there are, by name: no other one may connect. Without it any may.
         pub racks: Option<Vec<Spanned<Name>>>,
@@ -61,7 +61,7 @@ config_struct! {
 config_struct! {
     /// One `[[server]]`.
     pub struct Server {
-        /// Used once; what the agent's file says too.
+        /// Unique name, as in the agent's file.
         pub name: Field<Name>,
         /// IPv4 address that load balancers reach: in their own network, or behind routers; used once.
         pub address: Field<ServerAddress>,
@@ -97,7 +97,7 @@ config_struct! {
         pub udp: Option<Spanned<UdpMode>>,
         /// Address of the load balancer that had the service before: what is not known here is sent on to it.
         pub migrate_from: Option<Spanned<ServerAddress>>,
-        /// Address of the load balancer that new connections are sent to; those of before go on here.
+        /// Address of the load balancer that gets new connections; older ones continue here.
         pub migrate_to: Option<Spanned<ServerAddress>>,
         /// Placement policy for new connections.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },

@@ -33,7 +33,7 @@ config_struct! {
         pub jitter: Jitter = Jitter::new(0.1).expect("from 0 to 1"),
         /// http, https: path and query; without it "/".
         pub path: Option<Spanned<HttpPath>>,
-        /// http, https: what Host says, and whom the certificate must be for; without it the address.
+        /// http, https: `Host`, and the name that the certificate must have; default: the address.
         pub host: Option<Spanned<Host>>,
         /// http, https: status codes of a server that is well; without it "200-399".
         pub expect: Option<Spanned<StatusRange>>,
@@ -154,7 +154,7 @@ impl FromToml for Authorities {
     }
 }
 
-/// The check that the table describes; what of it does not go together is on the reader's list. `None`: nobody checks.
+/// Returns the check of the table; contradictions go to the reader's list. `None`: no check.
 pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, reader: &mut Reader<'_>) -> Option<Check> {
     let health = table.get_ref();
     refuse_strangers(health, reader);

@@ -22,7 +22,7 @@ const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
 pub struct TableAges {
     /// Start of this process: tables of an earlier one count from it.
     start: Duration,
-    /// By service, the end of the stream that brought its newest table; `None`: that stream goes on.
+    /// By service, the end of the stream that brought its newest table; `None`: that stream is open.
     stream_ends: BTreeMap<ServiceIndex, Option<Duration>>,
     /// Expired tables, with the service's opened connections at the newest choice.
     expired: BTreeMap<ServiceIndex, u64>,

@@ -65,7 +65,7 @@ pub struct CoreAllocation {
 
 impl CoreAllocation {
     /// Gives both services equally many cores of their own; under `hybrid` a quarter of all is shared permanently.
-    /// `reserved`: cores that each keeps for itself whatever the other needs.
+    /// `reserved`: cores that each keeps whatever the other needs.
     pub fn new(assignment: Assignment, cores: u16, reserved: u16) -> Self {
         let shared = match assignment {
             Assignment::CompleteShare => cores,

@@ -72,7 +72,7 @@ pub struct Outcome {
     pub server: Option<ServerId>,
     /// Entry of the connection table that the SYN's TSecr names to the server, if any.
     pub told: Option<u32>,
-    /// Event beside the counter (`enum lb_event`).
+    /// Event in addition to the counter (`enum lb_event`).
     pub event: Option<intf::lb_event>,
 }
 

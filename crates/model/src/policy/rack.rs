@@ -37,7 +37,7 @@ pub struct RackSummary {
     pub lists: Vec<CandidateList>,
 }
 
-/// A server's entry beside the lists.
+/// A server's entry next to the lists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedServer {
     /// Its id.

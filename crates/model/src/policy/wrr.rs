@@ -1,5 +1,5 @@
-//! `wrr`: new connections go to the servers in turn, each as often as its weight times its
-//! capacity: its cores, unless the operator says otherwise.
+//! `wrr`: new connections go to the servers in turn, each as often as its weight times its capacity (default: its
+//! cores).
 
 use super::wrr_schedule::weighted_turns;
 use super::{Policy, Pool, independent_key};

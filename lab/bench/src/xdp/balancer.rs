@@ -204,7 +204,7 @@ impl Balancer {
         self.lb.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
 
-    /// The program, for runs beside the measured ones.
+    /// Returns the program, for runs next to the measured ones.
     pub fn program(&self) -> anyhow::Result<OwnedFd> {
         Ok(self.lb.borrow().program().try_clone_to_owned()?)
     }
@@ -218,8 +218,8 @@ impl Balancer {
         }
     }
 
-    /// Runs the program on so many packets: mean time of one (ns). All entries that were taken are free again
-    /// afterwards. Fails when the program does not do with each packet what the case expects.
+    /// Runs the program on this number of packets: mean time of one (ns). All taken entries are free again afterwards.
+    /// Fails when the program does not treat each packet as the case expects.
     pub fn run(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
         if !self.case.takes_entries() {
             return self.run_expecting(runner, feed, packets);
@@ -231,7 +231,7 @@ impl Balancer {
             // Freeing waits for a grace period, and a CPU that slept has cold caches: the first packets fill them.
             self.run_expecting(runner, feed, batch / 4)?;
             time += self.run_expecting(runner, feed, batch - batch / 4)?;
-            // The low places stand first and are taken first: nothing beyond them is looked at.
+            // The low slots come first in memory and are taken first: the others are not read.
             let freed = self.free(|connections| connections.take(batch as usize).collect())?;
             ensure!(freed == batch as usize, "{}: {freed} entries were taken by {batch} packets", self.case);
         }
@@ -248,7 +248,7 @@ impl Balancer {
         Ok(run.time)
     }
 
-    /// Runs the program on so many packets, whatever they are counted as. Fails when the last packet's verdict is not
+    /// Runs the program on this number of packets, whatever their counters. Fails when the last packet's verdict is not
     /// the case's.
     pub fn run_and_count(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<Run> {
         let (case, expected) = (self.case, self.case.verdict());

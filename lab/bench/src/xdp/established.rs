@@ -22,7 +22,7 @@ pub struct ByConnections {
     pub stateless: Measured,
     pub stateful: Measured,
     pub hash_table: Measured,
-    /// Cost of the stateless program above the empty one (ns) when one more line of memory is loaded beside it ...
+    /// Cost of the stateless program above the empty one (ns) with one more line of memory loaded in parallel ...
     pub with_line: Rounds,
     /// ... and when it must wait for that line.
     pub after_line: Rounds,

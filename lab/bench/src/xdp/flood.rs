@@ -92,9 +92,9 @@ struct Measured {
     victim: Victim,
     /// Time per packet (ns), round by round: the empty program and the load balancer's ...
     quiet: [Rounds; 2],
-    /// ... and both beside a flood.
+    /// ... and both during a flood.
     flooded: [Rounds; 2],
-    /// Part of the open connections' packets seen beside a flood that found their server by the mode's own means.
+    /// Fraction of the open connections' packets, during a flood, that found their server by the mode's own means.
     found: f64,
     flood: Sent,
     /// SYNs that found no free entry.
@@ -297,7 +297,7 @@ fn report(measured: &[Measured], args: &Args, cpus: [usize; 2]) -> Report {
     Report { name: "flood", title: "A SYN flood", about, tables: vec![cost, memory] }
 }
 
-/// Whether the two CPUs share a core, as far as the kernel (of a virtual machine, too) can tell.
+/// Returns whether the two CPUs share a core, as the kernel (also of a virtual machine) reports it.
 fn topology(cpus: [usize; 2]) -> String {
     let siblings = |cpu: usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");

@@ -46,7 +46,7 @@ impl<'a> Turn<'a> {
     /// Before it is measured each program sees all connections once: other programs have used the caches meanwhile.
     fn warm_up(&self) -> anyhow::Result<()> {
         match self.program {
-            // A first packet comes once.
+            // A first packet occurs once.
             Program::Balancer(balancer) if balancer.case().takes_entries() => Ok(()),
             _ => self.take(self.runner.connections() as u32).map(drop),
         }
@@ -96,7 +96,7 @@ pub fn quartiles(rounds: &[f64]) -> String {
     quartiles_with(rounds, 1)
 }
 
-/// [`quartiles`] with so many digits after the point.
+/// [`quartiles`] with this number of decimals.
 pub fn quartiles_with(rounds: &[f64], digits: usize) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
     format!("{low:.digits$} to {high:.digits$}")

@@ -51,7 +51,7 @@ pub enum Feed {
     Packet,
     /// Loads also a line of memory that nothing waits for.
     AndLine,
-    /// Loads also a line of memory; the packet is complete only when the line has come.
+    /// Also loads a line of memory; the packet needs it.
     AfterLine,
     /// Packets of clients that were never seen before.
     FreshSource,
@@ -113,7 +113,7 @@ impl Runner {
         Self { queue: Some(queue), ..self }
     }
 
-    /// Number of packets until the first comes again.
+    /// Number of packets until the first repeats.
     pub fn connections(&self) -> usize {
         self.connections
     }

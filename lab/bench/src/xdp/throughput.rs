@@ -1,5 +1,5 @@
-//! `coreward-lab bench throughput`: live frames through the load balancer's native XDP hook, beside a program that
-//! only swaps MAC addresses.
+//! `coreward-lab bench throughput`: live frames through the load balancer's native XDP hook, compared with a program
+//! that only swaps MAC addresses.
 
 mod generator;
 pub mod wire;
@@ -90,7 +90,7 @@ impl Lane {
         ]
     }
 
-    /// Case of the open connections, which are there whatever is sent.
+    /// Case of the open connections, which exist whatever is sent.
     fn case(&self) -> Case {
         Case::Established(self.consistency, LIVE_PACKETS)
     }

@@ -18,7 +18,7 @@ const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-/// Nobody's port.
+/// A port without a service.
 const OTHER_PORT: u16 = 81;
 /// Address of the load balancer's device.
 pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
@@ -63,7 +63,7 @@ pub struct First {
     pub consistency: Consistency,
     pub rule: Rule,
     pub groups: usize,
-    /// So many connections, then they begin anew, their entries free again.
+    /// Number of connections; then they restart, with their entries free again.
     pub connections: usize,
 }
 
@@ -214,7 +214,7 @@ pub fn syn() -> Frame {
     frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
 
-/// TSecr stands `echo` bytes into the options.
+/// TSecr is `echo` bytes into the options.
 fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> Frame {
     let (vip, port) = destination;
     let tcp_header = 20 + options.len();
@@ -239,7 +239,7 @@ fn reply() -> Frame {
     Frame { bytes, client_at: CLIENT_AT + length as u32, ..to_server }
 }
 
-/// So many clients; the first of them are the same whatever the number.
+/// Returns `count` clients; the first of them are the same for any count.
 pub fn clients(count: usize) -> Vec<SocketAddrV4> {
     let mut rng = seeded_rng(2, 0);
     (0..count).map(|_| SocketAddrV4::new(Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)).collect()

@@ -19,14 +19,14 @@ const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
-/// Offset of a SYN's TSecr: its timestamp comes behind two options of 6 bytes.
+/// Offset of a SYN's TSecr: its timestamp follows two options of 6 bytes.
 const SYN_ECHO: usize = ETHERNET + 20 + 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// A packet that is not answered is sent again so often, then the client gives up.
 const ATTEMPTS: u32 = 25;
-/// One packet in so many takes another load balancer than the connection's others; one answer in so many is lost.
+/// One of this many packets takes another load balancer than the connection's others; one of this many answers is lost.
 const ASTRAY: usize = 50;
-/// One connection in so many has no timestamps.
+/// One of this many connections has no timestamps.
 const WITHOUT_TIMESTAMPS: usize = 30;
 
 /// State of a connection.
@@ -34,7 +34,7 @@ const WITHOUT_TIMESTAMPS: usize = 30;
 enum Stage {
     /// SYNs are sent.
     Opening,
-    /// So many packets are to come, and then the end.
+    /// Number of packets until the end.
     Open(u32),
 }
 
@@ -60,7 +60,7 @@ pub(super) struct Connection {
 enum Delivery {
     /// By the server at that position of the list.
     Accepted(usize),
-    /// Dropped on the way, or nobody wanted it.
+    /// Dropped on the way, or accepted by none.
     Lost,
     /// A server without the connection got it, and resets.
     Rejected,

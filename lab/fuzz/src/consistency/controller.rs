@@ -27,7 +27,7 @@ const DELAY_MS: usize = 1_000;
 const FAILURE_MS: usize = 3_000;
 /// Between a new key and its use: everybody has it by then.
 const KEY_SWITCH_MS: u64 = 2 * DELAY_MS as u64 + 500;
-/// Between two looks for entries that can be freed.
+/// Interval of searches for entries that can be freed.
 const SWEEP_MS: u64 = 10_000;
 const CORES: u16 = 4;
 
@@ -166,7 +166,7 @@ impl Simulation {
     fn tell_new_table(&mut self) {
         self.new_table();
         for number in 0..self.load_balancers.len() {
-            // After what the load balancer hears of servers.
+            // After the load balancer's updates of servers.
             let delay = DELAY_MS as u64 + self.delay();
             self.at(delay, Event::TellTable(number));
         }
@@ -204,7 +204,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// All hear whether load balancer `number` is there.
+    /// Sends all load balancers whether load balancer `number` is alive.
     fn tell_owner_to_all(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
             let delay = self.rng.below(within_ms) as u64;
@@ -385,7 +385,7 @@ impl Simulation {
         Ok(told)
     }
 
-    /// Goes away with all it remembers, and comes back empty; never the last one.
+    /// Stops with all its state, and returns empty; never the last one.
     fn restart_load_balancer(&mut self) -> bool {
         let alive: Vec<usize> =
             (0..self.load_balancers.len()).filter(|number| self.load_balancers[*number].alive).collect();
@@ -406,7 +406,7 @@ fn owner_number(load_balancer: usize) -> OwnerNumber {
     OwnerNumber::try_from(load_balancer as u64).expect("at most 16 load balancers")
 }
 
-/// A server as load balancers are told of it.
+/// A server in updates for load balancers.
 fn known(server: &Server) -> model::Server {
     model::Server { mac: Some(server.mac), eligible: server.life == Life::Serving && server.healthy }
 }

@@ -40,7 +40,7 @@ pub struct Config {
     pub connections: u32,
     /// Virtual time during which connections are opened (minutes).
     pub minutes: u32,
-    /// Changes per minute: servers and load balancers that come and go, health, addresses, tables.
+    /// Changes per minute: servers and load balancers that join and leave, health, addresses, tables.
     pub changes_per_minute: u32,
     /// From one new key to the next. Longer than a connection may be idle ([`LONGEST_IDLE_MS`]), or its cookie is read
     /// by another key than it was made with.
@@ -50,7 +50,7 @@ pub struct Config {
     pub consistency: Consistency,
     /// Determines everything.
     pub seed: u64,
-    /// The BPF programs beside their reference models.
+    /// The BPF programs with their reference models.
     pub with_program: bool,
 }
 
@@ -78,7 +78,7 @@ enum Event {
     Packet(u32),
     /// Something about the fleet changes.
     Change,
-    /// A load balancer hears what there is to say of a server, or of all.
+    /// A load balancer receives the state of a server, or of all.
     TellServer(usize, usize),
     /// A load balancer gets the newest table.
     TellTable(usize),
@@ -89,9 +89,9 @@ enum Event {
     NewKey,
     /// Everybody has it: it is used from now on.
     SwitchKey,
-    /// A load balancer comes back, with empty tables.
+    /// A load balancer returns, with empty tables.
     Return(usize),
-    /// A load balancer hears whether another one is there.
+    /// A load balancer receives whether another one is alive.
     TellOwner(usize, usize),
     /// A load balancer frees entries of connections that their server does not have any more.
     Sweep(usize),

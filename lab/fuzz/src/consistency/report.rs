@@ -23,8 +23,8 @@ pub struct Report {
     pub accepted_elsewhere: u64,
     /// SYNs sent again that reached another server than the first one.
     pub syn_elsewhere: u64,
-    /// Resets without timestamps that reached a server without the connection, which says nothing to them: the flow
-    /// table still had an earlier connection without timestamps of the same client port.
+    /// Resets without timestamps that reached a server without the connection, which they do not affect: the flow table
+    /// still had an earlier connection without timestamps of the same client port.
     pub resets_astray: u64,
     pub without_timestamps: u64,
     /// Packets that the bucket's server forwarded to the one before.

@@ -1,4 +1,4 @@
-//! Servers as `bpf/server/server.bpf.c` and the kernel's TCP make them, as far as the client can tell.
+//! Servers like `bpf/server/server.bpf.c` and the kernel's TCP, as far as a client can observe.
 
 use coreward_intf as intf;
 use coreward_model::cookie::{self, Cookie, FleetKeys};
@@ -22,7 +22,7 @@ pub(super) struct Server {
     pub life: Life,
     pub healthy: bool,
     pub connections: u32,
-    /// Its keys, as far as it was told.
+    /// Its keys, as received.
     pub keys: FleetKeys,
     /// Its own TSval from which on `keys.current` stamps.
     pub switch_ms: u32,
@@ -39,7 +39,7 @@ pub(super) struct Socket {
     pub cookie: Cookie,
 }
 
-/// The first bytes tell servers from load balancers.
+/// The first bytes distinguish servers from load balancers.
 pub(super) fn mac(server: usize) -> Mac {
     let [high, low] = (server as u16).to_be_bytes();
     [2, 0, 1, 0, high, low]

@@ -31,9 +31,9 @@ const RETRY_NS: u64 = 100_000_000;
 pub struct Reply {
     /// Id of the request, where the protocol has ids.
     pub id: Option<u32>,
-    /// Worker that answered, where the protocol says so.
+    /// Worker that answered, if the protocol has it.
     pub worker: Option<Worker>,
-    /// The server says that it could not do what it was asked for.
+    /// The server reports that it failed.
     pub failed: bool,
     /// The server will close the connection now.
     pub closes: bool,
@@ -43,7 +43,7 @@ pub struct Reply {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Malformed;
 
-/// Protocol of a connection; responses come in the order of the requests.
+/// Protocol of a connection; responses arrive in the order of the requests.
 pub trait Protocol {
     /// Cuts the bytes of one connection into replies.
     type Reader: Default + std::fmt::Debug;
@@ -100,7 +100,7 @@ pub struct Connections<P: Protocol> {
 }
 
 impl<P: Protocol> Connections<P> {
-    /// Opens a connection per flow. Fails when a source cannot be bound, or nobody accepts.
+    /// Opens a connection per flow. Fails when a source cannot be bound, or without a listener.
     pub fn open(protocol: P, target: SocketAddrV4, sources: Sources, seed: u64) -> anyhow::Result<Self> {
         let mut all = Self {
             protocol,
@@ -178,7 +178,7 @@ impl<P: Protocol> Connections<P> {
         }
         let now_ns = now_ns();
         while let Some(waiting) = self.waiting.pop_front() {
-            // Nobody waits for the answer any more: it is counted as lost.
+            // Its deadline has passed: it counts as lost.
             if waiting.deadline_ns > now_ns {
                 return self.send_on(index, &waiting.demand, waiting.id);
             }
@@ -230,8 +230,8 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// Reads all there is. A short read says that the socket is empty (epoll(7), question 9), unless the stream's end
-    /// stands behind the data.
+    /// Reads everything. A short read means that the socket is empty (epoll(7), question 9), unless the stream's end
+    /// follows the data.
     fn read(&mut self, index: usize, ended: bool, answers: &mut Vec<Answer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };

@@ -15,7 +15,7 @@ pub struct Http {
 }
 
 impl Http {
-    /// `path` begins with a slash; `host` is what the Host field says.
+    /// `path` begins with a slash; `host` is the Host field.
     pub fn new(path: &str, host: &str) -> Self {
         let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: coreward\r\n\r\n");
         Self { request: request.into_bytes() }
@@ -45,10 +45,10 @@ impl Protocol for Http {
 enum Expected {
     #[default]
     Head,
-    /// So many bytes of a body that is as long as its head said.
+    /// Remaining bytes of a body with a known length.
     Body(u64),
     ChunkSize,
-    /// So many bytes, the line end behind them among them.
+    /// Remaining bytes, including the line end.
     Chunk(u64),
     Trailer,
 }
@@ -62,7 +62,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Takes the next piece of a response from `at` on and returns its length; `None`: it has not come yet.
+    /// Parses the next piece of a response from `at` on and returns its length; `None`: it is incomplete.
     fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, Malformed> {
         let rest = &self.unread[at..];
         let taken = match self.expected {
@@ -112,7 +112,7 @@ impl Reader {
     }
 }
 
-/// A response's head: its length, what follows it, and what it says.
+/// Parses a response's head: its length, the expected rest, and the reply.
 fn head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malformed> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);

@@ -43,7 +43,7 @@ pub struct Answer {
     pub part: (u8, u8),
     /// Time when the kernel received it (ns).
     pub arrived_ns: u64,
-    /// Worker that answered, where the protocol says so.
+    /// Worker that answered, if the protocol has it.
     pub worker: Option<Worker>,
 }
 
@@ -57,7 +57,7 @@ pub struct Worker {
 /// Errors on the way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Errors {
-    /// Nobody listened: an ICMP error came back, or a reset.
+    /// No listener: an ICMP error returned, or a reset.
     pub refused: u64,
     /// The kernel did not take a request: its buffers were full.
     pub not_sent: u64,

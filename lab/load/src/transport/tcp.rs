@@ -7,7 +7,7 @@ use super::connections::{Malformed, Protocol, Reply};
 use crate::paced::{Messages, Request, Response};
 use crate::workload::Demand;
 
-/// [`crate::paced`] on TCP: each request says how long it takes.
+/// [`crate::paced`] on TCP: each request has its duration.
 #[derive(Debug, Clone, Copy)]
 pub struct Paced;
 

@@ -145,7 +145,7 @@ impl Transport for Udp {
     fn send(&mut self, demand: &Demand, id: u32, _deadline_ns: u64) {
         self.write(demand, id);
         let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
-        // An ICMP error that came back for an earlier datagram is told by the next call, whatever that is (udp(7)).
+        // The next call returns an ICMP error of an earlier datagram, whatever the call is (udp(7)).
         if let Err(error) = self.sockets[socket].send(&self.datagram)
             && self.failed(&error)
             && let Err(error) = self.sockets[socket].send(&self.datagram)

@@ -15,7 +15,7 @@ pub enum SweepAxis {
     Latency,
     /// Long service time over the short one (bimodal).
     LongFactor,
-    /// JBSRQ's weight of what stands behind.
+    /// JBSRQ's weight of lower-priority requests.
     Lambda,
     RequestsPerServer,
     /// Servers behind the load balancer.

@@ -1,6 +1,6 @@
 //! The paper's statements as checks on the table: a claim names quantities and bounds, and holds or does not.
 //!
-//! Nothing here can say "true" without a number: every kind of claim compares measured values with its bounds.
+//! A claim always needs a number: every kind of claim compares measured values with its bounds.
 
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};

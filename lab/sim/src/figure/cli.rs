@@ -31,7 +31,7 @@ pub struct FigureArgs {
     /// A scenario of your own (docs/simulator.md)
     #[arg(long, group = "what", value_name = "FILE")]
     scenario: Vec<PathBuf>,
-    /// Only say which figures there are
+    /// Only list the figures
     #[arg(long, group = "what", conflicts_with_all = ["names", "all", "scenario", "out"])]
     list: bool,
     /// Write NAME.csv, NAME.svg, NAME.json and index.html (one page with all) into this directory

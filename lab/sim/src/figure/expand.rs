@@ -47,7 +47,7 @@ impl Scenario {
     /// Returns the runs of this scenario. Fails at the first panel and series with invalid parameters.
     pub fn expand(&self) -> Result<Plan, CannotExpand> {
         let mut plan = Plan { jobs: Vec::new(), places: Vec::new() };
-        // Configurations hold floating-point numbers, which cannot be hashed; how they print tells them apart.
+        // Configurations have floating-point numbers, which cannot be hashed; their text identifies them.
         let mut known: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.series_of(panel) {

@@ -1,4 +1,4 @@
-//! One independent run of a simulation, and what of its outcome a figure wants.
+//! One independent run of a simulation, and the part of its outcome that a figure needs.
 
 use super::axes::Metric;
 use super::parameters::throughput;
@@ -31,7 +31,7 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// A measure of the first seed, and no more.
+    /// A measure of the first seed only.
     pub fn of(measure: Metric) -> Self {
         Self { measure, at_most: None, policy: None, seed: 1 }
     }
@@ -63,7 +63,7 @@ impl Job {
 }
 
 impl Outcome {
-    /// The wanted value; `None` when the run has none (a policy without peak, a class without requests).
+    /// Returns the value; `None` when the run has none (a policy without peak, a class without requests).
     pub fn value(&self, wanted: &Wanted) -> Option<f64> {
         match self {
             Self::Rpc(outcome) => request_metric(outcome, wanted.measure),

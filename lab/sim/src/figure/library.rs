@@ -31,7 +31,7 @@ fn in_order(name: &str) -> (usize, String, u64, String) {
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
     let order = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
     let digits = figure.bytes().take_while(u8::is_ascii_digit).count();
-    // Tables and sensitivities, which have no number, come after the figures.
+    // Tables and sensitivities, which have no number, follow the figures.
     let number = figure[..digits].parse().unwrap_or(u64::MAX);
     (order, paper.to_owned(), number, figure[digits..].to_owned())
 }

@@ -31,8 +31,8 @@ pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 pub struct LiveFigure {
     /// Its name and its scenario, which has `[live]`.
     pub figure: Embedded,
-    /// Measures everything that the scenario's panels want: as many runs as it has seeds. Series that are simulated are
-    /// not its affair: it gets the scenario without them.
+    /// Measures all panels of the scenario: as many runs as it has seeds. It gets the scenario without simulated
+    /// series.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
     /// Called at SIGINT and SIGTERM from a thread of its own: lets `measure` tidy up and fail soon. `None`: the process
     /// ends.

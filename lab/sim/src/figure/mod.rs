@@ -1,4 +1,4 @@
-//! `coreward-lab figure`: the experiments of the papers, simulated again, beside what was published.
+//! `coreward-lab figure`: the experiments of the papers, simulated again, next to the published values.
 //!
 //! The way of the data: a scenario (a TOML file, [`scenario`]) expands into independent runs of a simulation ([`expand`],
 //! [`job`]); all CPUs run them ([`run`]); their measures make a [`table`]; the paper's statements are judged on that table

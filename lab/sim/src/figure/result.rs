@@ -1,4 +1,4 @@
-//! A finished figure: its numbers, its verdicts and where they come from.
+//! A finished figure: its numbers, verdicts and sources.
 
 use serde::{Deserialize, Serialize};
 
@@ -50,7 +50,7 @@ impl Provenance {
     }
 }
 
-/// Fowler, Noll and Vo's hash (draft-eastlake-fnv): tells whether a text has changed, nothing more.
+/// Fowler, Noll and Vo's hash (draft-eastlake-fnv), to detect a changed text.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

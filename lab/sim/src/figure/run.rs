@@ -11,10 +11,10 @@ use super::scenario::Scenario;
 use super::table::{Cell, Curve, PanelTable, Table};
 use crate::seed_summary::SeedSummary;
 
-/// Runs everything that `scenario` needs. `done` is told how many of how many runs are done.
+/// Runs everything that `scenario` needs. `done` gets the numbers of finished and of all runs.
 ///
-/// The table does not depend on the number of threads: every run stands alone and goes to its own place. Fails when a
-/// simulation refuses its parameters, in its words.
+/// The table does not depend on the number of threads, because runs are independent and ordered. Fails with the error
+/// of a simulation.
 pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<Table> {
     let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.unfit))?;
     let total = plan.jobs.len();

@@ -44,7 +44,7 @@ pub struct Scenario {
     /// Connections placed by a load balancer, their requests queued at cores.
     #[serde(default)]
     pub path: Option<Path>,
-    /// This machine is measured ([`super::live`]): every series but those that are marked as simulated beside it.
+    /// Measured on this machine ([`super::live`]): every series but those marked as simulated.
     #[serde(default)]
     pub live: Option<Live>,
     /// Compared curves.
@@ -85,8 +85,8 @@ impl fmt::Display for Live {
 pub struct Series {
     /// Name as the paper has it.
     pub label: Spanned<String>,
-    /// In a live figure: not measured but simulated, to stand beside the measured. It looks like the last measured
-    /// series before it, open and dashed.
+    /// In a live figure: simulated for comparison, not measured. Drawn like the last measured series before it, open
+    /// and dashed.
     #[serde(default)]
     pub simulated: bool,
     /// Parameters of this series that differ from the common ones; of the scenario's kind.
@@ -107,7 +107,7 @@ pub struct Series {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
-    /// Stands above it; claims and published values name it.
+    /// Title; claims and published values name the panel by it.
     pub title: Spanned<String>,
     pub measure: Spanned<Metric>,
     /// Style of drawing.
@@ -152,7 +152,7 @@ pub enum Draw {
 pub struct Sweep {
     /// Parameter that changes from point to point.
     pub parameter: Spanned<SweepAxis>,
-    /// Its values; none for `time`, whose values come out of the run.
+    /// Its values; none for `time`, whose values follow from the run.
     #[serde(default)]
     pub values: Vec<f64>,
     /// Label of the axis, with its unit.

@@ -92,7 +92,7 @@ fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
     rows.into_iter().map(|(_, row)| row).collect()
 }
 
-/// A number for people and programs: six significant digits, no more zeros than needed.
+/// Formats a number with six significant digits, without superfluous zeros.
 pub fn number(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return format!("{value}");

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use anyhow::Context;
 
-/// Writes `name` in `directory` under a temporary name beside it and then renames it. Fails when the file cannot be
-/// written; names it.
+/// Writes `name` in `directory` under a temporary name, then renames it. Fails when the file cannot be written; the
+/// error names it.
 pub fn write_whole(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
     let path = directory.join(name);
     let written = (|| -> std::io::Result<()> {

@@ -43,7 +43,7 @@ pub struct LbArgs {
     /// Copies of the trace that run at once, shifted in time, each with addresses of its own
     #[arg(long, default_value_t = 1)]
     overlay: u32,
-    /// Packets/s that a core serves; 128 may wait, the rest is dropped [default: as fast as they come]
+    /// Packets/s that a core serves; 128 may wait, others are dropped [default: unlimited]
     #[arg(long, value_name = "PPS")]
     core_capacity: Option<f64>,
     /// How the servers' indirection tables are drawn; independent: as the paper does

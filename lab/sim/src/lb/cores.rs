@@ -1,4 +1,4 @@
-//! Packets at cores: counted as they come, or through a queue of finite capacity.
+//! Packets at cores: counted on arrival, or through a queue of finite capacity.
 
 /// Packets that may wait at a core while one is served (CrossRSS, CoNEXT'20: FastClick's queues of 128).
 pub const QUEUE_PACKETS: u32 = 128;
@@ -57,7 +57,7 @@ impl Cores {
         }
     }
 
-    /// A packet comes to a core; times never go back.
+    /// A packet arrives at a core; times never decrease.
     #[inline]
     pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
         self.entered[core] += 1;
@@ -70,8 +70,8 @@ impl Cores {
     /// Whether the packet finds room.
     fn queued(&mut self, core: usize, time_ns: u64) -> bool {
         let (now_ns, free_ns) = (time_ns as f64, &mut self.free_ns[core]);
-        // Service takes the same time for each, so the work that is left tells how many packets are there; one of them
-        // is in service and does not wait.
+        // All packets take the same time, so the remaining work gives their number; one of them is in service and does
+        // not wait.
         if *free_ns - now_ns > self.longest_wait_ns {
             self.dropped[core] += 1;
             return false;

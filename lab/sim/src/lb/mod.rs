@@ -1,12 +1,12 @@
 //! `coreward-lab sim lb`: a trace through the load balancer, under several policies, packet by packet.
 //!
 //! * [`Config`] and [`run`]: what to simulate, and how
-//! * [`Outcome`]: what comes out
+//! * [`Outcome`]: results
 //! * [`simulation`]: one policy and seed
 //! * [`oracle`]: a placement that knows what no load balancer can know
 //! * [`cores`]: counting packets at cores, with or without queues; [`history`]: what they did before the first packet
 //!
-//! docs/simulator.md says how each figure is computed.
+//! docs/simulator.md describes the computation of each result.
 
 pub mod cli;
 mod cores;
@@ -54,7 +54,7 @@ pub struct Config {
     pub read: ReadOptions,
     /// Copies of the trace that run at once, shifted in time, each with addresses of its own; at least 1.
     pub overlay: u32,
-    /// Packets/s that a core serves; what finds 128 packets waiting is dropped. `None`: as fast as they come.
+    /// Packets/s that a core serves; a packet that finds 128 waiting is dropped. `None`: unlimited.
     pub core_capacity: Option<f64>,
     /// Draw of indirection tables.
     pub tables: TableDraw,
@@ -123,7 +123,7 @@ pub enum Error {
         seconds: f64,
         window_ms: u32,
     },
-    /// The oracle knows only the rates that the trace tells it.
+    /// The oracle knows only the rates in the trace.
     #[error(
         "policy \"oracle\" needs to know each flow's rate when it starts: expected campus or an arrival log as trace"
     )]

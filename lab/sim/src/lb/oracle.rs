@@ -7,10 +7,10 @@
 
 use crate::trace::Opening;
 
-/// Its name beside those of the policies.
+/// Its name among the policies.
 pub const ORACLE: &str = "oracle";
 
-/// Rates are summed as integers, so that what comes and goes leaves nothing behind (micropackets/s).
+/// Rates are summed as integers, so that sums return to zero exactly (micropackets/s).
 const UNIT_PER_PACKET: f64 = 1e6;
 
 /// The true rates of all flows.

@@ -19,7 +19,7 @@ pub struct Measured {
     pub dropped_pct: f64,
     /// Packets served per second, by all cores.
     pub throughput_pps: f64,
-    /// Bits of the packets that were served per second, in 10^9; 0 when the trace does not tell sizes.
+    /// Bits of served packets per second, in 10^9; 0 when the trace has no sizes.
     pub throughput_gbps: f64,
 }
 
@@ -72,7 +72,7 @@ pub struct Outcome {
     pub seconds: f64,
     /// Packets that were left out, by reason, likewise.
     pub skipped: Skipped,
-    /// Packets whose time stamps went back a little, likewise: they count as if they had come with their predecessor.
+    /// Packets whose time stamps went back a little: they count as simultaneous with their predecessor.
     pub reordered: u64,
 }
 

@@ -10,8 +10,8 @@ use super::{Config, Error};
 use crate::par_map_ordered;
 use crate::trace::{Batch, Skipped, Trace};
 
-/// Cost of a packet where cores serve as fast as packets come (ns). Policies compare loads and ignore the unit; 1 us
-/// keeps a core with a few packets/s above the resolution of the loads, and one with millions in their range.
+/// Cost of a packet for cores of unlimited speed (ns). Policies compare loads and ignore the unit; 1 us keeps a core
+/// with a few packets/s above the resolution of the loads, and one with millions in their range.
 const UNLIMITED_COST_NS: f64 = 1_000.0;
 
 /// Simulates every policy with every seed. Fails when the configuration or the trace is not right: see [`Error`].

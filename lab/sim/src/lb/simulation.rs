@@ -197,7 +197,7 @@ impl Simulation {
         self.switch(now_ns);
     }
 
-    /// The table that is due comes into force.
+    /// Puts the due table in force.
     fn switch(&mut self, now_ns: u64) {
         if let Some((_, table)) = self.coming.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
             self.fleet.switch(table);

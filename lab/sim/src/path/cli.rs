@@ -60,7 +60,7 @@ pub struct PathArgs {
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000.0)]
     window_ms: f64,
-    /// How long requests come (s); the first tenth, or two mean lives of a connection, is warm-up
+    /// Duration of arrivals (s); the first tenth, or two mean lives of a connection, is warm-up
     #[arg(long, default_value_t = 20.0)]
     seconds: f64,
     /// Seeds 1 to SEEDS

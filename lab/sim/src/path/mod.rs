@@ -2,11 +2,11 @@
 //! loads, and in each server a policy gives the requests to cores: what does each tier give, and what do both?
 //!
 //! * [`Config`] and [`run`]: what to simulate, and how
-//! * [`Outcome`]: what comes out
+//! * [`Outcome`]: results
 //! * [`traffic`]: connections and their requests
 //! * [`simulation`]: one combination and seed
 //!
-//! docs/simulator.md says what is modelled.
+//! docs/simulator.md describes the model.
 
 pub mod cli;
 mod outcome;

@@ -21,7 +21,7 @@ const PURPOSE_SERVICES: u64 = 0x7061_7412;
 const PURPOSE_HASHES: u64 = 0x7061_7413;
 const PURPOSE_CIRCUMSTANCES: u64 = 0x7061_7414;
 
-/// A fleet, its servers, and what comes to them.
+/// A fleet, its servers, and their traffic.
 pub struct Simulation<'a> {
     config: &'a Config,
     dispatch: &'a Policy,
@@ -63,7 +63,7 @@ struct Connection {
     flow_hash: u32,
     /// Requests that came and were not answered.
     unanswered: u32,
-    /// No more requests come.
+    /// The last request has arrived.
     last_came: bool,
 }
 
@@ -257,8 +257,8 @@ impl<'a> Simulation<'a> {
         by_time.expect("at least one server").0
     }
 
-    /// An agent reads its server's cores. Where each request is placed on its own and does not follow the predicted
-    /// core, none is told apart.
+    /// An agent reads its server's cores. If each request is placed on its own and does not follow the predicted core,
+    /// all cores count as equal.
     fn read(&mut self, position: usize, now: Tick) {
         let server = &mut self.servers[position];
         server.advance(now, &mut self.answers);

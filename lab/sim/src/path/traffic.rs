@@ -32,8 +32,8 @@ struct Rest {
     mean_gap: f64,
 }
 
-/// Connections come as a Poisson process. Each has a geometric number of requests, whose gaps are exponential around a
-/// mean of the connection's own. All of it is drawn without looking at what the servers do: every policy sees the same.
+/// Connections are a Poisson process. Each has a geometric number of requests, whose gaps are exponential around the
+/// connection's own mean. All of it is independent of the servers: every policy sees the same.
 #[derive(Debug)]
 pub struct Traffic {
     /// Ticks between two connections, on average.

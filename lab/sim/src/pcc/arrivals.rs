@@ -16,14 +16,14 @@ const PURPOSE_ARRIVALS: u64 = 200;
 /// The load that clients offer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arrivals {
-    /// Connections begin at random moments (Poisson), so many that this number is open on average.
+    /// Connections begin at random times (Poisson), at the rate that keeps this number open on average.
     Open {
         /// Mean number of open connections.
         connections: f64,
     },
     /// The generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
-    /// has the whole mix as a list of requests, and sends each again only when it has ended. So long requests come to
-    /// stand still, and most that begin are short.
+    /// has the whole mix as a list of requests, and repeats each only after its end. So long requests accumulate, and
+    /// most new ones are short.
     Recycled { clients: u32, per_second: RateStep },
 }
 
@@ -85,8 +85,7 @@ impl Source {
         self.next
     }
 
-    /// Takes the connection that begins next: what tells it from others, and its kind. `None`: no request waits to be
-    /// sent.
+    /// Takes the next connection: its identity, and its kind. `None`: no request waits to be sent.
     pub fn take(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),

@@ -1,9 +1,9 @@
 //! `beamer`: stable hashing with daisy chaining (Olteanu et al., NSDI'18; Faild does the same). The number of buckets
-//! is fixed; a change of the pool moves as few as it can. A packet that the bucket's server does not know goes on to
-//! the server that had the bucket before: one change of a bucket breaks nothing, a second one may.
+//! is fixed; a change of the pool moves as few as possible. A packet that the bucket's server does not know goes to the
+//! bucket's previous server: one change of a bucket breaks nothing, a second one may.
 //!
 //! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1): a server whose load is above (1 + threshold) x the mean
-//! is removed from the table, and added again when its load is below the mean. Its buckets then come back to it.
+//! is removed from the table, and added again when its load is below the mean. Its buckets then return to it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -51,7 +51,7 @@ pub struct Beamer {
 pub struct Control {
     /// The imbalance that is allowed: 0.1 is 10 % above the mean.
     pub threshold: f64,
-    /// While the system fills, loads of one or two connections say nothing.
+    /// While the system fills, loads of one or two connections mean nothing.
     pub starts: Nanoseconds,
 }
 
@@ -113,7 +113,7 @@ impl Beamer {
         }
     }
 
-    /// The bucket is no longer borrowed by whom it points to.
+    /// Returns a borrowed bucket to its owner.
     fn give_back(&mut self, bucket: u32) {
         let borrower = self.table.server(bucket as usize);
         let borrowed = &mut self.borrowed[usize::from(borrower)];
@@ -154,7 +154,7 @@ impl Beamer {
         }
     }
 
-    /// A server comes in: it gets its share from the servers that own most.
+    /// Adds a server, which gets its share from the servers with most buckets.
     fn join(&mut self, server: u16) {
         let others = self.servers_that_are(|standing| standing != EntryState::Outside);
         self.standing[usize::from(server)] = EntryState::Serving;

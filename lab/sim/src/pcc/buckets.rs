@@ -30,7 +30,7 @@ struct Eviction {
 
 const NOBODY: Resident = Resident { server: u16::MAX, since: u32::MAX };
 
-/// The bucket of a hash (its lower 32 bits) among so many.
+/// Returns the bucket of a hash (its lower 32 bits).
 pub fn bucket_of(hash: u64, buckets: usize) -> usize {
     // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
     (((hash & 0xffff_ffff) * buckets as u64) >> 32) as usize

@@ -1,5 +1,5 @@
-//! `cheetah:POLICY`: the first packet goes where a policy of the load balancer says, and the cookie in every later packet
-//! names that server (Cheetah, NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
+//! `cheetah:POLICY`: a load balancer's policy places the first packet, and the cookie in every later packet names that
+//! server (Cheetah, NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
 
 use std::net::Ipv4Addr;
 
@@ -96,17 +96,17 @@ impl Cheetah {
         Pool::new((0..cluster.server_count()).map(server).collect(), cluster.load_balancers().len() as u32)
     }
 
-    /// Whether [`PlacementState::assigned`] stands for the open connections of this moment.
+    /// Returns whether [`PlacementState::assigned`] holds the present open connections.
     fn counts_assigned(&self) -> bool {
         self.knowledge == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
-    /// A new table for all load balancers. Turns go on.
+    /// Makes a new table for all load balancers. Turns continue.
     fn place_anew(&mut self, cluster: &Cluster) {
         self.generation += 1;
         self.table = self.policy.place(&self.pool(cluster), self.buckets, self.generation);
         if matches!(self.table.rule, Rule::RoundRobin | Rule::PowerOfTwo) {
-            // These rules look at no bucket: the next table can do without.
+            // These rules read no bucket: one suffices for the next table.
             self.buckets = one_bucket();
         }
         for state in &mut self.states {
@@ -221,7 +221,7 @@ impl Balancer for Cheetah {
         self.place_anew(cluster);
     }
 
-    /// Any load balancer reads the server out of the cookie; nothing else decides, so reading it once says it for all.
+    /// Any load balancer reads the server from the cookie, so one read stands for all.
     fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }

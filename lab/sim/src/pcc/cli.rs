@@ -45,7 +45,7 @@ pub struct PccArgs {
     /// Buckets of the tables that policies fill: a power of two, at most 2048
     #[arg(long, default_value_t = 2048)]
     buckets: u64,
-    /// Cores of each server, which crossrss and crossrss-plus tell apart
+    /// Cores of each server, for crossrss and crossrss-plus
     #[arg(long, default_value_t = 1)]
     cores: u16,
     /// Format of the output

@@ -10,7 +10,7 @@ use super::imbalance::Imbalance;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// A server that is out of the pool comes in: the one that has been out longest.
+    /// The server that has been out of the pool for longest joins.
     AddServer,
     /// A server leaves the pool, drawn at random. It is drained: it gets no new connections, and keeps those it has.
     RemoveServer,
@@ -20,7 +20,7 @@ pub enum Change {
     RemoveLoadBalancer,
 }
 
-/// Load balancers are told apart by a bit of 64.
+/// Load balancers are bits of a 64-bit set.
 pub const LOAD_BALANCERS_MAX: usize = 64;
 
 /// Present servers and load balancers.
@@ -91,7 +91,7 @@ impl Cluster {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }
 
-    /// Time goes on.
+    /// Advances the time.
     pub fn advance(&mut self, now: Nanoseconds) {
         self.now = now;
         self.imbalance.advance(now);
@@ -185,7 +185,7 @@ mod tests {
         let kept = cluster.open(gone);
         cluster.closed(gone);
         assert_eq!(cluster.open(gone), kept - 1);
-        // The spare one comes first, then the one that left.
+        // The spare one joins first, then the one that left.
         assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(3));
         assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(gone));
         assert!(!cluster.change(Change::AddServer, &mut rng));

@@ -63,7 +63,7 @@ impl Connections {
         self.slots.iter_mut().flatten()
     }
 
-    /// One begins. Beginnings come in the order of time.
+    /// Begins a connection; times never decrease.
     pub fn open(&mut self, connection: Connection) {
         let kind = usize::from(connection.kind);
         let end = connection.start + self.durations[kind];

@@ -1,4 +1,4 @@
-//! One simulation: connections begin and end, servers and load balancers come and go, in the order of time.
+//! One simulation: events of connections, servers and load balancers, in the order of time.
 
 use super::arrivals::{Source, settling_time};
 use super::balancer::Balancer;

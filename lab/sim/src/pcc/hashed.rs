@@ -116,7 +116,7 @@ impl Balancer for Stateful {
 
     /// Checks all connections, because each may reach another load balancer now. Hashed ones keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
-        // A load balancer that stops or starts anew knows nothing.
+        // A load balancer that stops or restarts loses its state.
         let kept = self.running & bits_of(cluster.load_balancers());
         self.running = bits_of(cluster.load_balancers());
         let hashed = &self.hashed;

@@ -52,7 +52,7 @@ impl Imbalance {
         self.put(connections as usize);
     }
 
-    /// A server goes out with so many connections.
+    /// Removes a server with this number of connections.
     pub fn remove_server(&mut self, connections: u32) {
         self.servers -= 1;
         self.connections -= u64::from(connections);

@@ -20,8 +20,7 @@ pub enum Method {
     },
     /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
     Stateful(HashLayout),
-    /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie says by which of the last configurations its connection is
-    /// hashed.
+    /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie names the recent configuration by which its connection is hashed.
     HistoryTag {
         /// Bits of the tag, 0 to [`TAG_BITS_MAX`].
         bits: u8,
@@ -30,12 +29,12 @@ pub enum Method {
         /// Layout of the table of buckets.
         layout: HashLayout,
     },
-    /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie says by which hash function its server, the least loaded of
-    /// all that they named, was found.
+    /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie names the hash function of its server, the least loaded of all
+    /// candidates.
     HashIndex {
         /// Bits of the index, 0 to [`INDEX_BITS_MAX`].
         bits: u8,
-        /// Bits of a history tag beside it, 0 to [`TAG_BITS_MAX`].
+        /// Bits of an additional history tag, 0 to [`TAG_BITS_MAX`].
         tag_bits: u8,
         /// Layout of the table of buckets.
         layout: HashLayout,

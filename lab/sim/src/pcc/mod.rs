@@ -1,5 +1,5 @@
-//! `coreward-lab sim pcc`: which connections a reconfiguration breaks, and how evenly connections lie on the servers,
-//! by method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/simulator.md says what is modelled.
+//! `coreward-lab sim pcc`: connections that a reconfiguration breaks, and the balance of connections over servers, by
+//! method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/simulator.md describes the model.
 
 mod arrivals;
 mod balancer;
@@ -51,7 +51,7 @@ pub struct Config {
     pub servers: usize,
     /// The load.
     pub arrivals: Arrivals,
-    /// Changes of servers and load balancers. They happen during the warm-up, too, if they come at random.
+    /// Changes of servers and load balancers. Random ones also happen during the warm-up.
     pub updates: Updates,
     /// Measured time, after the warm-up.
     pub minutes: f64,
@@ -69,7 +69,7 @@ pub struct Config {
     pub buckets_per_server: u32,
     /// Buckets of the tables that policies fill.
     pub buckets: BucketCount,
-    /// Cores of each server, which crossrss tells apart: 1 to 128.
+    /// Cores of each server, for crossrss: 1 to 128.
     pub cores: u16,
     /// Keep what happened second by second. Takes memory with the number of changes.
     pub by_second: bool,
@@ -98,9 +98,9 @@ impl Default for Config {
 
 impl Config {
     /// The experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3): 24 servers, 1,500 to 2,500 requests a second over 40 s;
-    /// servers come while the load rises and are drained while it falls. The text says that 7 come and 8 go; the moments
-    /// are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), by
-    /// which 6 came.
+    /// servers join while the load rises and are drained while it falls. The text has 7 joining and 8 leaving; the
+    /// times are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of
+    /// github.com/cheetahlb/experiments), by which 6 joined.
     pub fn cheetah_figure_9() -> Self {
         let steps = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
         let changes = steps.into_iter().flat_map(|(second, servers): (u32, i32)| {

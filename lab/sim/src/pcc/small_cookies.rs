@@ -1,13 +1,11 @@
 //! `history-tag`, `hash-index`: cookies of a few bits (Cheetah, NSDI'20, Appendix B), for load balancers that hash.
 //!
-//! **History tag.** The load balancer keeps the last n configurations of the pool, and the cookie says in log2(n) bits
-//! by which of them its connection is hashed. A tag is used again after n changes, and then names another
-//! configuration. The load balancer may give a connection a fresher tag: that of a later configuration in which it has
-//! the same server.
+//! **History tag.** The load balancer keeps the last n configurations of the pool, and the cookie names in log2(n) bits
+//! the one by which its connection is hashed. A tag is reused after n changes, and then names another configuration.
+//! The load balancer may give a connection a newer tag: that of a later configuration in which it has the same server.
 //!
-//! **Hash index.** There are several hash functions; a new connection goes to the least loaded of the servers that they
-//! name, and the cookie says which function it was. The pool that it is a function of is the present one, or, together
-//! with a tag, the tag's.
+//! **Hash index.** There are several hash functions; a new connection goes to the least loaded of their servers, and
+//! the cookie names the function. It is applied to the present pool, or, together with a tag, to the tag's.
 
 use std::collections::VecDeque;
 
@@ -54,7 +52,7 @@ pub struct SmallCookies {
     /// The number of the first of them.
     first: u32,
     longest: Nanoseconds,
-    /// Connections by server as of the last report, when policies are to know no more than that.
+    /// Connections by server in the last report, for policies that use reports only.
     reported: Option<Vec<u32>>,
 }
 
@@ -131,7 +129,7 @@ impl Balancer for SmallCookies {
         let positions = self.layout.positions(&ids, size);
         let servers = positions.into_iter().map(|position| cluster.members()[position]).collect();
         self.configurations.push_back(Configuration { at: cluster.now, servers });
-        // One is needed until nobody is left who began in it.
+        // A configuration is needed until the connections that began in it have ended.
         while self.configurations.get(1).is_some_and(|next| next.at + self.longest < cluster.now) {
             self.configurations.pop_front();
             self.first += 1;

@@ -7,7 +7,7 @@ use coreward_model::dispatch::ClassBounds;
 
 use crate::names::UnknownName;
 
-/// Cores of each class; as `coreward dispatch --policy jbsrq` when nothing is said.
+/// Cores of each class; default: as `coreward dispatch --policy jbsrq`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
     /// `reserved`: the first cores, which are the shortest class's
@@ -32,7 +32,7 @@ impl ClassBoundOptions {
     }
 }
 
-/// `reserved=2,bound=4,...`; the error says what was expected.
+/// `reserved=2,bound=4,...`; the error states the expectation.
 impl FromStr for ClassBoundOptions {
     type Err = String;
 

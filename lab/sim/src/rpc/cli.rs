@@ -67,7 +67,7 @@ pub struct RpcArgs {
     /// The same seed gives the same result
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Most requests inside the server; what comes in above that is dropped
+    /// Largest number of requests inside the server; others are dropped
     #[arg(long)]
     queue: Option<u64>,
     /// Latencies over time, too: the length of a window in units of service time

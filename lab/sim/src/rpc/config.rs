@@ -26,7 +26,7 @@ pub struct Config {
     pub connections: Option<NonZeroU32>,
     /// The i-th most frequent connection has a share proportional to 1 / i^skew; 0: all are alike.
     pub skew: f64,
-    /// Most requests inside the server; what comes in above that is dropped. `None`: no bound.
+    /// Largest number of requests inside the server; others are dropped. `None`: no bound.
     pub queue: Option<u64>,
     /// Length of the windows of [`Outcome::windows`], in units of service time.
     pub window: Option<f64>,
@@ -108,9 +108,8 @@ pub enum Error {
 }
 
 impl Config {
-    /// The load below which the queues are stable: [`Policy::capacity`], and under RSS with so many buckets, evenly
-    /// drawn, what the cores with most of them can carry. Few connections, or uneven ones, can overload a core all the
-    /// same.
+    /// The load below which the queues are stable: [`Policy::capacity`], and under RSS with evenly drawn buckets, the
+    /// capacity of the cores with most of them. Few or uneven connections can still overload a core.
     pub fn capacity(&self, buckets: u32) -> f64 {
         let of_policy = self.policy.capacity(self.service.mean(), self.latency);
         let cores = u32::from(self.cores);

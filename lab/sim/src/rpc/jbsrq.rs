@@ -8,7 +8,7 @@ use coreward_model::dispatch::{Assignment, Lambda, RankRule, Selection, UnknownA
 
 use crate::names::UnknownName;
 
-/// Options of `jbsrq`, as published when nothing is said.
+/// Options of `jbsrq`; default: as published.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JbsrqOptions {
     /// `lambda`: what a request of lower priority counts for one of higher priority, 0 to 1
@@ -27,7 +27,7 @@ pub struct JbsrqOptions {
     pub switch_cost: f64,
     /// `assignment`: how cores are divided between two services
     pub assignment: Assignment,
-    /// `interval`: how often the load monitors look at the NIC's queues, in units of service time
+    /// `interval`: time between two polls of the NIC's queues by the load monitors, in units of service time
     pub interval: f64,
     /// `reserved`: cores that each service keeps for itself, unless all share all
     pub reserved: NonZeroU16,
@@ -91,7 +91,7 @@ const OPTIONS: [&str; 10] = [
     "reserved=N",
 ];
 
-/// `lambda=0.2,depth=4,...`; the error says what was expected.
+/// `lambda=0.2,depth=4,...`; the error states the expectation.
 impl FromStr for JbsrqOptions {
     type Err = String;
 

@@ -1,8 +1,8 @@
 //! `coreward-lab sim rpc` and `coreward-lab sim capacity`: requests at the cores of one server (Turbo, HPCA'23, Sect. III
 //! and VI; RingLeader, NSDI'23, Sect. 2.1).
 //!
-//! Requests come in at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores
-//! serve them, and responses go out by the same NIC. docs/simulator.md says what is modelled.
+//! Requests arrive at a NIC (Poisson), a policy gives them to cores behind an interface that takes time to cross, cores
+//! serve them, and responses leave by the same NIC. docs/simulator.md describes the model.
 
 mod class_bounds;
 pub mod cli;
@@ -77,7 +77,7 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     spec.build(Runner { config, load, observer })
 }
 
-/// Lets requests come in at a server.
+/// Generates a server's requests.
 struct Runner<'a, O> {
     config: &'a Config,
     load: f64,

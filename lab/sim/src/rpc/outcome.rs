@@ -145,7 +145,7 @@ impl Windows {
 
 /// Watches a simulation.
 pub trait Observer: Sink {
-    /// Requests that come in from now on count: the warm-up is over.
+    /// The warm-up is over: later requests count.
     fn measure_from(&mut self, from: Tick);
 
     /// Nothing that follows can change the result.

@@ -127,7 +127,7 @@ struct Bound {
     latency: Tick,
     /// Requests of a class below this one count.
     classes: u8,
-    /// More late responses than this miss the SLO whatever follows: 1 % of all that could count.
+    /// More late responses than this miss the SLO in any case: 1 % of all that could count.
     most_late: u64,
     responses: u64,
     late: u64,

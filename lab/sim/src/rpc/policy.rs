@@ -11,7 +11,7 @@ use crate::names::UnknownName;
 /// Policy by which a server gives requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Policy {
-    /// `cfcfs`: one queue at the NIC; a core gets a request when it has said that it is free
+    /// `cfcfs`: one queue at the NIC; a core gets a request when it has reported to be free
     CentralFcfs,
     /// `random`: a core at random for every request
     Random,
@@ -71,9 +71,9 @@ pub const FORMS: [&str; 13] = [
     "dfcfs:X,Y",
 ];
 
-/// Added time of a stolen request when nothing is said. ZygOS (SOSP'17, Sect. 6.1) comes within 50-60 % of ideal with 5
-/// us requests and within 15 % from 20 us on, which a few microseconds of cost explain. Half a service time is the same
-/// order for requests of a few microseconds.
+/// Default added time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of ideal with 5 us requests and
+/// within 15 % from 20 us on, which a few microseconds of cost explain. Half a service time is the same order for
+/// requests of a few microseconds.
 const STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {
@@ -153,7 +153,7 @@ impl fmt::Display for Policy {
 }
 
 impl Policy {
-    /// Whether classes of requests are told apart.
+    /// Returns whether classes of requests have priorities.
     pub fn priorities(&self) -> Priorities {
         match self {
             Self::RankedQueue(options) => options.priorities,
@@ -162,15 +162,15 @@ impl Policy {
         }
     }
 
-    /// Whether a connection's requests reach the core that its hash says, so that an outsider can predict it.
+    /// Returns whether a connection's requests reach the core of its hash, so that a load balancer can predict it.
     pub fn follows_rss(&self) -> bool {
         matches!(self, Self::Rss | Self::RssRebalanced(_) | Self::WorkStealing(_))
     }
 
-    /// The load below which the queues of this policy are stable, as a fraction of what the cores could serve: requests
-    /// of `mean` service time, an interface of `latency` one way. A core whose place is taken until its response has
-    /// passed the NIC stands idle for two crossings per request unless more places bridge them. Exact for `cfcfs`, an
-    /// upper bound for bounded queues with more than one place.
+    /// The load below which the queues of this policy are stable, as a fraction of the cores' capacity: requests of
+    /// `mean` service time, an interface of `latency` one way. A core whose place is taken until its response has
+    /// passed the NIC is idle for two crossings per request unless more places bridge them. Exact for `cfcfs`, an upper
+    /// bound for bounded queues with more than one place.
     pub fn capacity(&self, mean: f64, latency: f64) -> f64 {
         let places = |places: f64| (places * mean / (mean + 2.0 * latency)).min(1.0);
         match self {

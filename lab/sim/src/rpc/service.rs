@@ -19,8 +19,8 @@ pub enum Service {
     Exponential,
     /// `lognormal:SIGMA`: mean 1, the logarithm has standard deviation SIGMA
     LogNormal(f64),
-    /// `bimodal:FRACTION:FACTOR`, `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`: these shares of the requests are so many
-    /// times as long as the others, which take 1
+    /// `bimodal:FRACTION:FACTOR`, `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`: these shares of the requests take FACTOR,
+    /// the others 1
     Classes(Vec<LongClass>),
 }
 

@@ -1,4 +1,4 @@
-//! Requests that come in: when, how long they take, of which connection.
+//! Arriving requests: time, duration, connection.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;

@@ -1,9 +1,9 @@
 //! Several copies of a trace at once, for traces that are too thin to load a fleet.
 //!
-//! Copy k of n starts k/n of the trace's duration into it, and goes on from its beginning once it has reached its end,
-//! so that all copies last as long as the trace, and their busy moments do not fall together. A flow that is cut in two
-//! by this is two flows. Each copy has addresses of its own. Of a generator that needs no file, every copy is drawn
-//! from a seed of its own instead: that is the same, without the cut.
+//! Copy k of n starts k/n of the trace's duration into it, and continues from its beginning after its end, so that all
+//! copies last as long as the trace, and their busy times do not coincide. A flow that is cut in two by this is two
+//! flows. Each copy has addresses of its own. Of a generator without a file, every copy is drawn from a seed of its own
+//! instead: that is the same, without the cut.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -217,8 +217,8 @@ impl Trace for Overlay {
     }
 }
 
-/// The tuple that stands for this one in a copy; in copy 0 itself. Toeplitz is linear: addresses that differ by one
-/// constant from copy to copy would let flows that share a bucket share one in every copy. So they are mixed.
+/// Returns the tuple of a copy; in copy 0 itself. Toeplitz is linear: addresses that differ by one constant from copy
+/// to copy would let flows that share a bucket share one in every copy. So they are mixed.
 fn fresh(tuple: &FourTuple, copy: u32) -> FourTuple {
     let side = |socket: SocketAddr| SocketAddr::new(fresh_address(socket.ip(), copy), socket.port());
     FourTuple::new(side(tuple.client()), side(tuple.vip())).expect("families stay as they are")

@@ -1,4 +1,4 @@
-//! `burst`: connections that are all opened within 100 ms, and none after: what a report comes too late for.
+//! `burst`: connections that all open within 100 ms, and none after: too fast for any report.
 //!
 //! The fleet is idle for half a second before, and has reported that. Each connection sends evenly spaced packets until the end, at
 //! a rate drawn as [`super::campus`] draws it (lognormal, median 150 packets/s, sigma 1.3, at most 4,000).

@@ -7,9 +7,8 @@
 //! * [`arrivals`]: the arrival logs of the demo
 //! * [`amplify`]: several copies of a trace at once
 //!
-//! A [`Trace`] is read in [`Batch`]es and never held whole. Numbers of flows are dense and used again once a flow has
-//! ended, so that whoever keeps an array with an entry per flow needs memory for the flows that are open at once, not
-//! for all.
+//! A [`Trace`] is read in [`Batch`]es and never held whole. Flow numbers are dense and reused after a flow's end, so an
+//! array with an entry per flow needs memory for the open flows only.
 
 pub mod amplify;
 pub mod arrivals;
@@ -32,7 +31,7 @@ pub struct Packet {
     /// When, in ns after the trace's start (that of its history, if it has one); never less than the previous packet's.
     pub time_ns: u64,
     pub flow: u32,
-    /// Bytes on the wire, Ethernet header included; 0 when the trace does not say.
+    /// Bytes on the wire, Ethernet header included; 0 when the trace has no sizes.
     pub bytes: u16,
     /// Event of the flow.
     pub event: Event,
@@ -118,7 +117,7 @@ pub trait Trace: Send {
         Skipped::new()
     }
 
-    /// Packets that came a little earlier than their predecessor, and were taken as if they had come with it.
+    /// Packets with time stamps a little before their predecessor's, counted as simultaneous.
     fn reordered(&self) -> u64 {
         0
     }
@@ -132,7 +131,7 @@ pub trait Trace: Send {
     /// End of the packets (ns after the trace's start) if that is known beforehand.
     fn end_ns(&self) -> Option<u64>;
 
-    /// Speed of the cores, where the trace itself says so: requests then wait as long as they must.
+    /// Speed of the cores, if the trace has it: requests then wait as long as they must.
     fn service(&self) -> Option<Service> {
         None
     }

@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use crate::names::UnknownName;
 
-/// Text after a generator's name that says nothing about it.
+/// Meaningless text after a generator's name.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SettingError {
     /// Not `name=value`.

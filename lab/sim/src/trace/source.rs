@@ -61,8 +61,8 @@ impl Source {
         matches!(self, Source::Campus(Campus { seed: None, .. }) | Source::Burst(Burst { seed: None, .. }))
     }
 
-    /// The traffic of `seed` (which only [`Source::varies_with_seed`] looks at), from its start. Fails when the file
-    /// cannot be read or is nothing that is known.
+    /// Opens the traffic of `seed` (used only if [`Source::varies_with_seed`]). Fails when the file cannot be read or
+    /// has an unknown format.
     pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             Source::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),

@@ -1,5 +1,5 @@
-//! Somebody who speaks for a server whose agent is away, and lies: about its cores, its NIC, the time, who it is; and
-//! others who flood the controller with connections that say nothing or nonsense.
+//! An impostor that speaks for a server whose agent is away, with false cores, NIC, time and identity; and others that
+//! flood the controller with silent or malformed connections.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -28,16 +28,16 @@ const HONEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Between two attempts to speak for the server: the controller waits until its agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_LIMIT: Duration = Duration::from_secs(1);
-/// A stream on which the controller says no more is left.
+/// A stream without a message of the controller for this time is left.
 const STREAM_LIMIT: Duration = Duration::from_secs(2);
-/// Connections that are open at a time and say nothing, or nonsense.
+/// Silent or malformed connections at a time.
 const FLOOD: usize = 64;
 
 /// Counts of false reports.
 #[derive(Debug, Default)]
 pub struct FalseReports {
     pub reports: AtomicU64,
-    /// Connections that said nothing, or nonsense.
+    /// Silent or malformed connections.
     pub connections: AtomicU64,
 }
 
@@ -45,7 +45,7 @@ pub struct FalseReports {
 pub enum Lie {
     /// Everything, in the name of any server, with a flood of connections.
     Everything,
-    /// The load only: that of idle cores is reported, as often as an agent reports, so that connections come.
+    /// Only the load is false: idle cores, reported as often as by an agent, so that connections arrive.
     Load,
 }
 
@@ -80,7 +80,7 @@ impl Liar {
         })
     }
 
-    /// One stream. Who is refused tries again: as itself, as another server or as nobody.
+    /// One stream. After a rejection it tries again: as itself, as another server or as an unknown one.
     async fn turn(
         &self,
         to: SocketAddr,

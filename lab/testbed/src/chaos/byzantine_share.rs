@@ -11,9 +11,9 @@ use crate::interrupt;
 
 /// Seconds for which an impostor reports idle cores.
 const LASTS: usize = 30;
-/// The controller needs connections before it limits a server: so many seconds are measured at the beginning...
+/// Seconds measured at the beginning: the controller needs connections before it limits a server ...
 const BEGINNING: usize = 5;
-/// ... and so many at the end, when the limit must be in force.
+/// ... and at the end, when the limit must be in force.
 const END: usize = 10;
 /// Seconds by whose connections the share may be over the limit: the controller counts four times a second, and load
 /// balancers report ten times a second.

@@ -1,4 +1,4 @@
-//! The operator's commands, asked of whichever controller answers, each for a limited time: a controller may stand still.
+//! The operator's commands, to the controller that answers, each with a timeout: a controller may be stopped.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,7 +1,7 @@
-//! Somebody who changes the configuration all the time, and remembers what the controller acknowledged.
+//! A process that changes the configuration all the time, and records the controller's acknowledgements.
 //!
-//! The controller has said of the document that is *acknowledged* that it is in force. Attempts since then whose answer
-//! did not come may be in force, too: whoever asks a controller that dies cannot know. Anything else is a lost write.
+//! The *acknowledged* document is in force by the controller's answer. Later attempts without an answer may be in
+//! force, too: the client of a dying controller cannot know. Anything else is a lost write.
 
 use std::fs;
 use std::path::PathBuf;
@@ -17,13 +17,13 @@ use super::document::Documents;
 use super::drains::Drains;
 use crate::topology::Testbed;
 
-/// Every so many changes a wrong one is tried.
+/// One of this many changes is a wrong one.
 const WRONG_EVERY: u64 = 10;
-/// Every so many changes the controller is asked for a rotation of the cookie keys.
+/// Once per this many changes a rotation of the cookie keys is requested.
 const ROTATE_EVERY: u64 = 50;
-/// Every so many changes a server is drained by command, or that is ended.
+/// Once per this many changes a server is drained or undrained by command.
 const DRAIN_EVERY: u64 = 4;
-/// Every so many changes it is looked whether the controller has what it acknowledged.
+/// Once per this many changes the controller's state is compared with the acknowledgements.
 const CHECK_EVERY: u64 = 10;
 /// After a failure.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -35,9 +35,9 @@ const LIMIT_S: &str = "8";
 /// Attempted writes and their outcomes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Writes {
-    /// Changes that the controller said are in force.
+    /// Changes acknowledged by the controller.
     pub acknowledged: u64,
-    /// Changes that came to nothing or whose answer did not come.
+    /// Changes that failed or have no answer.
     pub unanswered: u64,
     /// Those that turned out to be in force.
     pub unanswered_in_force: u64,
@@ -45,9 +45,9 @@ pub struct Writes {
     pub wrong: u64,
     /// Rotations of young keys; all must be refused.
     pub rotations: u64,
-    /// Servers that the controller said are drained by command, or no more.
+    /// Acknowledged drains and undrains by command.
     pub drains: u64,
-    /// Drains whose answer did not come, or that the controller refused.
+    /// Drains without an answer, or rejected.
     pub drains_unanswered: u64,
     /// Questions to the controller for what is in force.
     pub looks: u64,
@@ -157,7 +157,7 @@ impl<'a> Writer<'a> {
     fn change(&self, model: &mut Model, documents: &Documents) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present());
         fs::write(&self.file, &text)?;
-        // An attempt that nobody answered may be in force by now.
+        // An unanswered attempt may be in force by now.
         if !model.unanswered.is_empty() && !self.check_state(model) {
             return Ok(false);
         }
@@ -181,7 +181,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// A server that is drained is so no more, or another one is.
+    /// Drains a server, or ends a drain.
     fn drain_or_undrain(&self, model: &mut Model, documents: &mut Documents) {
         let drained = model.drains.perhaps();
         let next = documents.next_to_drain(&drained).map(|server| (server, true));
@@ -210,7 +210,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// The keys are minutes old, and cookies live for a day: whatever the clock says, no rotation is safe.
+    /// The keys are minutes old, and cookies live for a day: whatever the clock shows, no rotation is safe.
     fn try_rotation(&self) {
         self.count(|writes| writes.rotations += 1);
         if let Ok(answer) = self.operator.coreward(&["keys", "rotate"]) {
@@ -244,7 +244,7 @@ impl<'a> Writer<'a> {
         true
     }
 
-    /// The generation that the controller says is in force now.
+    /// Returns the generation in force after the change.
     fn apply(&self) -> anyhow::Result<u64> {
         let file = self.file.display().to_string();
         let answer = self.operator.coreward(&["apply", "--yes", &file])?;

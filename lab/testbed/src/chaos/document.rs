@@ -41,8 +41,8 @@ pub struct Documents {
 }
 
 impl Documents {
-    /// With all `servers` active. `services`: name, address, and further lines as they are to stand there; `racks_of`:
-    /// by server, through which racks its agent may speak; empty: there are none.
+    /// Returns a document with all `servers` active. `services`: name, address, and further lines; `racks_of`: by
+    /// server, the racks that its agent may use; empty: there are none.
     pub fn new(
         seed: u64,
         servers: &[u16],
@@ -60,7 +60,7 @@ impl Documents {
         }
     }
 
-    /// The document as it stands; its number makes it another text each time.
+    /// Returns the text; a number makes it different each time.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.number, self.report_interval_ms);
         let racks: BTreeSet<u16> = self.racks_of.values().flatten().copied().collect();

@@ -1,23 +1,25 @@
 //! Servers drained by command, as acknowledged by the controller.
 //!
-//! A drain is beside the document: it outlives restarts, other leaders and other documents, but ends when its server leaves the document.
+//! A drain is not part of the document: it outlives restarts, other leaders and other documents, but ends when its
+//! server leaves the document.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// A command whose answer did not come may be carried out as long after it was given up: by a controller that stood still.
+/// A command without an answer may still be executed for this time after it was given up: by a controller that was
+/// stopped.
 const LATE: Duration = Duration::from_secs(3);
 
-/// Knowledge of each server's drain; a server that is absent is drained by nobody.
+/// Expected drain of each server; absent servers are not drained.
 #[derive(Debug, Default)]
 pub struct Drains(BTreeMap<u16, Known>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Known {
     Drained,
-    /// Since when: the answer to a command, or to a document without the server, did not come.
+    /// Since when: a command, or a document without the server, had no answer.
     Doubtful(Instant),
 }
 
@@ -32,7 +34,7 @@ impl Drains {
         matches!(self.0.get(&server), Some(Known::Doubtful(_)))
     }
 
-    /// The controller was asked to drain the server, or to end that; `acknowledged`: it says that it is so.
+    /// Records a drain or undrain; `acknowledged`: by the controller.
     pub fn asked(&mut self, server: u16, drain: bool, acknowledged: bool) {
         match (acknowledged, drain) {
             (false, _) => drop(self.0.insert(server, Known::Doubtful(Instant::now()))),
@@ -41,7 +43,7 @@ impl Drains {
         }
     }
 
-    /// The controller was given a document with these servers; `acknowledged`: it says that it is in force.
+    /// Records a document with these servers; `acknowledged`: by the controller.
     pub fn applied(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
         if acknowledged {
             self.0.retain(|server, _| servers.contains(server));
@@ -51,7 +53,7 @@ impl Drains {
         }
     }
 
-    /// Compares with what the controller says, in words; what it says of servers that were in doubt is known then.
+    /// Compares with the controller's status and returns the differences; doubtful drains are known then.
     pub fn compare(&mut self, status: &Value) -> Vec<String> {
         let mut wrong = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {

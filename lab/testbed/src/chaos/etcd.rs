@@ -1,4 +1,4 @@
-//! The etcd on which several controllers keep their records: three members, each of which can be killed or stand still.
+//! The etcd of several controllers: three members, each of which can be killed or stopped.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::topology::Testbed;
 
 /// One of them can be away.
 pub const MEMBERS: u16 = 3;
-/// In the controllers' namespace, where nobody else listens.
+/// In the controllers' namespace, where no other program listens.
 const FIRST_PORT: u16 = 2379;
 const START_LIMIT: Duration = Duration::from_secs(20);
 const END_LIMIT: Duration = Duration::from_secs(5);

@@ -10,7 +10,7 @@ use crate::fleet::agent_name;
 pub enum FaultKind {
     /// A daemon is killed (SIGKILL) and started again
     Kill,
-    /// A daemon stands still for a while (SIGSTOP, SIGCONT)
+    /// A daemon is stopped for a while (SIGSTOP, SIGCONT)
     Stop,
     /// A daemon ends in order and another process takes over, of `--upgrade-binary` every second time
     Upgrade,
@@ -20,11 +20,11 @@ pub enum FaultKind {
     Link,
     /// The disk of the controller's store is full (one controller)
     Disk,
-    /// A member of etcd is killed or stands still, every second time the one that leads (several controllers)
+    /// A member of etcd is killed or stopped, every second time the leader (several controllers)
     Etcd,
     /// The wall clock of a daemon jumps, and back
     Clock,
-    /// A server's agent is killed, and somebody who lies speaks for it; others flood the controller
+    /// A server's agent is killed, and an impostor speaks for it; others flood the controller
     Liar,
 }
 
@@ -58,8 +58,7 @@ impl FaultKind {
     }
 }
 
-/// A fault and whom it hits. Daemons go by the names of [`crate::fleet`], machines by those of their ports at the
-/// switch.
+/// A fault and its target. Daemons have the names of [`crate::fleet`], machines those of their ports at the switch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
     /// A daemon's process is killed.
@@ -89,7 +88,7 @@ pub enum Fault {
         leader: bool,
         /// Otherwise this one, counted from 1.
         number: u16,
-        /// It stands still; otherwise it is killed.
+        /// Stopped; otherwise killed.
         stop: bool,
     },
     /// A daemon's clock is wrong.
@@ -134,8 +133,8 @@ impl Fault {
         }
     }
 
-    /// Whether both concern one daemon, or the network: what each would do alone would not be known. A clock may jump
-    /// whatever else happens.
+    /// Returns whether both affect one daemon, or the network: their effects could not be told apart. A clock may jump
+    /// at any time.
     pub fn touches(&self, other: &Self) -> bool {
         let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if networks(self) || networks(other) {
@@ -148,7 +147,7 @@ impl Fault {
         }
     }
 
-    /// The daemon whose process comes to harm.
+    /// Returns the daemon whose process is affected.
     fn process(&self) -> Option<String> {
         match self {
             Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
@@ -158,7 +157,7 @@ impl Fault {
     }
 }
 
-/// No packet of a client comes to the controller, nor to a rack.
+/// Returns whether the port is a controller's or a rack's, which get no packets of clients.
 fn is_control(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }

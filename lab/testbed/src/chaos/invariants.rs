@@ -24,7 +24,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// A status costs the controller more than a scrape costs a load balancer.
 const STATUS_EVERY: u32 = 5;
 const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
-/// A status that comes no sooner is of no use.
+/// A later status is useless.
 const STATUS_LIMIT_S: &str = "3";
 
 /// Observations.
@@ -143,7 +143,7 @@ impl<'a> Watch<'a> {
         known.watched.scrapes += 1;
         let before = known.tables.get(&number).copied();
         match before {
-            // A new controller counts its tables anew: any other number is another table.
+            // A new controller restarts its table numbers: any other number is another table.
             Some((before, _)) if before == generations => {}
             Some((_, since)) => {
                 let without = (now - since).as_secs_f64();
@@ -232,9 +232,9 @@ impl Known {
     }
 }
 
-/// Why the fleet is not whole, by its status; `None`: every server that is in the document reports and is well, every
-/// rack is there, every load balancer has heard of the newest configuration and knows all servers. `since`: the load
-/// balancers must have said so after this moment.
+/// Returns the reason why the fleet has not converged; `None`: every server in the document reports and is healthy,
+/// every rack is connected, every load balancer has the newest configuration and knows all servers. `since`: the load
+/// balancers must have confirmed this after that time.
 pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {

@@ -1,6 +1,5 @@
-//! `coreward-lab testbed chaos`: everything goes wrong, by a schedule that a seed gives, while clients go on and
-//! somebody changes the configuration all the time. No connection may break, and whatever the controller acknowledged
-//! must be there.
+//! `coreward-lab testbed chaos`: faults by a schedule drawn from a seed, while clients connect and the configuration
+//! changes all the time. No connection may break, and every acknowledged change must be in force.
 //!
 //! * [`schedule`], [`fault`]: the faults and their times; [`test_env`] causes them: [`network`], [`disk`], [`etcd`],
 //!   [`byzantine_agent`], [`crate::preload`]
@@ -91,7 +90,7 @@ const CORES: u16 = 2;
 const LIAR: u16 = 1;
 /// The client's addresses: the first is for clients whose kernel chooses the port.
 const CLIENT_ADDRESSES: u16 = 4;
-/// After this long nothing comes right by itself any more.
+/// Longest time until everything has converged.
 const WHOLE_LIMIT: Duration = Duration::from_secs(30);
 /// Both services are checked often and without patience, so that servers that met a fault are found down.
 const WEB_MORE: &str =
@@ -319,7 +318,7 @@ impl<'a> Run<'a> {
         Ok(Some(byzantine_share))
     }
 
-    /// Waits until everybody reports and is heard again, and new tables are in force.
+    /// Waits until everything reports again and new tables are in force.
     fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &Watch<'_>) -> anyhow::Result<()> {
         let since = Instant::now();
         let mut waited_for = None;

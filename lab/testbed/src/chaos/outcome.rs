@@ -56,7 +56,7 @@ pub struct Recovery {
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct FalseReportCounts {
     pub reports: u64,
-    /// Connections that said nothing, or nonsense.
+    /// Silent or malformed connections.
     pub connections: u64,
 }
 

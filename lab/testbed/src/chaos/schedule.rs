@@ -16,7 +16,7 @@ use crate::fleet::{CONTROLLER, agent_name, controller_name};
 /// [`seeded_rng`]'s stream for what goes wrong.
 const PURPOSE_FAULTS: u64 = 0x6368_6101;
 const FAULTS_MAX: u32 = 3;
-/// A round's faults begin within so many ms.
+/// A round's faults begin within this time (ms).
 const BEGIN_MS: u32 = 2_000;
 
 /// A fault, and when it is there.
@@ -42,7 +42,7 @@ pub struct Parts {
     pub servers: u16,
 }
 
-/// Draws one round after the other. Every kind of fault has its turn before one comes a second time.
+/// Draws one round after the other. Every kind of fault occurs before one occurs again.
 #[derive(Debug)]
 pub struct Schedule {
     rng: Xoshiro256PlusPlus,

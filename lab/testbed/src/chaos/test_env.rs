@@ -24,7 +24,7 @@ use crate::preload::Preload;
 use crate::topology::Testbed;
 
 const SECOND_NS: i64 = 1_000_000_000;
-/// A daemon ends within this time when it is told to.
+/// A daemon ends within this time after SIGTERM.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// The fleet, and what is wrong with it now.

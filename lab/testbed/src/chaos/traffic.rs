@@ -33,7 +33,7 @@ const KEPT: usize = 16;
 const KEPT_INTERVAL: Duration = Duration::from_millis(500);
 /// Between two connections of a moment.
 const SHORT_INTERVAL: Duration = Duration::from_millis(30);
-/// wrk tells what it saw when it ends; so many seconds at a time.
+/// wrk reports its results at its end: seconds per run.
 const WRK_SECONDS: u64 = 10;
 /// Between two requests of each of wrk's connections (ms): the machine is to have time for the rest.
 const WRK_DELAY_MS: u32 = 20;

@@ -137,8 +137,8 @@ fn simulated(options: &DemoOptions, logs: &[Log]) -> Vec<Simulated> {
     simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
 }
 
-/// Per-core variance that is left when every connection is placed by what it will send: no balancer can do better, as
-/// requests come in pieces.
+/// Returns the per-core variance of placement by future requests: no balancer can do better, as requests are
+/// indivisible.
 fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
     let pools = Pools { servers: options.servers, cores: options.cores, warm_up_us, ..Pools::default() };
@@ -183,7 +183,7 @@ fn run_seed(
     measures
 }
 
-/// Says what is going on: beside the bar, or, where none is shown, in a line of its own.
+/// Announces the present step: next to the bar, or, without one, in a line of its own.
 fn announce(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");

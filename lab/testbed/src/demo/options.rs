@@ -30,7 +30,7 @@ pub struct DemoOptions {
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
     pub seeds: Vec<u64>,
-    /// When tables are made: once per report interval, as in the simulator beside it, or as soon as a report comes
+    /// Time of tables: once per report interval, as in the simulator, or at each report
     #[arg(long, value_enum, default_value_t = Tables::Interval)]
     pub tables: Tables,
     /// Format of the output

@@ -1,4 +1,4 @@
-//! The demo's picture: per-core variance by second for every policy, and the medians beside it.
+//! The demo's picture: per-core variance by second for every policy, and the medians.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
 /// From one line of a label to the next, as a part of the panel's height.
 const LABEL_LINE: f64 = 0.032;
-/// Okabe and Ito's colours, which people with colour-blindness can tell apart.
+/// Okabe and Ito's colours, distinguishable with colour-blindness.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
     RGBColor(230, 159, 0),

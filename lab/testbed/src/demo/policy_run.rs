@@ -42,7 +42,7 @@ impl Lane {
             instance: instance::unique_name(&instance_of(policy))?,
             servers: options.servers + 1,
             cores: options.cores,
-            // Each log's connections come from addresses of their own: their ports are in TIME-WAIT for a minute.
+            // Each log's connections have their own addresses: their ports are in TIME-WAIT for a minute.
             client_addresses: addresses * options.seeds.len() as u16,
             ..TestbedOptions::default()
         })?;

@@ -1,4 +1,4 @@
-//! The demo's arrival logs in the simulator, under the same policies, beside what was measured live.
+//! The demo's arrival logs in the simulator, under the same policies, for comparison with the live measurement.
 //!
 //! A live run is one draw: the controller draws server ids and the RSS key by chance, and with them which connections
 //! meet at a core; when each agent reports, and whose turn it is, are chance, too. So the simulator replays the same
@@ -17,8 +17,8 @@ use super::samples::{Sample, Variances, windows};
 use super::seed_summary::SeedSummary;
 use super::timeline::{Event, Timeline};
 
-/// If live and simulator are the same, a live median lies outside of the range of so many draws once in 10 times: it is
-/// as likely as each draw to be the lowest or the highest of all.
+/// If live and simulator are alike, a live median is outside the range of this many draws once in 10 times: it is as
+/// likely as each draw to be the lowest or the highest of all.
 pub const DRAWS: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]

@@ -1,6 +1,6 @@
 //! Events of a seed's run, and the seconds that count.
 
-/// After the start and after every change of the pool so many seconds are left out of the variances.
+/// Seconds excluded from the variances after the start and after every change of the pool.
 pub const SETTLE_SECONDS: u64 = 5;
 /// With fewer, no second would count between two changes.
 pub const SECONDS_MIN: u64 = 3 * (SETTLE_SECONDS + 1);

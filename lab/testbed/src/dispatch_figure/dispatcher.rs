@@ -26,9 +26,8 @@ pub struct Dispatcher<'a> {
     daemon: Process,
 }
 
-/// The file for the key-value server's requests of class K, whose type is WORKK: what the simulator's policy is told,
-/// in the words of docs/dispatch.md. `unit_us`: how long the unit of service time is. Fails when `coreward dispatch`
-/// has no such policy.
+/// The file for the key-value server's requests of class K, whose type is WORKK: the simulator's policy in the terms of
+/// docs/dispatch.md. `unit_us`: the unit of service time. Fails when `coreward dispatch` has no such policy.
 pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> anyhow::Result<String> {
     let name = match policy {
         Policy::ClassBoundedQueue(_) => "jbsrq".to_owned(),

@@ -1,5 +1,5 @@
-//! Requests at the workers of real servers, with `coreward dispatch` at work, as figures: `turbo-9-live`,
-//! `ringleader-classes-live` and `path-live`. What the simulator gives for the same scenario stands beside it there.
+//! Requests at the workers of real servers under `coreward dispatch`, as figures: `turbo-9-live`,
+//! `ringleader-classes-live` and `path-live`, next to the simulator's results for the same scenario.
 //!
 //! * [`dispatcher`]: `coreward dispatch` on a server of a testbed
 //! * [`requests`]: one measurement by `coreward-lab load`

@@ -21,10 +21,9 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 /// Most bytes that wait in a worker's socket.
 const RECEIVE_BUFFER: &str = "16000000";
 
-/// Measures every series of `scenario`, which says what `coreward-lab sim path` would simulate, with connections of one
-/// request: the load balancer decides by datagram. Fails without root, when the scenario asks for what is not measured,
-/// when something does not start, when requests are lost or pass the dispatchers by, when the machine is too busy, or
-/// when interrupted.
+/// Measures every series of `scenario`, which `coreward-lab sim path` could simulate, with connections of one request:
+/// the load balancer decides by datagram. Fails without root, when the scenario has unsupported metrics, when a start
+/// fails, when requests are lost or bypass the dispatchers, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -33,7 +32,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&path::Config> = plan.jobs.iter().filter_map(|job| as_path(job)).collect();
-    // Run by run, so that whatever else the machine does meets all series; then by what must be started anew.
+    // Run by run, so that disturbances of the machine affect all series; then by the restarts that they need.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());

@@ -16,8 +16,8 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::Testbed;
 
-/// Source ports: so many that hashing them leaves 4 workers within a few per cent of each other, as hashing every
-/// request would.
+/// Source ports: enough for hashes to give 4 workers equal shares within a few per cent, as if every request were
+/// hashed.
 const FLOWS: u16 = 8192;
 /// First source port, the same in every run.
 const FIRST_PORT: u16 = 20_000;
@@ -111,9 +111,8 @@ impl Requests {
     }
 }
 
-/// `coreward-lab load TARGET` from the testbed's client at so many requests a second for so many seconds, with further
-/// options; once more when the machine was busy with something else. Fails when the generator fails, or the machine is
-/// busy all the time.
+/// Runs `coreward-lab load TARGET` from the testbed's client at this rate for these seconds, with further options; once
+/// more if the machine was busy. Fails when the generator fails, or the machine is busy all the time.
 pub fn undisturbed(
     testbed: &Testbed,
     target: SocketAddrV4,
@@ -158,7 +157,7 @@ fn max_lateness_us() -> anyhow::Result<f64> {
 }
 
 fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {
-    // Before whatever else wants the CPU: clients are other machines, which a server that computes does not slow down.
+    // With precedence on the CPU: clients are other machines, which a busy server does not slow down.
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);

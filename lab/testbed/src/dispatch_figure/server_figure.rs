@@ -19,12 +19,12 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 
-/// Most bytes that wait in a worker's socket: all that comes in the longest run.
+/// Receive buffer of a worker's socket, enough for the longest run.
 const RECEIVE_BUFFER: &str = "16000000";
 
-/// Measures every series of `scenario`, which says what the simulator would simulate. Fails without root, when the
-/// scenario asks for what is not measured, when something does not start, when requests are lost or pass the dispatcher
-/// by, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
+/// unsupported metrics, when a start fails, when requests are lost or bypass the dispatcher, when the machine is too
+/// busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -34,7 +34,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
-    // Run by run, so that whatever else the machine does meets all series.
+    // Run by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut site = None;
@@ -74,7 +74,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// The present one, or a new one where there is none with so many workers.
+    /// Returns the present one, or a new one if it has another number of workers.
     fn with_workers(present: &mut Option<Self>, workers: u16) -> anyhow::Result<&Self> {
         if present.as_ref().is_none_or(|site| site.workers != workers) {
             // The old dispatcher's must be gone first.

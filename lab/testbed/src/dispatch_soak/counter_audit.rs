@@ -1,8 +1,8 @@
 //! The books of the dispatch against what the kernel counts by itself.
 //!
-//! The kernel's counters of the two network namespaces (RFC 4113) and of the sockets that died say, to the datagram,
-//! what became of every request: read by a worker, dropped at a full receive buffer, come when nobody listened, or
-//! queued at a worker that was killed. There is no other way to be lost.
+//! The kernel's counters of the two network namespaces (RFC 4113) and of the dead sockets account for every request, to
+//! the datagram: read by a worker, dropped at a full receive buffer, received without a listener, or queued at a killed
+//! worker. A request can be lost in no other way.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -86,7 +86,7 @@ pub struct Segment {
     pub read: u64,
     /// Dropped at full receive buffers.
     pub dropped: u64,
-    /// Come when nobody listened.
+    /// Received without a listener.
     pub nobody: u64,
     /// Queued at workers that were killed.
     pub purged: u64,
@@ -94,7 +94,7 @@ pub struct Segment {
     pub killed_in_service: i64,
     /// Responses that workers sent.
     pub responses: u64,
-    /// The books; `None` when they began anew.
+    /// The ledger; `None` after a restart of it.
     pub books: Option<RequestLedger>,
     pub load_requests: u64,
     /// Requests without a response.
@@ -181,13 +181,13 @@ impl Segment {
         let (sent, made) = (self.sent, self.troubles.clone());
         let (dropped, nobody, purged) = (self.dropped, self.nobody, self.purged);
         let killed = made.kills + made.restarts * WORKERS;
-        // One may come to a socket in the moment in which it is closed.
+        // One may arrive while the socket is being closed.
         let accounted = (known..=known + killed).contains(&sent);
         self.must(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
         self.must(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
         self.must(nobody == 0 || made.restarts > 0, || format!("{nobody} came to nobody without a restart"));
         self.must(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
-        // The worker counts after it has read, and after it has answered: a kill may come between.
+        // The worker counts after a read, and after an answer: a kill may come between.
         let in_service = self.killed_in_service;
         let possible = -(killed as i64)..=killed as i64;
         self.must(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));

@@ -42,7 +42,7 @@ pub struct FaultCounts {
     pub without_response: u64,
     /// Those that another process answered.
     pub answered_by_others: u64,
-    /// Responses that nobody asked for.
+    /// Unrequested responses.
     pub spoofed: u64,
 }
 
@@ -67,11 +67,11 @@ impl FaultCounts {
 pub struct FaultInjector<'a> {
     site: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
-    /// Whether books may begin anew.
+    /// Whether the ledger may restart.
     anew: bool,
     nuisance: UnansweredClient,
     spoofer: Spoofer,
-    /// Stopped workers and the time at which each goes on.
+    /// Stopped workers and the time of their SIGCONT.
     stopped: Vec<(u32, Instant)>,
     made: FaultCounts,
 }
@@ -105,7 +105,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Everybody goes on; what was made.
+    /// Resumes all workers; returns the faults made.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
         Ok(self.made)

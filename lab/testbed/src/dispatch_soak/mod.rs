@@ -1,6 +1,6 @@
-//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and come back, the
-//! dispatch is detached and attached, and datagrams come that nobody asked for. At the end the books must be right to
-//! the datagram, and every request that was lost must be one that the kernel had already queued, or could not queue.
+//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers die, stop and return, the
+//! dispatch is detached and attached, and unrequested datagrams arrive. At the end the ledger must be exact, and every
+//! lost request must be one that the kernel had already queued, or could not queue.
 //!
 //! It goes in segments. In each `coreward-lab load` sends all the time while [`fault_injector`] runs; one second
 //! after the last request the books are compared with what the kernel counts by itself ([`counter_audit`]). In every
@@ -26,7 +26,7 @@ use test_env::TestEnv;
 /// [`seeded_rng`]'s stream for what goes wrong when.
 const PURPOSE_TROUBLE: u64 = 0x6469_7301;
 const SEGMENT: Duration = Duration::from_secs(50);
-/// Late responses of workers that were stopped come within this time, and the books do not have them as outstanding.
+/// Late responses of stopped workers arrive within this time, and the ledger does not count them as outstanding.
 const MIN_SETTLE: Duration = Duration::from_secs(1);
 /// A segment needs some time for what goes wrong.
 const SHORTEST_SEGMENT: Duration = Duration::from_secs(4);

@@ -1,4 +1,4 @@
-//! Datagrams that come to the service, or seem to come from it, and are none of the load's.
+//! Datagrams to the service, or apparently from it, that are not part of the load.
 
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 
@@ -40,7 +40,7 @@ impl UnansweredClient {
         (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
     }
 
-    /// Source address of its requests. Fails when the kernel does not say.
+    /// Returns the source address of its requests. Fails when the kernel does not report it.
     pub fn address(&self) -> anyhow::Result<SocketAddrV4> {
         match self.socket.local_addr()? {
             std::net::SocketAddr::V4(address) => Ok(address),

@@ -89,8 +89,8 @@ impl TestEnv {
         Ok(command)
     }
 
-    /// Starts `coreward dispatch` and waits until it has looked, and so many workers get requests. Fails when it cannot
-    /// be started, or finds not all in time.
+    /// Starts `coreward dispatch` and waits until this many workers get requests. Fails when it cannot be started, or
+    /// does not find all in time.
     pub fn attach(&mut self, workers: u64) -> anyhow::Result<()> {
         let mut command = self.dispatch()?;
         command.env("RUST_LOG", "error");
@@ -109,7 +109,7 @@ impl TestEnv {
         }
     }
 
-    /// Kills `coreward dispatch`; requests go on being dispatched. Fails when there is none.
+    /// Kills `coreward dispatch`; requests are still dispatched. Fails when there is none.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.daemon.take().context("no daemon")?;
         daemon.signal(Signal::SIGKILL)?;

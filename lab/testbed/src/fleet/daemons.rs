@@ -33,7 +33,7 @@ fn command_named(name: &str) -> anyhow::Result<PathBuf> {
     found.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own.display()))
 }
 
-/// `coreward ARGUMENTS` with the operator's token, to be run beside the only controller. Fails when there is no
+/// `coreward ARGUMENTS` with the operator's token, on the machine of the only controller. Fails when there is no
 /// `coreward`.
 pub fn asking(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
     asking_of(testbed, [1], arguments)

@@ -1,4 +1,4 @@
-//! The files of daemons: what is to stand in them, and their certificates.
+//! The daemons' files: contents and certificates.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -132,12 +132,12 @@ pub fn certificates(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
 
-/// Files of somebody's certificate and key.
+/// Returns the directory of a daemon's certificate and key.
 pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
     certificates(testbed).join(format!("{role}-{name}"))
 }
 
-/// Writes ca.crt, own.crt and own.key of somebody, signed by the testbed's authority. Gives the directory. Fails when
+/// Writes a daemon's ca.crt, own.crt and own.key, signed by the testbed's authority. Returns the directory. Fails when
 /// there is no authority, or files cannot be written.
 pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&certificates(testbed))?;
@@ -147,7 +147,7 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
     Ok(directory)
 }
 
-/// `[tls]` of somebody's file; nothing where all talk in plain.
+/// Returns `[tls]` of a daemon's file; nothing without TLS.
 fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
     let Files { ca, certificate, key } = certificate_files(testbed, role, name);
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }

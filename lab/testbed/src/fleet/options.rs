@@ -21,13 +21,13 @@ pub struct FleetOptions {
     pub forwarding: Forwarding,
     /// Time between two reports.
     pub report_interval_ms: u32,
-    /// Whether tables are made once per report interval, as in the simulator, and not as soon as a report comes.
+    /// Make tables once per report interval, as in the simulator, instead of at each report.
     pub tables_by_interval: bool,
     /// Agents' source of the load of a server's cores.
     pub load: LoadSource,
     /// Whether agents steer connections to the workers of their cores.
     pub steer: bool,
-    /// Whether servers have agents; without them nobody reports, and only load balancers can stamp.
+    /// Run agents on servers; without them nothing reports, and only load balancers can stamp.
     pub agents: bool,
     /// Added text of the fleet's file: more services, for one.
     pub more: String,
@@ -36,13 +36,13 @@ pub struct FleetOptions {
     /// Added text of every agent's file.
     pub agents_more: String,
     pub json_logs: bool,
-    /// Whether daemons run with no more rights than their systemd units leave them.
+    /// Run daemons with the rights of their systemd units only.
     pub confined: bool,
     /// Text of the controller's file in place of a store of its own and the fleet's file.
     pub shared_store: Option<String>,
     /// Addresses of other controllers, for the files of agents and load balancers.
     pub other_controllers: Vec<String>,
-    /// The fleet's document, put in force by `coreward apply`; `None`: it stands in a file of the controller's, which
+    /// The fleet's document, applied by `coreward apply`; `None`: it is a file of the controller's, which
     /// [`Fleet::set_pool`] writes.
     pub applied: Option<String>,
     /// Directory of the controller's records; `None`: in the testbed's directory.
@@ -56,10 +56,10 @@ pub struct FleetOptions {
     /// By which every daemon has a wall clock of its own, and a disk that can be full for it alone; `None`: they have
     /// the machine's.
     pub preload: Option<Preload>,
-    /// By server: through which of the testbed's racks its agent speaks, the first first; behind these stand the
-    /// controllers. Every rack of the testbed has its daemon.
+    /// By server: the testbed's racks that its agent uses, in order, before the controllers. Every rack of the testbed
+    /// has its daemon.
     pub racks_of: BTreeMap<u16, Vec<u16>>,
-    /// By server: what else stands of it in the fleet's file.
+    /// By server: further lines in the fleet's file.
     pub servers_more: BTreeMap<u16, String>,
     /// Whether all parts have certificates of an authority of the testbed's own; otherwise they talk in plain.
     pub tls: bool,

@@ -27,7 +27,7 @@ impl Fleet {
         let services = array(&status["services"]).iter();
         let whole: Vec<(&str, u64)> =
             services.map(|service| self.whole_table(testbed, service)).collect::<Result<_, _>>()?;
-        // Asked later, so that it says what has become of these tables; loads make new ones all the time.
+        // Requested later, so that it has the fate of these tables; loads cause new ones all the time.
         let status = self.status(testbed)?;
         for (service, whole) in whole {
             for number in self.load_balancers.keys() {
@@ -49,8 +49,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Name of the service, and generation of its newest table, which has all servers that take new connections. Tables
-    /// are made on change: the first may come before the last server is found, or its agent reports.
+    /// Returns the name of the service, and the generation of its newest table if that has all servers that take new
+    /// connections. Tables are made on change: the first may precede the last server's MAC address or report.
     fn whole_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";

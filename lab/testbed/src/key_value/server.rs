@@ -24,7 +24,7 @@ use crate::interrupt;
 /// Further keys that clients may add to those that are there from the start.
 const MORE_PAIRS: usize = 1_000_000;
 
-/// Interval at which the master looks for workers that have ended and for signals.
+/// Interval at which the master checks for ended workers and signals.
 const LOOK_FOR_ENDED: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
@@ -57,10 +57,10 @@ pub struct KeyValueServerArgs {
     /// Receive buffer of each socket (bytes): how much may wait there [default: the kernel's]
     #[arg(long, value_name = "BYTES")]
     pub receive_buffer: Option<usize>,
-    /// Start a worker anew when it ends
+    /// Restart a worker when it ends
     #[arg(long, conflicts_with = "threads")]
     pub restart: bool,
-    /// The master holds the workers' sockets, too, as nginx's does: what comes for a dead worker waits for its successor
+    /// The master holds the workers' sockets, too, as nginx's does: requests for a dead worker wait for its successor
     #[arg(long, conflicts_with = "threads")]
     pub keep_sockets: bool,
     /// File of four little-endian u64 per worker (received, answered, refused, busy ns); appears when all sockets are bound
@@ -181,7 +181,7 @@ impl<'a> Server<'a> {
             let work = move || {
                 let worker =
                     Worker { number: worker.into(), socket: &socket, store: &store, pace: &pace, counters, busy_ns };
-                // The master has gone when nobody takes the message.
+                // Without a receiver the master has ended.
                 let _ = failed.send(worker.run().unwrap_err());
             };
             std::thread::Builder::new().name(format!("core{worker}")).spawn(work)?;
@@ -206,7 +206,7 @@ impl<'a> Server<'a> {
             workers.push(self.start_process(worker)?);
         }
         self.publish()?;
-        // Not wait(2): a signal that comes just before it would not end it.
+        // Not wait(2): a signal just before it would not end it.
         while interrupt::check().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {

@@ -36,7 +36,7 @@ impl Counters {
     const BAD: usize = 2;
     const BUSY_NS: usize = 3;
 
-    /// Each has one writer, and readers want the numbers, not an order with other memory.
+    /// Each has one writer, and readers need no order with other memory.
     fn add(&self, which: usize, more: u64) {
         let sum = u64::from_le(self.0[which].load(Ordering::Relaxed)) + more;
         self.0[which].store(sum.to_le(), Ordering::Relaxed);
@@ -53,7 +53,7 @@ impl Counters {
 pub(crate) enum Pace {
     /// Their real time.
     Work,
-    /// By the clock: as long as the request says or, if it does not, as this table says.
+    /// By the clock: as long as in the request or, if it has no time, as in this table.
     Clock(ServiceTimes),
 }
 

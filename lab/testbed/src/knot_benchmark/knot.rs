@@ -36,8 +36,9 @@ pub struct Knot {
 }
 
 impl Testbed {
-    /// Starts knotd on a server with so many UDP workers, and waits until it answers both [`PLAIN`] and [`SIGNED`].
-    /// Fails when there is no such server or no knotd, or it does not answer in time; the error holds what it said.
+    /// Starts knotd on a server with this number of UDP workers, and waits until it answers both [`PLAIN`] and
+    /// [`SIGNED`]. Fails when there is no such server or no knotd, or it does not answer in time; the error has its
+    /// output.
     pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<Knot> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;

@@ -1,6 +1,5 @@
-//! `coreward-lab testbed knot-benchmark`: what `coreward dispatch` buys a server that nobody wrote for it. Knot DNS, as
-//! Debian has it, answers queries of unequal cost: most from memory, some with a signature that it makes when they
-//! come.
+//! `coreward-lab testbed knot-benchmark`: the gain of `coreward dispatch` for an unmodified server. Debian's Knot DNS
+//! answers queries of unequal cost: most from memory, some with a signature made on demand.
 
 pub mod knot;
 
@@ -125,7 +124,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies })
 }
 
-/// A DNS server's id says which answer belongs to which query.
+/// A DNS message's id assigns the answer to its query.
 fn service(policy: &str) -> String {
     format!("listen = \"{DNS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }

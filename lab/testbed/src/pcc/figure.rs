@@ -1,4 +1,4 @@
-//! `coreward-lab figure cheetah-9-live`: every method's runs, as the figure's panels want them.
+//! `coreward-lab figure cheetah-9-live`: runs of every method for the figure's panels.
 
 use anyhow::{Context as _, anyhow};
 use coreward_sim::figure::axes::Metric;
@@ -33,7 +33,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         progress(done.get(), of);
     };
     let mut samples = Vec::new();
-    // Seed by seed, so that whatever else the machine does meets all methods.
+    // Seed by seed, so that disturbances of the machine affect all methods.
     for seed in 1..=seeds {
         for method in &methods {
             let run = Run::make(*method, &Streams { seed, ..streams.clone() }, &tick)?;

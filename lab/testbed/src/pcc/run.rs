@@ -19,7 +19,7 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
-/// Between two tables; the paper's servers report ten times a second or more, but changes come once a second.
+/// Interval of tables; the paper's servers report ten times a second or more, but changes occur once a second.
 const REPORT_INTERVAL_MS: u32 = 200;
 /// Each has ports for 50,000 connections, each used once.
 const CLIENT_ADDRESSES: u16 = 4;
@@ -171,7 +171,7 @@ impl TestEnv {
         Ok(Self { fleet, _servers: servers, seed, next_server, gone: 0, testbed })
     }
 
-    /// Events of one moment: one new file for the controller, whatever becomes of how many servers.
+    /// Applies the events of one time by one new file for the controller.
     fn change(&mut self, changes: &[Change]) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         for change in changes {

@@ -24,8 +24,8 @@ pub enum Change {
 
 /// Half seconds from the wave's beginning on, and what happens then.
 ///
-/// The moments of the servers are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of
-/// github.com/cheetahlb/experiments), by which 6 servers came; the text (Sect. 5.3) says 7: the seventh comes with the
+/// The times of the servers are those of the published counts of servers (`dynamic/BeamerNBSRV.csv` of
+/// github.com/cheetahlb/experiments), by which 6 servers joined; the text (Sect. 5.3) has 7: the seventh joins with the
 /// sixth. The load balancers are ours: the paper claims the same for their changes and has no experiment.
 pub const CHANGES: [(u64, &[Change]); 11] = [
     (9, &[Change::AddServer]),

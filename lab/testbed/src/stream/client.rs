@@ -1,6 +1,6 @@
-//! The clients of Cheetah's experiment (NSDI'20, Sect. 5.3), in one process: connections begin when the simulator's
-//! source says so ([`Source`]), each for a request of the web server's mix, and a request is sent again when its
-//! connection has ended. So simulation and testbed have the same load.
+//! The clients of Cheetah's experiment (NSDI'20, Sect. 5.3), in one process: connections begin by the simulator's
+//! source ([`Source`]), each for a request of the web server's mix, and a request is repeated after its connection has
+//! ended. So simulation and testbed have the same load.
 //!
 //! A connection is broken when it ends before all of its bytes came, when other bytes came, or when for ten seconds
 //! nothing came that was due. Source addresses and ports follow from the connection's number, so that the same run
@@ -35,13 +35,13 @@ use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 
 const SECOND_NS: u64 = 1_000_000_000;
-/// Bytes that are so late will not come (ns): TCP has then sent them again five times or more.
+/// Bytes that are late by this count as lost (ns): TCP has then retransmitted them five times or more.
 const LATE_NS: u64 = 10 * SECOND_NS;
-/// The run goes on beyond its end until it is known what becomes of connections that are so late (ns).
+/// The run continues after its end until the fate of connections that are late by this is known (ns).
 const DOUBTFUL_NS: u64 = SECOND_NS / 2;
 /// Interval of that search (ns).
 const SWEEP_NS: u64 = SECOND_NS / 4;
-/// Source ports: above the well-known ones. Each address has so many.
+/// First source port, above the well-known ones, of each address.
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 50_000;
 /// Connections one after the other are not neighbours: coprime to the number of ports.
@@ -263,7 +263,7 @@ impl<'a> Client<'a> {
             self.next_sweep_ns = now_ns + SWEEP_NS;
             self.sweep(now_ns);
         }
-        // Others may come to be in doubt meanwhile; those that were at the end are decided by then.
+        // Others may become late meanwhile; those that were late at the end are decided by then.
         let decided_ns = self.end_ns() + LATE_NS + SWEEP_NS;
         let doubtful = |connection: &Connection| connection.due_ns() + DOUBTFUL_NS < now_ns;
         Ok(now_ns < self.end_ns() || (now_ns < decided_ns && self.connections.values().any(doubtful)))
@@ -331,7 +331,7 @@ impl<'a> Client<'a> {
         if event.has(libc::EPOLLIN) { self.receive(event.token) } else { Ok(()) }
     }
 
-    /// Reads all there is, to the end of the stream if that has come.
+    /// Reads everything, to the end of the stream if it is there.
     fn receive(&mut self, number: u64) -> Result<(), Failure> {
         let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
         let (seed, bytes) = (connection.request.seed.get(), connection.request.bytes());
@@ -456,7 +456,7 @@ mod tests {
         assert_eq!(client.end_ns(), 11 * SECOND_NS);
         client.end_soon(SECOND_NS + 2 * SECOND_NS + 1);
         assert_eq!(client.end_ns(), 4 * SECOND_NS);
-        // Asked again, it does not go on for longer.
+        // A second request does not prolong it.
         client.end_soon(SECOND_NS + 5 * SECOND_NS);
         assert_eq!(client.end_ns(), 4 * SECOND_NS);
     }

@@ -1,7 +1,7 @@
 //! The servers of a testbed in one process: a listening socket in each one's namespace, one loop for all.
 //!
-//! A packet and an accepted connection count as a millisecond of work of the server's only emulated core, which is what
-//! policies that look at loads get to see.
+//! A packet and an accepted connection count as a millisecond of work of the server's only emulated core, for policies
+//! that use loads.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -135,7 +135,7 @@ impl Serving {
         if now_ns >= self.next_publish_ns {
             self.next_publish_ns = now_ns + PUBLISH_NS;
             for server in &self.servers {
-                // One writer; readers want the number, not an order with other memory.
+                // One writer; readers need no order with other memory.
                 server.busy.numbers()[0].store(server.core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
             }
         }
@@ -155,7 +155,7 @@ impl Serving {
         Ok(())
     }
 
-    /// The request; after it nothing but the connection's end may come.
+    /// Reads the request; only the connection's end may follow.
     fn read(&mut self, number: u64, now_ns: u64) {
         let Some(connection) = self.connections.get_mut(&number) else { return };
         let (buffer, length) = &mut connection.received;
@@ -186,7 +186,7 @@ impl Serving {
         let written = connection.stream.write(&packet);
         connection.sent += 1;
         self.servers[connection.server].core.accept(now_ns, WORK_NS);
-        // A client that leaves a full buffer unread does not want the rest.
+        // A client that leaves a full buffer unread is given up.
         if !matches!(written, Ok(PACKET_BYTES)) || connection.sent >= request.packets.get() {
             self.connections.remove(&number);
         } else {

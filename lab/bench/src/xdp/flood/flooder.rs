@@ -75,7 +75,7 @@ impl Flooder {
         self.outcomes.recv().context("the flooding thread has ended")?
     }
 
-    /// Does `work` while the other CPU does what is ordered, and says what that did.
+    /// Does `work` while the other CPU executes the order, and returns the results of both.
     pub fn beside<T>(&self, order: Order, work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, Sent)> {
         self.shared.stop.store(false, Ordering::SeqCst);
         self.shared.syns.store(0, Ordering::SeqCst);
@@ -103,7 +103,8 @@ impl Drop for Flooder {
     }
 }
 
-/// The flood comes by another receive queue than what is measured, as on a NIC with RSS: counters have a row per queue.
+/// The flood arrives on another receive queue than the measured packets, as on a NIC with RSS: counters have a row per
+/// queue.
 fn prepare(cpu: usize) -> anyhow::Result<Runner> {
     cpus::bind(THIS_THREAD, cpu)?;
     namespace::enter_new()?;

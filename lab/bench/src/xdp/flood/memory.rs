@@ -14,12 +14,12 @@ pub struct Memory {
     /// Maps that entries are added to.
     pub hashes: u64,
     pub hash_entries: u64,
-    /// Kernel memory in bytes, as the kernel says it (`memlock` of /proc/PID/fdinfo).
+    /// Kernel memory in bytes (`memlock` of /proc/PID/fdinfo).
     pub bytes: u64,
 }
 
 impl Memory {
-    /// Fails when the kernel does not tell.
+    /// Fails when the kernel does not report it.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut programs = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));

@@ -60,7 +60,7 @@ pub struct Traffic<'a> {
 }
 
 impl Generator {
-    /// Sends `traffic` into the wire, and receives what comes back. `floor`: what is attached at the tested end. Fails
+    /// Sends `traffic` into the wire, and receives the returned frames. `floor`: the program at the tested end. Fails
     /// without the right to load BPF programs.
     pub fn new(wire: &Wire, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKETS, "{} packets", traffic.packets.len());
@@ -94,7 +94,8 @@ impl Generator {
         })
     }
 
-    /// Sends so many frames as fast as this CPU can. Fails when the kernel does not offer live frames (before 5.18).
+    /// Sends this number of frames as fast as this CPU can. Fails when the kernel does not offer live frames (before
+    /// 5.18).
     pub fn send(&self, frames: u32) -> anyhow::Result<()> {
         test_run::run_live(self.generate.as_fd(), &[0; FRAME_BYTES], frames).context("sending live frames")
     }

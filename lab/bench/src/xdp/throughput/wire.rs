@@ -13,7 +13,7 @@ pub use crate::xdp::workload::OWN_MAC;
 
 /// The pair. It goes with the network namespace.
 pub struct Wire {
-    /// Device at which frames are redirected, and come back.
+    /// Device at which frames are redirected, and return.
     pub generator_end: String,
     /// Device of the program under test.
     pub tested_end: String,
@@ -99,7 +99,7 @@ impl NapiThread {
     }
 }
 
-/// Gives a thread most of its CPU, whatever else the machine does.
+/// Gives a thread most of its CPU, whatever else runs on the machine.
 pub fn prefer(thread: Pid) -> anyhow::Result<()> {
     let status = Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
     let status = status.context("renice(1)")?;

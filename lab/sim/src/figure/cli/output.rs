@@ -44,8 +44,8 @@ impl Directory {
         write_whole(&self.path, "index.html", &page::page(&self.with_earlier(all)))
     }
 
-    /// The figures of this run and those of the papers that an earlier run of this version left here, in the papers'
-    /// order; a user's own scenarios come last.
+    /// The figures of this run, and those of the papers that an earlier run of this version left here, in the papers'
+    /// order; a user's own scenarios are last.
     fn with_earlier(&self, made: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let made_named = |name: &str| made.iter().find(|(result, _)| result.name == name).cloned();
         let of_papers = self.of_papers.iter().filter_map(|figure| {

@@ -1,4 +1,4 @@
-//! A live figure made smaller than its scenario says: to look at a part of it, or to try it out.
+//! A live figure made smaller than its scenario: to see a part of it, or to try it out.
 
 use anyhow::ensure;
 use coreward_config::Spanned;
@@ -11,10 +11,10 @@ use crate::names::UnknownName;
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
-    /// So many runs
+    /// Number of runs
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100), conflicts_with_all = ["all", "list", "scenario"])]
     runs: Option<u64>,
-    /// Measure each point for so long (s), where the scenario says how long
+    /// Seconds per point, for scenarios with a duration
     #[arg(long, value_parser = seconds, conflicts_with_all = ["all", "list", "scenario"])]
     seconds: Option<f64>,
     /// Only these series, as policies

@@ -74,7 +74,7 @@ impl Session {
         Ok(result)
     }
 
-    /// Measures; a signal that comes meanwhile ends the process when everything is tidied up.
+    /// Measures; a signal meanwhile ends the process after the cleanup.
     fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
         lock(&self.state).interrupt = live.interrupt;
         let table = live.table(scenario, progress);

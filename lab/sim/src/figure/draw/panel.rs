@@ -20,7 +20,7 @@ const ABOVE_BARS: f64 = 0.1;
 const MANY_POINTS: usize = 40;
 /// Part of a group's width that is left free between groups of bars.
 const GROUP_GAP: f64 = 0.2;
-/// So many bars have their value written above.
+/// Up to this number bars have their value written above.
 const BARS_WITH_VALUES: usize = 18;
 
 /// A panel with its place in the picture and its scales.
@@ -177,7 +177,7 @@ impl<'a> Frame<'a> {
         Ok(())
     }
 
-    /// In each group a bar per series, and an open one beside it where the paper has a value.
+    /// In each group a bar per series, and an open one next to it if the paper has a value.
     fn draw_bars(&self, area: &Area<'_>) -> Drawn {
         let groups = groups(self.numbers);
         let published = self.numbers.curves.iter().any(|curve| !curve.published.is_empty());

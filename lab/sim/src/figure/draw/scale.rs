@@ -1,4 +1,4 @@
-//! One axis: from values to pixels, and where its ticks stand.
+//! One axis: from values to pixels, and the positions of its ticks.
 
 /// The part of the values that an axis shows, and the pixels that show it.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -10,7 +10,7 @@ pub struct Scale {
     pixels: (i32, i32),
 }
 
-/// About so many ticks on a linear axis.
+/// Approximate number of ticks on a linear axis.
 const TICKS: f64 = 6.0;
 /// A logarithmic axis of fewer decades has ticks between them too.
 const FEW_DECADES: f64 = 2.2;

@@ -2,7 +2,7 @@
 
 use plotters::style::RGBColor;
 
-/// Okabe and Ito's colours, which people with colour-blindness can tell apart (yellow left out: too pale on white).
+/// Okabe and Ito's colours, distinguishable with colour-blindness (yellow left out: too pale on white).
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),

@@ -34,11 +34,11 @@ parameters! {
         pub cores: u16,
         /// Packets a second that a core serves; without it cores have no limit.
         pub core_capacity: f64,
-        /// Draw of the servers' indirection tables: `balanced` unless said.
+        /// Draw of the servers' indirection tables; default: `balanced`.
         pub indirection_tables: IndirectionTables,
         /// Speed of the trace over the recorded one.
         pub replay_speed: f64,
-        /// Rack controllers between servers and controller; none unless said.
+        /// Rack controllers between servers and controller; default: none.
         pub racks: u16,
         /// Candidates that a rack passes up for each bucket at most.
         pub rack_candidates: u8,
@@ -59,8 +59,8 @@ impl Lb {
         Ok(with)
     }
 
-    /// The run that measures this with these parameters, and what of its outcome is wanted. One run goes through the
-    /// traffic once for all `policies`, and where all seeds see the same traffic for all of them.
+    /// Returns the run for this metric and these parameters, and the part of its outcome that counts. One run processes
+    /// the traffic once for all `policies`, and for all seeds if they share the traffic.
     pub fn job(
         &self,
         measure: Metric,

@@ -35,7 +35,7 @@ pub enum Unfit {
         /// The kind of simulation.
         kind: &'static str,
         swept: SweepAxis,
-        /// Why not, if there is more to say.
+        /// Further reason.
         detail: &'static str,
     },
     /// Not a value that it can have.
@@ -101,7 +101,7 @@ macro_rules! parameters {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$type>,)* }
 
         impl $name {
-            /// These parameters, and where `over` says something, that instead.
+            /// Returns these parameters, overridden by those of `over`.
             pub fn overlaid(&self, over: Option<&Self>) -> Self {
                 let Some(over) = over else { return self.clone() };
                 Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }

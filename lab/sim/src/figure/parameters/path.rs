@@ -55,7 +55,7 @@ impl Path {
         Ok(with)
     }
 
-    /// The load that so many requests a second and server are.
+    /// Returns the load of this many requests a second and server.
     fn load_of(&self, requests_per_s: f64) -> Result<f64, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
@@ -63,7 +63,7 @@ impl Path {
         Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
     }
 
-    /// The run that measures this with these parameters, and what of its outcome is wanted.
+    /// Returns the run for this metric and these parameters, and the part of its outcome that counts.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {

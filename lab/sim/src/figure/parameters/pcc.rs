@@ -62,7 +62,8 @@ impl Pcc {
         Ok(with)
     }
 
-    /// The run that measures this with these parameters, and what of its outcome is wanted. One run is of all seeds.
+    /// Returns the run for this metric and these parameters, and the part of its outcome that counts. One run has all
+    /// seeds.
     pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         if !matches!(

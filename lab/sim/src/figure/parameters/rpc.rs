@@ -34,9 +34,9 @@ parameters! {
         pub dispatcher_limit: f64,
         /// Bound on p99, for peak loads.
         pub slo: f64,
-        /// Requests of the SLO's p99: `short` (unless said) or `all`.
+        /// Requests of the SLO's p99: `short` (default) or `all`.
         pub slo_of: Choice<rpc::SloMetric>,
-        /// Service time that the SLO is a multiple of: `short` (unless said) or `mean`.
+        /// Service time that the SLO is a multiple of: `short` (default) or `mean`.
         pub slo_unit: Choice<rpc::SloUnit>,
         /// Bisections of a search for a peak load.
         pub steps: u32,
@@ -59,8 +59,8 @@ impl Rpc {
         Ok(with)
     }
 
-    /// The run that measures this with these parameters, and what of its outcome is wanted. `None` where the offered
-    /// load is more than the policy can carry: latency has no bound there, so there is no point to draw.
+    /// Returns the run for this metric and these parameters, and the part of its outcome that counts. `None` if the
+    /// offered load exceeds the policy's capacity: latency has no bound there, so there is no point to draw.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
         let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);

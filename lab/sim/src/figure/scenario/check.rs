@@ -122,7 +122,7 @@ fn axes(scenario: &Scenario) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// The panels that a name stands for: that one, or all when nothing is named.
+/// Returns the panel of that name, or all without a name.
 fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, Wrong> {
     let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
     scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {

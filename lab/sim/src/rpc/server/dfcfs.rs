@@ -4,10 +4,10 @@ use coreward_model::dispatch::{Dispatcher, Header, LeastTree};
 
 use crate::rpc::ticks::Tick;
 
-/// X groups of Y cores, each with one ideal queue in order of arrival; requests are hashed to groups (RingLeader, NSDI'23,
-/// Sect. 2.1, D-ideal). It is ideal in that a core takes the next request from its group's queue without delay. No NIC can
-/// do that: this one is told how long requests take and when they reach the cores. An ideal queue in order of arrival gives
-/// each request the core that becomes free first (Kiefer and Wolfowitz, 1955).
+/// X groups of Y cores, each with one ideal queue in order of arrival; requests are hashed to groups (RingLeader,
+/// NSDI'23, Sect. 2.1, D-ideal). Ideal means that a core takes the next request from its group's queue without delay.
+/// No real NIC can do that: this one knows service times and arrivals at the cores. An ideal queue in order of arrival
+/// gives each request the core that becomes free first (Kiefer and Wolfowitz, 1955).
 #[derive(Debug)]
 pub struct IdealGroups {
     latency: Tick,

@@ -1,7 +1,7 @@
 //! A server: a dispatcher at the NIC, and cores behind an interface that takes time to cross.
 //!
-//! A server is stepped from outside: [`Server::advance`] to a moment, then [`Server::offer`] what comes in at that
-//! moment. So one simulation can hold many servers and touches each only when something comes to it.
+//! A server is stepped from outside: [`Server::advance`] to a time, then [`Server::offer`] the requests of that time.
+//! So one simulation can have many servers and touches each only at its own events.
 
 mod allocated;
 mod delay;
@@ -38,7 +38,7 @@ pub struct Request {
     pub hash: u32,
     /// The hash of its connection, as RSS takes it.
     pub flow_hash: u32,
-    /// The connection that it belongs to, where those are told apart.
+    /// Its connection, where it matters.
     pub connection: u32,
     /// Its class of service time, as in [`super::Service::class_times`].
     pub class: u8,
@@ -71,7 +71,7 @@ pub trait Server<S: Sink> {
     /// Lets everything happen up to and including the moment `until`.
     fn advance(&mut self, until: Tick, sink: &mut S);
 
-    /// A request comes in. Everything up to `request.arrived` must have happened.
+    /// A request arrives. Everything up to `request.arrived` must have happened.
     fn offer(&mut self, request: Request);
 
     /// Requests that came in and whose responses have not left.

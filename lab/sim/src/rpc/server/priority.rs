@@ -8,8 +8,8 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Each core has a queue per service and serves the one of highest priority, in order of arrival within it. What runs
-/// yields only at the end of a quantum, and only to a higher priority; it goes on later where it stopped.
+/// Each core has a queue per service and serves the one of highest priority, in order of arrival within it. A running
+/// request yields only at the end of a quantum, and only to a higher priority; it continues later where it stopped.
 #[derive(Debug)]
 pub struct PriorityCores {
     quantum: Tick,

@@ -1,5 +1,5 @@
-//! Cores whose order of service is not settled when a request comes: it arrives, waits, is perhaps served in parts or
-//! by another core.
+//! Cores whose order of service is not known at a request's arrival: it waits, and may be served in parts or by another
+//! core.
 
 use coreward_model::dispatch::LeastTree;
 

@@ -10,8 +10,8 @@ use crate::rpc::ticks::{NEVER, Tick};
 /// n requests share k cores: each gets min(1, k/n) of a core, without cost (Turbo, HPCA'23, Sect. VII-F, cycles through the
 /// requests every 10 ns instead).
 ///
-/// In virtual time, which runs at the rate that each request is served with, a request ends its work after it came
-/// whatever comes later (Demers, Keshav and Shenker, SIGCOMM'89), so that a heap of virtual ends is all there is to keep.
+/// In virtual time, which runs at the rate of service of each request, the end of a request does not depend on later
+/// arrivals (Demers, Keshav and Shenker, SIGCOMM'89), so a heap of virtual ends suffices.
 #[derive(Debug)]
 pub struct ProcessorSharing {
     cores: u64,

@@ -39,8 +39,7 @@ struct Flow {
 }
 
 pub struct FlowTable {
-    // The keys come from a file, not from an adversary who waits for the answer: a fixed seed, and every run is the
-    // same.
+    // The keys are from a file, not from an adversary: a fixed seed makes every run the same.
     by_v4: HashMap<KeyV4, u32, FixedState>,
     by_v6: HashMap<KeyV6, u32, FixedState>,
     flows: Vec<Flow>,

@@ -1,4 +1,4 @@
-//! The file, decompressed on the way, told apart by its first bytes and not by its name.
+//! The file, decompressed while reading, recognised by its first bytes and not by its name.
 
 use std::fs::File;
 use std::io::{self, BufReader, Chain, Cursor, Read};

@@ -7,7 +7,7 @@
 //! * [`writer`]: a trace as a capture
 //! * [`flows`]: which flow a packet belongs to, and when flows end
 //!
-//! A thread reads and parses; whoever asks for the trace's packets looks up flows meanwhile.
+//! A thread reads and parses; the consumer of the packets looks up flows meanwhile.
 
 mod error;
 mod flows;
@@ -98,7 +98,7 @@ impl Trace for CaptureTrace {
                 *self.skipped.entry(reason).or_default() += packets;
             }
             self.reordered += records.reordered;
-            // The reader may have come to its end and gone.
+            // The reader may have ended.
             let _ = self.empty.send(records);
         }
         Ok(())

@@ -37,7 +37,7 @@ pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
     let mut header = [0; FILE_HEADER_BYTES];
     read_all(&mut reader, &mut header, out)?;
     let (encoding, link) = parse_file_header(&header)?;
-    // The part of a record that the last chunk ended with comes first in the next.
+    // The incomplete record at the end of a chunk is the start of the next.
     let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MOST_BYTES as usize];
     let mut kept = 0;
     loop {
@@ -60,12 +60,12 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
         _ => (false, 1_000),
     };
     let encoding = Encoding { big_endian, unit_ns };
-    // The upper bits tell of a frame check sequence.
+    // The upper bits describe a frame check sequence.
     let link = encoding.number(header[20..24].try_into().expect("four bytes")) & 0xffff;
     Ok((encoding, LinkType::try_from(link)?))
 }
 
-/// Takes all whole records, and tells how many bytes they had.
+/// Takes all complete records, and returns their bytes.
 fn take_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, Stop> {
     let mut used = 0;
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {

@@ -14,8 +14,8 @@ use super::records::{Frame, Recorder, Stop};
 const BUFFER_BYTES: usize = 1 << 20;
 const MOST_BYTES: usize = 1 << 25;
 
-/// Fills whole buffers: the library wants a file's first block by its first read. A compressed file that was cut off
-/// ends like any other.
+/// Fills whole buffers: the library needs a file's first block in its first read. A truncated compressed file ends like
+/// any other.
 struct WholeReads(Reader);
 
 impl Read for WholeReads {
@@ -40,8 +40,8 @@ struct Interface {
     offset_s: i64,
 }
 
-/// The option if_tsresol: a power of 10, or of 2 if the uppermost bit is set. (The library knows no power of 2.) 10^38
-/// is the largest that a number here holds; nobody's clock is that fine.
+/// The option if_tsresol: a power of 10, or of 2 if the uppermost bit is set. (The library supports no power of 2.)
+/// 10^38 is the largest that a number here holds.
 fn ticks_per_s(if_tsresol: u8) -> i128 {
     let exponent = u32::from(if_tsresol & 0x7f);
     if if_tsresol & 0x80 == 0 { 10i128.pow(exponent.min(38)) } else { 1 << exponent.min(126) }

@@ -187,8 +187,7 @@ impl Recorder {
         if self.cut_off > CUT_OFF_BORNE { self.check_cut_off() } else { Ok(()) }
     }
 
-    /// A few cut-off packets (long chains of IPv6 headers) are left out; a capture of which most is cut off says
-    /// nothing.
+    /// A few truncated packets (long chains of IPv6 headers) are skipped; a mostly truncated capture is an error.
     fn check_cut_off(&mut self) -> Result<(), Stop> {
         if self.cut_off > self.taken
             && let Some(error) = self.first_cut_off.take()
