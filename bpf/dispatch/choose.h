@@ -76,7 +76,7 @@ static __always_inline __u64 least(__u32 class)
 	return lesser(lesser(best[0], best[1]), lesser(best[2], best[3]));
 }
 
-/* Repeats the search for the rare case that the first choice is gone: out of the common path's way. */
+/* Repeats the search for the rare case that the first choice is gone, out of the common path. */
 static __noinline __u64 next_best(__u32 class)
 {
 	return least(class & (MAX_DISPATCH_CLASSES - 1));

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Dispatch: which worker of a UDP service gets a request, decided request by request, for servers as they are. Turbo
- * (Seyedroudbari et al., HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC; here the server's kernel does.
+ * Dispatch: selection of the worker of an unmodified UDP service for each request. Turbo (Seyedroudbari et al.,
+ * HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC; here the server's kernel does.
  *
  * 1. Packets. `dispatch` runs for every datagram to a group of SO_REUSEPORT sockets, one per worker, and names the
  *    receiving socket. Without it the kernel chooses by a hash of the client's address and port. `responses` sees every
@@ -9,30 +9,29 @@
  *    service's port count. User space runs `queues` ten times a second over all UDP sockets, to read the lengths of the
  *    workers' queues.
  *
- * 2. What is decided. choose.h: one policy per loaded program. The others are dead code for the verifier,
- *    which removes it: a decision costs what its policy costs.
+ * 2. The decision: choose.h, one policy per loaded program. The verifier removes the others as dead code, so a decision
+ *    costs only its own policy.
  *
  * 3. The ledger (Turbo, Sect. IV-B). state.h: a request in flight is one word in a table, found by client address, port
  *    and, if the protocol has one, request id. It is added at dispatch and removed when its response leaves. So a
  *    second datagram of a response, an unrequested one, or another client's answer removes nothing. skb->sk names the
  *    answering worker; if another socket of the service's port answers, the entry names the worker of the request.
  *
- * 4. Why it stays right. What a full receive buffer drops, `drops` takes away at once: the kernel's tracepoint for it is in
- *    the same breath as the choice. What never gets a response (ignored, its worker died) user
- *    space gives up when it is too old and cannot be in the queue any more; what waits in a queue and was never counted
- *    (more than the table holds) `queues` adds as `surplus`. So outstanding is never set below what waits. A
- *    worker that does not read its queue is disabled by user space and enabled here, by its first response.
+ * 4. Corrections. `drops` subtracts datagrams dropped at a full receive buffer at once: the kernel's tracepoint follows
+ *    the choice on the same CPU. User space gives up requests without a response (ignored, or a dead worker) that are
+ *    too old and cannot be queued; `queues` adds queued but uncounted ones (beyond the table) as `surplus`. So
+ *    outstanding is never below the queue's length. User space disables a worker that does not read its queue; its
+ *    first response enables it here.
  *
- * 5. What can go wrong. The chosen worker died since: its slot is empty, is marked so and the next best is
- *    taken, so that no request waits for user space to notice. No slot has a socket: the kernel picks as it would without
- *    us. No request is ever refused here.
+ * 5. Errors. If the chosen worker has died, its empty slot is marked and the next best one is taken. If no slot has a
+ *    socket, the kernel chooses. No request is rejected here.
  *
- * 6. Who else writes. User space: sockets, bounds, order, types' weights, epoch, seed, flags; entries that it gives up
- *    (crates/dataplane/src/dispatch). A program of type sk_reuseport has no link: it lives with its group. All maps
- *    are pinned, so that the next version takes over in mid-flight.
+ * 6. User space writes sockets, bounds, order, types' weights, epoch, seed, flags, and entries that it gives up
+ *    (crates/dataplane/src/dispatch). A program of type sk_reuseport has no link: it lives with its group. All maps are
+ *    pinned, so that the next version continues.
  *
- * 7. What it costs. No look-up in a map: everything is in .bss. Helpers: one for the client's address, one that selects.
- *    Clocks: none, but for learning; time is the number of user space's looks.
+ * 7. Cost. No map look-up: everything is in .bss. Helpers: one for the client's address, one that selects. No clock,
+ *    except for learning: time is the number of user space's polls.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -224,7 +223,6 @@ struct response {
 	__u32 payload;
 };
 
-/* False: not from the service's port. */
 static __always_inline bool read_response(struct __sk_buff *skb, struct response *response)
 {
 	void *data = (void *)(long)skb->data;

@@ -2,21 +2,20 @@
 /*
  * At a load balancer's device: lets a health check ask one server at the VIP.
  *
- * 1. Why. Every server holds the VIP, and an application often listens on nothing else; so a check must go to the VIP, and
- *    to that server. The kernel's own ways to send two connections of one destination to two neighbours (a routing table
- *    and a rule per server) would leave rules behind when the daemon dies, are searched one by one for every packet of the
- *    machine, and fail where the load balancer announces the VIP from its own loopback (it is local then) or where
- *    rp_filter expects the VIP elsewhere.
+ * 1. Reason. Every server holds the VIP, and an application often listens on nothing else, so a check must reach the
+ *    VIP at one server. A routing table and a rule per server would remain when the daemon dies, are searched for every
+ *    packet of the machine, and fail if the load balancer announces the VIP from its own loopback, or if rp_filter
+ *    expects the VIP elsewhere.
  *
- * 2. How. The check connects to the server's own address: the kernel finds the way, as to any neighbour. Behind the kernel's
- *    IP layer, at tc egress, the destination becomes the VIP; at tc ingress the source of what the server answers becomes
- *    the server's own address again. Routing, neighbours, rp_filter and netfilter of the load balancer see a connection to
- *    the server's own address, the server sees one to the VIP.
+ * 2. Method. The check connects to the server's own address. At tc egress, behind the IP layer, the destination becomes
+ *    the VIP; at tc ingress the source of the answer becomes the server's own address again. Routing, neighbours,
+ *    rp_filter and netfilter of the load balancer see a connection to the server's own address, the server sees one to
+ *    the VIP.
  *
  * 3. Rewritten packets are those in `checked_paths`: an entry per direction, made before the check connects and removed
  *    after its socket is closed. Packets forwarded by XDP do not reach this program.
  *
- * 4. Its end. The programs are held by the daemon, and end with it: so do the checks.
+ * 4. The programs are held by the daemon, and end with it.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>

@@ -269,7 +269,7 @@ static __always_inline __u32 choose(const struct placement *placement, struct se
 }
 
 /*
- * Rules that choose anew each time: a repeated SYN must find its server. A datagram is placed on its own, or its flow
+ * Rules that choose again each time: a repeated SYN must find its server. A datagram is placed on its own, or its flow
  * is stored elsewhere.
  */
 static __always_inline bool choice_is_remembered(const struct placement_table *table, const struct packet *packet)

@@ -1,25 +1,22 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Steering: which of a service's listening sockets takes a new connection at a server (sk_reuseport).
+ * Steering (sk_reuseport): selection of the listening socket for a new connection at a server.
  *
- * 1. What passes here. The kernel asks once per SYN, and once per handshake that a SYN cookie completes, which socket of
- *    a SO_REUSEPORT group is to take the connection. Without us it picks by a hash of its own, so that a connection whose
- *    packets RSS delivers to core 2 is served by whichever worker: two cores work for it, and the load that the
- *    controller sees at core 2 is not the load that the connection brings.
+ * 1. Calls. The kernel calls this program once per SYN, and once per handshake that a SYN cookie completes, to select a
+ *    socket of a SO_REUSEPORT group. Without it a hash selects, so that any worker may serve a connection whose packets
+ *    RSS delivers to core 2: two cores work for it, and the load of core 2 is not the connection's.
  *
- * 2. What is decided. The Toeplitz hash of the 4-tuple and the NIC's indirection table give the receive queue
- *    (rss_mapping.h; the map is the one that server.bpf.c compares with the facts); `socket_of_queue` gives the slot
- *    of the socket whose worker runs where that queue is served. ctx->hash is not the NIC's hash and no receive queue
- *    is visible here, so it is computed again.
+ * 2. Decision. The Toeplitz hash of the 4-tuple and the NIC's indirection table give the receive queue (rss_mapping.h;
+ *    server.bpf.c verifies the same map); `socket_of_queue` gives the slot of the socket whose worker runs on the
+ *    queue's CPU. ctx->hash is not the NIC's hash, and the receive queue is not visible here, so it is computed again.
  *
  * 3. Both packets of a SYN-cookie handshake get the same answer, since it depends on the 4-tuple alone.
  *
- * 4. What can go wrong. The RSS is not known, the queue has no socket, or the socket was closed a moment ago: counted,
- *    and the kernel picks as it would without us. No connection is refused here.
+ * 4. Errors. If the RSS is unknown, the queue has no socket, or the socket was closed: counted, and the kernel chooses.
+ *    No connection is rejected here.
  *
- * 5. Who else writes. The agent fills `workers` and `socket_of_queue` (crates/dataplane/src/steer.rs); the kernel takes a
- *    socket out of `workers` when it is closed. A program of this type has no link: it lives with the group of sockets it
- *    was attached to, also without the agent.
+ * 5. The agent fills `workers` and `socket_of_queue` (crates/dataplane/src/steer.rs); the kernel removes closed sockets
+ *    from `workers`. A program of this type has no link: it lives with its group of sockets, also without the agent.
  */
 #include <linux/bpf.h>
 #include <linux/in.h>

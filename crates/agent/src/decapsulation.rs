@@ -27,7 +27,6 @@ impl Decapsulator {
         Ok(Self { program: Some(program), services: Vec::new() })
     }
 
-    /// Sets this server's services.
     pub fn set_services(&mut self, services: &[StampedService]) -> anyhow::Result<()> {
         let encapsulating = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
         self.services = encapsulating().map(|service| service.name.clone()).collect();

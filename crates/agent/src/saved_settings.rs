@@ -14,7 +14,6 @@ use crate::rss::RssSettings;
 /// Original settings; `None`: unchanged.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSettings {
-    /// Key and indirection table.
     pub rss: Option<RssSettings>,
     /// net.ipv4.tcp_timestamps.
     pub tcp_timestamps: Option<String>,
@@ -75,7 +74,6 @@ impl SettingsStore {
         self.map.update(&0u32.to_ne_bytes(), &bytes, MapFlags::ANY).context("remembering original settings")
     }
 
-    /// Removes the pin.
     pub fn remove(self) -> anyhow::Result<()> {
         fs::remove_file(&self.pin).with_context(|| self.pin.display().to_string())
     }

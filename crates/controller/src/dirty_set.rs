@@ -15,7 +15,6 @@ struct Server {
 
 #[derive(Debug, Default)]
 pub struct DirtySet {
-    /// By id.
     servers: Vec<Server>,
     /// Changed servers: few, because a table follows a few reports.
     marked: Vec<ServerId>,

@@ -75,7 +75,6 @@ impl Rack {
     }
 }
 
-/// Rack of an agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RackRelay {
     pub rack: u64,

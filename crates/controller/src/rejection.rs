@@ -22,7 +22,6 @@ pub const MOST_LOAD_BALANCERS: usize = 1024;
 pub enum Rejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
     UnknownServer(String),
-    /// Two agents for one server.
     #[error(
         "server {server:?} has an agent already, last heard of {} ms ago: expected one agent per server",
         silence.as_millis()
@@ -42,7 +41,6 @@ pub enum Rejection {
         /// Time since the other one's last message.
         silence: Duration,
     },
-    /// Two racks with one name.
     #[error(
         "rack {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
         silence.as_millis()
@@ -75,7 +73,6 @@ pub enum Rejection {
     /// Twice the rate of the report interval.
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
     TooOften(String),
-    /// Too frequent reconnects.
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
     /// Each new name stays on record.

@@ -30,7 +30,6 @@ pub enum NotRotated {
     Unconfirmed {
         /// Peers without confirmation.
         who: Vec<String>,
-        /// Unconfirmed generation.
         generation: u64,
     },
     /// The next key is being announced.
@@ -38,7 +37,6 @@ pub enum NotRotated {
     UnderWay {
         /// Everybody who has not confirmed it.
         who: Vec<String>,
-        /// Unconfirmed generation.
         generation: u64,
     },
 }
@@ -47,7 +45,6 @@ fn have(who: &[String]) -> String {
     format!("{} {}", who.join(", "), if who.len() == 1 { "has" } else { "have" })
 }
 
-/// Next step of a rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyStep {
     /// Announce the next key to all.
@@ -55,7 +52,6 @@ pub enum KeyStep {
         /// Without those that are not connected.
         forced: bool,
     },
-    /// Stamp with the next key.
     Switch,
 }
 

@@ -29,7 +29,6 @@ pub enum Eligibility {
     Unhealthy,
     /// No load balancer reaches it on the network.
     Unreachable,
-    /// Drained by the operator.
     Drained,
     Left,
 }
@@ -73,7 +72,6 @@ pub struct Service {
     /// for connections of that time.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
-    /// Trigger of the next table.
     pub due: Option<TableTrigger>,
     /// Servers with changes since the newest table.
     dirty: DirtySet,

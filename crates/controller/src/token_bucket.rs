@@ -9,7 +9,6 @@ pub struct TokenBucket {
     at: Duration,
 }
 
-/// Rate limit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
     /// Long-term interval.

@@ -35,7 +35,6 @@ const TERM_MEMORY: Duration = Duration::from_secs(60);
 pub struct Connection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
-    /// Accepted roles.
     expected: &'static [Role],
     turns: Turns,
     terms: Terms,

@@ -56,11 +56,7 @@ pub enum Fix {
         value: &'static str,
     },
     /// Writes a file of /sys, until the next boot.
-    Write {
-        path: PathBuf,
-        /// Content.
-        value: &'static str,
-    },
+    Write { path: PathBuf, value: &'static str },
     /// Mounts the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
     MountBpf,
     /// Removes access of all but the owner.

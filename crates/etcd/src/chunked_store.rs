@@ -46,7 +46,6 @@ struct Manifest {
 }
 
 impl ChunkedStore {
-    /// Reads the state.
     pub async fn open(leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
         let mut store = Self {
             leadership,

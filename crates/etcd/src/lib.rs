@@ -34,17 +34,11 @@ pub enum EtcdError {
         /// Reason given by the last member.
         problem: String,
     },
-    /// etcd rejected the request.
     #[error("etcd refuses: {0}")]
     Rejected(String),
-    /// Another controller leads, or may.
     #[error("this controller leads no more: {0}")]
     Deposed(String),
     /// A record of another program or a later version.
     #[error("{key} in etcd: {problem}")]
-    Content {
-        key: String,
-        /// Reason.
-        problem: String,
-    },
+    Content { key: String, problem: String },
 }

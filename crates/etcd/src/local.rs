@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Unique name.
     pub name: String,
     pub client: SocketAddr,
     /// Address for other members.

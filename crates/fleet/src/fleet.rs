@@ -34,12 +34,10 @@ pub struct Fleet {
     pub tables: TableTiming,
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
-    /// Weight of the newest report.
     pub alpha: Alpha,
     pub key_ring: KeyRing,
     /// Interval of rotations; `None`: by command only.
     pub key_rotation: Option<Duration>,
-    /// Longest life of a cookie.
     pub max_connection_lifetime: Duration,
     /// Key for agents with `manage_rss = true`.
     pub rss_key: RssKey,
@@ -63,7 +61,6 @@ pub struct Fleet {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetServer {
-    /// Name in the document.
     pub name: String,
     /// Address for load balancers.
     pub address: IpAddr,
@@ -95,9 +92,7 @@ pub enum AdminState {
 
 #[derive(Debug, Clone)]
 pub struct FleetService {
-    /// Name in the document.
     pub name: String,
-    /// VIP, protocol and port.
     pub address: ServiceAddress,
     pub index: ServiceIndex,
     pub mode: ServiceMode,

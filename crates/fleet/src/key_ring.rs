@@ -33,7 +33,6 @@ pub struct KeyRing {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyPhase {
-    /// No rotation.
     Steady,
     /// The next key is being distributed.
     Announced {

@@ -84,7 +84,6 @@ pub struct ServiceRecord {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServerRecord {
-    /// Name in the document.
     pub name: String,
     pub address: IpAddr,
     /// False: it left the document.

@@ -38,7 +38,6 @@ pub struct Service<K> {
     pub paths: Option<Arc<dyn NatTable>>,
 }
 
-/// Results of a server's checks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
     judge: Judge,

@@ -9,7 +9,6 @@ pub struct Path {
     pub server: Ipv4Addr,
     /// Address that replaces it in the packet.
     pub vip: Ipv4Addr,
-    /// The server's port.
     pub port: u16,
     /// The load balancer's port.
     pub own_port: u16,

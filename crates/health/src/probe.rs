@@ -22,25 +22,19 @@ use crate::ca;
 use crate::connection::{OpenPath, ServerConnection};
 use crate::path::{NatTable, Path};
 
-/// Failure of a check.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {
-    /// No listening socket.
     #[error("connection refused")]
     ConnectionRefused,
-    /// Timeout.
     #[error("no answer within {0:?}")]
     Silent(Duration),
-    /// Unexpected status.
     #[error("answers {0}: expected {1}")]
     Status(StatusCode, StatusRange),
-    /// TLS, for example the certificate.
     #[error("TLS: {0}")]
     Tls(String),
     /// Invalid or missing answer.
     #[error("HTTP: {0}")]
     Http(String),
-    /// Error of the kernel.
     #[error("{0}")]
     Network(String),
     /// Local fault, without information about the server.

@@ -16,11 +16,8 @@ use tonic::{Request, Status};
 
 /// Configuration of a listening daemon.
 pub struct ListenerConfig<'a> {
-    /// Its address.
     pub listen: SocketAddr,
-    /// Its certificates.
     pub tls: Option<&'a Files>,
-    /// Revoked certificates.
     pub revoked_certificates: &'a [Fingerprint],
     /// Whether a missing `tls` needs no warning.
     pub allow_plaintext: bool,

@@ -61,7 +61,6 @@ pub struct Metric {
     pub labels: &'static [&'static str],
     /// Daemons that serve it.
     pub parts: &'static [Component],
-    /// Description.
     pub help: &'static str,
 }
 

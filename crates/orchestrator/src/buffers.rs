@@ -8,7 +8,6 @@ pub struct Buffer {
     pub client: SocketAddrV4,
     /// Arrival in nanoseconds.
     pub arrived: u64,
-    /// Bytes of the payload.
     pub length: usize,
     data: Box<[u8]>,
 }

@@ -15,7 +15,7 @@ impl Pattern {
     }
 }
 
-/// The bytes.
+/// Services at one address and port, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
     /// Service and pattern; `None` matches every request.

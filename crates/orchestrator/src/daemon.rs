@@ -70,7 +70,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Binds the sockets and creates the memory for the workers. Fails when that is not possible.
+    /// Runs until `stop` is set. Fails when a socket fails.
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
         // The default of 50 us is as long as a sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;

@@ -50,14 +50,14 @@ pub enum EngineError {
     /// The shared memory cannot be created.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// Failure of the engine's start.
+    /// The configuration of the scheduler is invalid.
     #[error(transparent)]
     Scheduler(#[from] FeoConfigError),
 }
 
+/// Requests of one service: received = dropped + rejected + waiting + outstanding + completed + lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServiceCounters {
-    /// Invalid configuration of the scheduler.
     pub received: u64,
     /// Requests that the full buffer dropped.
     pub dropped: u64,
@@ -69,10 +69,8 @@ pub struct ServiceCounters {
     pub lost: u64,
 }
 
-/// Events of cores.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CoreCounters {
-    /// Workers that were accepted.
     pub workers: u64,
     /// Workers that ended, with or without requests.
     pub ended: u64,

@@ -14,7 +14,7 @@ pub struct Report {
     pub services: Vec<ServiceReport>,
     pub cores: CoreCounters,
     pub workers: usize,
-    /// By service.
+    /// Datagrams that match no service.
     pub unclassified: u64,
     /// Responses that the socket did not take.
     pub unsent: u64,
@@ -23,7 +23,6 @@ pub struct Report {
 /// A service's counters and gauges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceReport {
-    /// Its address and port.
     pub listen: SocketAddrV4,
     pub counters: ServiceCounters,
     /// Requests that no core takes.

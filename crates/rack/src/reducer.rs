@@ -89,12 +89,10 @@ impl Reducer {
         self.configuration.as_ref().map(|configuration| configuration.report_interval)
     }
 
-    /// Adds an agent.
     pub fn begin(&mut self, stream: u64) {
         self.agents.insert(stream, Reported::default());
     }
 
-    /// Removes an agent.
     pub fn end(&mut self, stream: u64) {
         self.agents.remove(&stream);
     }

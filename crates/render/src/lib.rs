@@ -14,10 +14,8 @@ use serde::Serialize;
 
 use coreward_fleet::clock::wall_now;
 
-/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// For people.
     Text,
     /// One object, for programs.
     Json,

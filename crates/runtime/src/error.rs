@@ -19,7 +19,6 @@ pub enum RuntimeError {
         path: PathBuf,
         error: io::Error,
     },
-    /// The file has other contents.
     #[error("not the memory of an orchestrator")]
     OtherContents,
     /// The orchestrator has another version of this library.
@@ -49,10 +48,8 @@ pub enum RuntimeError {
     /// A size that no memory can have.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
-    /// Another orchestrator uses the file.
     #[error("another orchestrator is running with this memory")]
     OrchestratorRunning,
-    /// The orchestrator ended. Connect again.
     #[error("the orchestrator is not running")]
     OrchestratorGone,
     /// The orchestrator runs and does not answer.
@@ -65,14 +62,12 @@ pub enum RuntimeError {
     /// The orchestrator found the queues of the core damaged. Connect again.
     #[error("core {0}: the orchestrator released the worker")]
     Released(u16),
-    /// No such core.
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange {
         core: u16,
         /// Last core.
         last: u16,
     },
-    /// Another worker serves the core.
     #[error("core {0} has a worker already")]
     CoreTaken(u16),
     /// No such service in the orchestrator's configuration.
@@ -91,7 +86,6 @@ pub enum RuntimeError {
         /// Lowest priority.
         last: u8,
     },
-    /// The orchestrator's configuration differs.
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
     OtherService {
         service: u8,
@@ -103,7 +97,6 @@ pub enum RuntimeError {
     /// A payload that fits no slot.
     #[error("{length} bytes: a slot holds {limit}")]
     TooLong {
-        /// Bytes of the payload.
         length: usize,
         /// Bytes that fit.
         limit: usize,

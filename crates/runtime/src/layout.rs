@@ -95,7 +95,6 @@ pub(crate) struct SlotHeader {
     pub address: u32,
     pub port: u16,
     pub service: u16,
-    /// Bytes of the payload.
     pub length: u32,
     /// Requests of the service that a response completes.
     pub completed: u32,
@@ -180,7 +179,6 @@ impl Geometry {
         size_of::<CoreLines>() + 2 * Self::messages_bytes() + slots as usize * self.slot_bytes as usize
     }
 
-    /// Bytes of the whole memory.
     pub fn bytes(&self) -> usize {
         self.core(self.cores)
     }

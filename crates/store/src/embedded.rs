@@ -31,7 +31,6 @@ const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document"
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 const FLEET_ROW: &str = "fleet";
 
-/// Open file.
 pub struct EmbeddedStore {
     path: PathBuf,
     /// `None` after a failed open or write; the next write tries again.

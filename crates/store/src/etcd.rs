@@ -46,7 +46,6 @@ pub struct EtcdStore {
 }
 
 impl EtcdStore {
-    /// Reads the state.
     pub fn open(cluster: Arc<Cluster>, leadership: Arc<Leadership>, prefix: &str) -> Result<Self, EtcdError> {
         let parts = cluster.block_on(ChunkedStore::open(leadership, prefix))?;
         Ok(Self { cluster, parts })

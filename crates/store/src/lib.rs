@@ -13,9 +13,7 @@ use coreward_fleet::records::Records;
 use embedded::EmbeddedStore;
 use etcd::EtcdStore;
 
-/// Storage of the records.
 pub enum Store {
-    /// A file.
     Embedded(EmbeddedStore),
     /// etcd, written by the leader.
     Etcd(EtcdStore),
@@ -43,12 +41,7 @@ impl Store {
 pub enum StoreError {
     /// It cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
-    File {
-        path: PathBuf,
-        /// Cause.
-        source: std::io::Error,
-    },
-    /// Another process has it open.
+    File { path: PathBuf, source: std::io::Error },
     #[error("store {} is in use: expected one controller per store", path.display())]
     InUse { path: PathBuf },
     /// It is damaged, no store, or on a failing disk.
@@ -56,7 +49,6 @@ pub enum StoreError {
     Content {
         /// Path or endpoints.
         store: String,
-        /// Cause.
         problem: String,
     },
     /// etcd does not answer, rejects the request, or another controller leads.

@@ -25,11 +25,9 @@ const FORMAT: u32 = 4;
 pub struct Rows {
     pub fleet: FleetRow,
     pub services: BTreeMap<String, ServiceRow>,
-    /// By id.
     pub servers: BTreeMap<u16, ServerRow>,
     pub load_balancers: BTreeMap<String, LoadBalancerRow>,
     pub document: Document,
-    /// By id.
     pub audit: Arc<Vec<AuditEntry>>,
 }
 

@@ -83,19 +83,14 @@ impl Reason {
 /// Valid certificate that is not accepted here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotAccepted {
-    /// Without an identity.
     #[error("its certificate names nobody of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
     NoIdentity(String),
-    /// Certificate of another fleet.
     #[error("its certificate is for {identity} of fleet {}: expected fleet {ours}", identity.fleet)]
     OtherFleet { identity: Identity, ours: Name },
-    /// Certificate of an unaccepted role.
     #[error("its certificate is for {identity}: expected {}", roles(expected))]
     WrongRole { identity: Identity, expected: Vec<Role> },
-    /// Certificate of another host.
     #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
     OtherHost { identity: Identity, hosts: Vec<String>, expected: String },
-    /// Revoked.
     #[error("the certificate of {0} is on the deny list")]
     Revoked(Identity),
 }

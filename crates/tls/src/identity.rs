@@ -23,14 +23,11 @@ pub enum Role {
     Lb,
     /// Rack controller: reports for the servers of a rack.
     Rack,
-    /// May change the fleet.
     Operator,
-    /// May read.
     Viewer,
 }
 
 impl Role {
-    /// All roles.
     pub const ALL: [Self; 6] = [Self::Controller, Self::Agent, Self::Lb, Self::Rack, Self::Operator, Self::Viewer];
 
     /// Returns the role's name in certificates.

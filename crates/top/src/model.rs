@@ -14,7 +14,6 @@ pub struct Model {
     pub status: Option<Status>,
     /// From the oldest on, all of one start of the controller.
     loads: VecDeque<Loads>,
-    /// Error of the last request.
     pub problem: Option<String>,
 }
 
@@ -24,7 +23,6 @@ pub enum ClientEvent {
     /// Everything except loads.
     Status(Box<Status>),
     Loads(Loads),
-    /// Error.
     Problem(String),
 }
 

@@ -4,7 +4,6 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Order {
-    /// Highest mean load first.
     Load,
     #[default]
     Name,
@@ -22,7 +21,6 @@ impl Order {
     }
 }
 
-/// Choices of the user.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
     pub order: Order,

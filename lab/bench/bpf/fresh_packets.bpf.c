@@ -1,31 +1,30 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Runs another XDP program on a fresh packet each time, so that BPF_PROG_TEST_RUN with many repetitions measures what a
- * stream of different connections costs.
+ * Runs another XDP program on a new packet each time, so that BPF_PROG_TEST_RUN with many repetitions measures a stream
+ * of different connections.
  *
- * 1. Why. A test run with `repeat` gives the program the same memory again and again, as its previous run left it; a
- *    system call per packet costs more than what is measured. So fresh_packet() puts the next connection into the frame
- *    and calls the measured program by a tail call (a direct jump: the index is a constant).
+ * 1. Reason. A test run with `repeat` passes the same memory each time, as the previous run left it; a system call per
+ *    packet costs more than the measured program. So fresh_packet() writes the next connection into the frame and calls
+ *    the measured program by a tail call (a direct jump: the index is a constant).
  *
- * 2. What it costs is in every figure, as it is in the floors, which are called the same way: empty() and
- *    parse_and_swap_macs(). Only differences to a floor mean something.
+ * 2. Its cost is in every figure and in the floors empty() and parse_and_swap_macs(), which are called the same way.
+ *    Only differences to a floor are meaningful.
  *
- * 3. The next connection comes from an array that is read from its start to its end: in an order drawn at random by user
- *    space, but at addresses that the CPU prefetches, as it would from a NIC's ring.
+ * 3. The next connection is read from an array in order: the order of connections is random (by user space), but the
+ *    addresses are prefetched by the CPU, as from a NIC's ring.
  *
  * 4. It writes whole words, those that the measured program will read: a word read that spans a smaller write before it
  *    stalls (no store forwarding), which no packet from a NIC would do.
  *
- * 5. What a cache miss costs. fresh_packet_and_line() also loads one line of `lines`, an array that is made as the
- *    connection table is, at the place that the packet's connection has in it. Nothing waits for that line, so its miss
- *    and the packet's work go on side by side: the least that a miss can cost. In fresh_packet_after_line() the packet's
- *    work cannot begin before the line has come: the most.
+ * 5. Cost of a cache miss. fresh_packet_and_line() also loads one line of `lines`, an array like the connection table,
+ *    at the position of the packet's connection. Nothing waits for that line, so its miss overlaps the packet's work:
+ *    the least cost of a miss. In fresh_packet_after_line() the packet's work waits for the line: the greatest cost.
  *
  * 6. Outer headers. The measured program makes the frame longer, once more in each run. fresh_packet_shortened() first
  *    calls bpf_xdp_adjust_head(), also after a program that left the frame as it was, and restores the Ethernet header.
  *    So a difference to a floor has one call of that helper, the measured program's.
  *
- * 7. A flood. fresh_source() draws the client's address and port anew each time, never the same twice.
+ * 7. A flood. fresh_source() draws a new client's address and port each time.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -144,7 +143,7 @@ int fresh_packet_after_line(struct xdp_md *ctx)
 
 	if (!line)
 		return XDP_ABORTED;
-	/* The line holds 0, which only the CPU's memory can tell. */
+	/* The line holds 0, which the CPU learns from memory only. */
 	return call_measured(ctx, packet->client_address ^ line->words[0], packet->ports, packet->echo);
 }
 
@@ -170,7 +169,7 @@ int fresh_packet_shortened(struct xdp_md *ctx)
 
 #define SOURCE_MASK ((1ull << 48) - 1)
 
-/* Steps that are one to one in 48 bits: address and port come again only after 2^48 packets. */
+/* Steps that are one to one in 48 bits: address and port repeat after 2^48 packets. */
 SEC("xdp")
 int fresh_source(struct xdp_md *ctx)
 {
@@ -191,7 +190,7 @@ int empty(struct xdp_md *ctx)
 	return XDP_TX;
 }
 
-/* The other floor: what any forwarder does, without knowing where to. */
+/* The other floor: the work of any forwarder, without a decision. */
 SEC("xdp")
 int parse_and_swap_macs(struct xdp_md *ctx)
 {

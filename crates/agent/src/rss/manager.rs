@@ -71,7 +71,6 @@ impl RssManager {
         self.refresh();
     }
 
-    /// Restores the original settings.
     pub fn restore(&mut self, memory: &mut SettingsStore) {
         self.wanted = None;
         let Some(original) = memory.get().rss.clone() else { return };

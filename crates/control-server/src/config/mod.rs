@@ -18,14 +18,12 @@ use file::ControllerFile;
 
 pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
 
-/// Configuration of the controller.
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
     /// Address for agents, load balancers and `coreward status`.
     pub listen: SocketAddr,
     pub api: SocketAddr,
     pub token_directory: PathBuf,
-    /// Location of the store.
     pub store: StoreLocation,
     /// Address of the metrics for Prometheus; `None`: none are served.
     pub metrics: Option<SocketAddr>,
@@ -41,7 +39,6 @@ pub struct ControllerConfig {
     pub allow_plaintext: bool,
 }
 
-/// Location of the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreLocation {
     /// A file of this controller alone.

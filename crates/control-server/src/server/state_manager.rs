@@ -43,13 +43,10 @@ pub struct StateManager {
 pub struct Counts {
     /// Whether the last write succeeded.
     pub is_writable: AtomicBool,
-    /// Successful writes.
     pub writes: AtomicU64,
-    /// Failed writes.
     pub failed_writes: AtomicU64,
     /// Successful reloads of the files.
     pub reloads: AtomicU64,
-    /// Failed reloads.
     pub failed_reloads: AtomicU64,
     /// Whether the configuration in force differs from the fleet's file at its last reading.
     pub file_refused: AtomicBool,
@@ -95,13 +92,11 @@ impl Counts {
 }
 
 pub enum Change {
-    /// Read the files again.
     Reload,
     /// Apply another document of the fleet.
     Apply(Box<WantedDocument>),
     /// Retire ids after time has passed.
     Retire,
-    /// Add a connected load balancer.
     Enrol {
         name: String,
         /// Address for other load balancers.
@@ -111,7 +106,6 @@ pub enum Change {
     Departed {
         name: String,
     },
-    /// Drain a server.
     Drain(WantedDrain),
     /// Undrain the server of this name.
     Undrain(String),
@@ -125,7 +119,6 @@ pub struct WantedDocument {
     pub fleet: Result<FleetConfig, Diagnostics>,
     pub changes: Vec<String>,
     pub generation: u64,
-    /// Validate only.
     pub dry_run: bool,
 }
 
@@ -138,16 +131,9 @@ pub enum NotApplied {
         file.display(),
         controller.display()
     )]
-    ManagedByFile {
-        /// The fleet's file.
-        file: PathBuf,
-        /// The controller's file.
-        controller: PathBuf,
-    },
-    /// Another change was faster.
+    ManagedByFile { file: PathBuf, controller: PathBuf },
     #[error("generation {0} is in force, not {1}, with which this was compared: expected a new look at the difference")]
     GenerationConflict(u64, u64),
-    /// The document has mistakes.
     #[error(transparent)]
     Wrong(#[from] Diagnostics),
 }
@@ -465,7 +451,6 @@ fn in_words(records: &Records, action: &str, target: &str) -> String {
 pub enum NotForgotten {
     #[error("load balancer {0:?} does not exist")]
     Unknown(String),
-    /// It would return at once.
     #[error("load balancer {0:?} is connected: expected one whose daemon was stopped")]
     Connected(String),
 }

@@ -12,7 +12,6 @@ use tokio::sync::watch;
 /// The newest configuration and the newest table of each service.
 pub struct UpdatePublisher {
     snapshot: Mutex<Snapshot>,
-    /// Number of updates.
     changes: watch::Sender<u64>,
 }
 
@@ -26,7 +25,6 @@ struct Snapshot {
 
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
-    /// Its update number.
     number: u64,
     /// Encoded when a session first needs it whole.
     whole: OnceLock<Bytes>,

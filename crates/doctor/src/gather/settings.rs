@@ -23,10 +23,8 @@ use crate::facts::{ControllerPlace, Role, Service, Settings, StoreFacts};
 /// Minimum of free space for a store (bytes): redb makes a file of half of it.
 const MIN_STORE_SPACE: u64 = 1 << 20;
 
-/// Command line.
 #[derive(Debug, Clone, Default)]
 pub struct CliOptions {
-    /// The daemon's file.
     pub config: Option<PathBuf>,
     /// Overrides the file.
     pub interface: Option<String>,

@@ -43,7 +43,6 @@ pub struct FleetConfig {
     pub tables: TableTiming,
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
-    /// Weight of the newest report.
     pub alpha: Alpha,
     /// Longest life of a cookie: so long the ids of former servers and the previous key are kept.
     pub max_connection_lifetime: Duration,
@@ -109,7 +108,6 @@ pub struct OtherBalancer {
 pub struct ServiceConfig {
     /// Name for operators.
     pub name: String,
-    /// VIP, protocol and port.
     pub address: ServiceAddress,
     /// Consistency mode, without a transfer's id, which the document does not have.
     pub mode: ServiceMode,

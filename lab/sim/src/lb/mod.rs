@@ -1,7 +1,7 @@
 //! `coreward-lab sim lb`: a trace through the load balancer, under several policies, packet by packet.
 //!
 //! * [`Config`] and [`run`]: what to simulate, and how
-//! * [`Outcome`]: results
+//! * [`Outcome`][]: results
 //! * [`simulation`]: one policy and seed
 //! * [`oracle`]: a placement that knows what no load balancer can know
 //! * [`cores`]: counting packets at cores, with or without queues; [`history`]: what they did before the first packet

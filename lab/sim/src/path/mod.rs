@@ -2,7 +2,7 @@
 //! loads, and in each server a policy gives the requests to cores: what does each tier give, and what do both?
 //!
 //! * [`Config`] and [`run`]: what to simulate, and how
-//! * [`Outcome`]: results
+//! * [`Outcome`][]: results
 //! * [`traffic`]: connections and their requests
 //! * [`simulation`]: one combination and seed
 //!
