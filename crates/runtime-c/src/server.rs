@@ -1,0 +1,207 @@
+//! Service of a core's requests by a C function.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::{from_mut, null_mut};
+use std::time::Duration;
+
+use coreward_model::dispatch::Assignment;
+use coreward_runtime::RuntimeError;
+use coreward_runtime::allocation::CoreAllocator;
+use coreward_runtime::message::HintMessage;
+use coreward_runtime::serve::{self, Reply};
+use coreward_runtime::worker;
+
+use crate::call::{free, object, set_error, shared};
+use crate::worker::Worker;
+
+/// A request, valid until the handler returns.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Request {
+    pub payload: *const u8,
+    pub length: usize,
+    /// IPv4 address of the client, in host byte order.
+    pub client_address: u32,
+    pub client_port: u16,
+    pub service: u8,
+}
+
+/// A handler's view of its core.
+#[derive(Debug)]
+pub struct Context {
+    _private: [u8; 0],
+}
+
+/// Serves a request: writes at most `capacity` bytes to `response` and returns their number, or a negative number for
+/// no response. `user` is that of `coreward_serve`.
+pub type Handler = Option<
+    unsafe extern "C" fn(
+        request: *const Request,
+        response: *mut u8,
+        capacity: usize,
+        context: *mut Context,
+        user: *mut c_void,
+    ) -> isize,
+>;
+
+/// Assignment of cores to services 0 and 1 (RingLeader, NSDI'23, Sect. 4.4): both services run on every core.
+pub const COREWARD_COMPLETE_SHARE: c_int = 0;
+/// Assignment: cores change hands by hints.
+pub const COREWARD_DEDICATED: c_int = 1;
+/// Assignment: cores open to both services and close again by hints.
+pub const COREWARD_HYBRID: c_int = 2;
+
+/// Core allocation that the workers of a process share.
+#[derive(Debug)]
+pub struct Allocator {
+    allocator: CoreAllocator,
+}
+
+/// Options of `coreward_serve`. A field of 0 has its default.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct ServeOptions {
+    /// Acts on hints; null: monitors are rearmed, and nothing else.
+    pub allocator: *const Allocator,
+    /// Time that a request runs before it yields (5 us).
+    pub quantum_ns: u64,
+    /// Time that an idle worker polls before it sleeps (20 us).
+    pub spin_ns: u64,
+    /// Time that an idle worker sleeps between two polls (50 us).
+    pub sleep_ns: u64,
+    /// Requests without a response in one LoadFeedback, at most (4).
+    pub feedback_batch: u32,
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ServeCounters {
+    /// Requests that ended.
+    pub served: u64,
+    /// Requests that were served inside another one of lower priority.
+    pub preempting: u64,
+    /// Responses that fit no slot and were not sent.
+    pub too_long: u64,
+}
+
+/// Creates the allocation of `cores` cores with one of the assignments. `reserved`: cores that each service keeps for
+/// itself. Returns null for an unknown assignment.
+#[unsafe(no_mangle)]
+pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved: u16) -> *mut Allocator {
+    let assignment = match assignment {
+        COREWARD_COMPLETE_SHARE => Assignment::CompleteShare,
+        COREWARD_DEDICATED => Assignment::Dedicated,
+        COREWARD_HYBRID => Assignment::Hybrid,
+        other => {
+            set_error(format_args!("assignment {other}: expected 0 (share), 1 (dedicated) or 2 (hybrid)"));
+            return null_mut();
+        }
+    };
+    Box::into_raw(Box::new(Allocator { allocator: CoreAllocator::new(assignment, cores, reserved) }))
+}
+
+/// Frees an allocation, which may be null, when no worker uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
+    // SAFETY: by the interface's contract.
+    unsafe { free(allocator) }
+}
+
+struct Functions<'a> {
+    handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
+    user: *mut c_void,
+    allocator: Option<&'a CoreAllocator>,
+    capacity: usize,
+}
+
+impl serve::Handler for Functions<'_> {
+    fn handle(&self, request: &serve::Request<'_>, response: &mut Vec<u8>, context: &mut serve::Context<'_>) -> Reply {
+        let found = Request {
+            payload: request.payload.as_ptr(),
+            length: request.payload.len(),
+            client_address: request.client.ip().to_bits(),
+            client_port: request.client.port(),
+            service: request.service,
+        };
+        response.reserve(self.capacity);
+        let mut context = context;
+        let context = from_mut(&mut context).cast::<Context>();
+        // SAFETY: the handler keeps to its contract, and `context` lives until it returns.
+        let length =
+            unsafe { (self.handler)(&raw const found, response.as_mut_ptr(), self.capacity, context, self.user) };
+        let Ok(length) = usize::try_from(length) else { return Reply::Nothing };
+        // SAFETY: the handler has written so many bytes; of a longer response only the capacity's.
+        unsafe { response.set_len(length.min(self.capacity)) };
+        if length > self.capacity { Reply::Nothing } else { Reply::Send }
+    }
+
+    fn load_hint(&self, hint: HintMessage, worker: &mut worker::Worker<'_>) -> Result<(), RuntimeError> {
+        match self.allocator {
+            Some(allocator) => allocator.act(hint, worker),
+            None => worker.rearm_load_monitor(hint.service),
+        }
+    }
+}
+
+/// Serves waiting requests of higher priority if the handler's quantum is used up.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_yield_point(context: *mut Context) {
+    // SAFETY: the handler was given a pointer to this reference.
+    if let Some(context) = unsafe { context.cast::<&mut serve::Context<'_>>().as_mut() } {
+        context.yield_point();
+    }
+}
+
+/// Serves requests until `coreward_stop`. Then it disables all services at this core and serves
+/// the rest. With an allocator it first enables the services that the core runs now. `options` and `counters` may be
+/// null. Fails when the orchestrator ended, or the memory is damaged: free the worker and connect again then.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_serve(
+    worker: *mut Worker,
+    handler: Handler,
+    user: *mut c_void,
+    options: *const ServeOptions,
+    counters: *mut ServeCounters,
+) -> c_int {
+    // SAFETY: by the interface's contract.
+    let Some(worker) = (unsafe { object(worker) }) else { return -1 };
+    let Some(handler) = handler else {
+        set_error("a null pointer: expected a handler");
+        return -1;
+    };
+    // SAFETY: by the interface's contract.
+    let options = unsafe { options.as_ref() };
+    let allocator = options.map(|options| options.allocator).filter(|allocator| !allocator.is_null());
+    // SAFETY: by the interface's contract.
+    let allocator = allocator.and_then(|allocator| unsafe { shared(allocator) }).map(|shared| &shared.allocator);
+    let Worker { worker, shared } = worker;
+    let capacity = shared.payload_bytes();
+    let functions = Functions { handler, user, allocator, capacity };
+    let attached = allocator.map_or(Ok(()), |allocator| allocator.attach(worker));
+    match attached.and_then(|()| worker.serve(&functions, serve_options(options), &shared.stop)) {
+        Ok(found) => {
+            // SAFETY: by the interface's contract.
+            if let Some(place) = unsafe { counters.as_mut() } {
+                let serve::ServeCounters { served, preempting, too_long } = found;
+                *place = ServeCounters { served, preempting, too_long };
+            }
+            0
+        }
+        Err(error) => {
+            set_error(error);
+            -1
+        }
+    }
+}
+
+fn serve_options(options: Option<&ServeOptions>) -> serve::ServeOptions {
+    let default = serve::ServeOptions::default();
+    let Some(options) = options else { return default };
+    let time = |nanoseconds, default| if nanoseconds == 0 { default } else { Duration::from_nanos(nanoseconds) };
+    serve::ServeOptions {
+        quantum: time(options.quantum_ns, default.quantum),
+        spin: time(options.spin_ns, default.spin),
+        sleep: time(options.sleep_ns, default.sleep),
+        feedback_batch: if options.feedback_batch == 0 { default.feedback_batch } else { options.feedback_batch },
+    }
+}

@@ -1,0 +1,294 @@
+//! A process, its workers, and RingLeader's interface (NSDI'23, Table 1).
+
+use std::ffi::{CStr, OsStr, c_char, c_int};
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::num::NonZeroU64;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use coreward_model::dispatch::{Epoch, LoadHint, ScaleDown, ScaleUp};
+use coreward_runtime::RuntimeError;
+use coreward_runtime::message::Trigger;
+use coreward_runtime::worker::{self, TakenRequest};
+
+use crate::call::{free, object, set_error, shared, status};
+
+/// A process that serves requests. It holds the registrations of its services.
+#[derive(Debug)]
+pub struct Runtime {
+    pub(crate) shared: Arc<SharedRuntime>,
+}
+
+#[derive(Debug)]
+pub(crate) struct SharedRuntime {
+    runtime: worker::Runtime,
+    pub stop: AtomicBool,
+}
+
+impl SharedRuntime {
+    pub fn payload_bytes(&self) -> usize {
+        self.runtime.payload_bytes()
+    }
+}
+
+/// The worker of one core.
+#[derive(Debug)]
+pub struct Worker {
+    /// Borrows from `shared`, so it is dropped first.
+    pub(crate) worker: worker::Worker<'static>,
+    pub(crate) shared: Arc<SharedRuntime>,
+}
+
+/// A request that was taken out of its core's queues.
+#[derive(Debug)]
+pub struct Taken {
+    request: TakenRequest,
+}
+
+/// A load hint (LoadHint).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Hint {
+    /// Services with requests that no core takes: bit s is service s.
+    pub waiting: u64,
+    pub service: u8,
+    /// 1: the service needs more cores; 0: it can do with fewer.
+    pub scale_up: u8,
+}
+
+/// Connects to the orchestrator whose memory is at `path`. Returns null on an error.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
+    if path.is_null() {
+        set_error("a null pointer: expected the path of an orchestrator's memory");
+        return null_mut();
+    }
+    // SAFETY: by the interface's contract.
+    let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
+    match worker::Runtime::connect(path) {
+        Ok(runtime) => {
+            let shared = Arc::new(SharedRuntime { runtime, stop: AtomicBool::new(false) });
+            Box::into_raw(Box::new(Runtime { shared }))
+        }
+        Err(error) => {
+            set_error(error);
+            null_mut()
+        }
+    }
+}
+
+/// Ends the use of a runtime, which may be null. Its workers keep the registrations until they are freed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_runtime_free(runtime: *mut Runtime) {
+    // SAFETY: by the interface's contract.
+    unsafe { free(runtime) }
+}
+
+/// Ends `coreward_serve` of all workers of the runtime. May be called in a signal handler.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
+    // SAFETY: by the interface's contract.
+    if let Some(runtime) = unsafe { runtime.as_ref() } {
+        runtime.shared.stop.store(true, Relaxed);
+    }
+}
+
+/// Returns the number of cores that can have a worker; 0 for null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_cores(runtime: *const Runtime) -> u16 {
+    // SAFETY: by the interface's contract.
+    unsafe { shared(runtime) }.map_or(0, |runtime| runtime.shared.runtime.cores())
+}
+
+/// Returns the bytes of the longest request and response; 0 for null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_payload_bytes(runtime: *const Runtime) -> usize {
+    // SAFETY: by the interface's contract.
+    unsafe { shared(runtime) }.map_or(0, |runtime| runtime.shared.runtime.payload_bytes())
+}
+
+/// Returns the number of services of the orchestrator; 0 for null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_services(runtime: *const Runtime) -> u8 {
+    // SAFETY: by the interface's contract.
+    unsafe { shared(runtime) }.map_or(0, |runtime| runtime.shared.runtime.services().len() as u8)
+}
+
+/// Claims a service for this process (RegisterService). Address (host byte order), port and priority must be those of
+/// the orchestrator's configuration.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_register_service(
+    runtime: *const Runtime,
+    service: u8,
+    address: u32,
+    port: u16,
+    priority: u8,
+) -> c_int {
+    // SAFETY: by the interface's contract.
+    let Some(runtime) = (unsafe { shared(runtime) }) else { return -1 };
+    let address = SocketAddrV4::new(Ipv4Addr::from_bits(address), port);
+    status(runtime.shared.runtime.register_service(service, address, priority))
+}
+
+/// Becomes the worker of a core, which at first runs no service. Returns null on an error.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16) -> *mut Worker {
+    // SAFETY: by the interface's contract.
+    let Some(runtime) = (unsafe { shared(runtime) }) else { return null_mut() };
+    let shared = runtime.shared.clone();
+    // SAFETY: the reference counter keeps the runtime in its place until the worker has been dropped.
+    let runtime: &'static SharedRuntime = unsafe { &*Arc::as_ptr(&shared) };
+    match runtime.runtime.worker(core) {
+        Ok(worker) => Box::into_raw(Box::new(Worker { worker, shared })),
+        Err(error) => {
+            set_error(error);
+            null_mut()
+        }
+    }
+}
+
+/// Ends a worker, which may be null. Requests in its queues are lost.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_worker_free(worker: *mut Worker) {
+    // SAFETY: by the interface's contract.
+    unsafe { free(worker) }
+}
+
+/// Calls the worker of a pointer.
+unsafe fn with_worker(
+    worker: *mut Worker,
+    call: impl FnOnce(&mut worker::Worker<'static>) -> Result<(), RuntimeError>,
+) -> c_int {
+    // SAFETY: by the interface's contract.
+    let Some(worker) = (unsafe { object(worker) }) else { return -1 };
+    status(call(&mut worker.worker))
+}
+
+/// Runs a service on `core` from now on (EnableService).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_enable_service(worker: *mut Worker, service: u8, core: u16) -> c_int {
+    // SAFETY: by the interface's contract.
+    unsafe { with_worker(worker, |worker| worker.enable_service(service, core)) }
+}
+
+/// Stops new requests of a service at `core` (DisableService). Its present requests remain.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_disable_service(worker: *mut Worker, service: u8, core: u16) -> c_int {
+    // SAFETY: by the interface's contract.
+    unsafe { with_worker(worker, |worker| worker.disable_service(service, core)) }
+}
+
+/// Reports `count` requests that `core` completed without a response (LoadFeedback).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8, core: u16, count: u32) -> c_int {
+    // SAFETY: by the interface's contract.
+    unsafe { with_worker(worker, |worker| worker.load_feedback(service, core, count)) }
+}
+
+/// Enables hints to scale a service up (EnableLoadMonitor): when one request waits at two checks, `epoch_ns` apart.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: u8, epoch_ns: u64) -> c_int {
+    let Some(epoch) = epoch(epoch_ns) else { return -1 };
+    // SAFETY: by the interface's contract.
+    unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, Trigger::ScaleUp(ScaleUp { epoch }))) }
+}
+
+/// Enables hints to scale a service down (EnableLoadMonitor): when at most `threshold` requests wait during
+/// `calm_epochs` epochs of `epoch_ns`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_enable_scale_down(
+    worker: *mut Worker,
+    service: u8,
+    epoch_ns: u64,
+    threshold: u64,
+    calm_epochs: u32,
+) -> c_int {
+    let Some(epoch) = epoch(epoch_ns) else { return -1 };
+    let trigger = Trigger::ScaleDown(ScaleDown { epoch, threshold, calm_epochs });
+    // SAFETY: by the interface's contract.
+    unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
+}
+
+fn epoch(nanoseconds: u64) -> Option<Epoch> {
+    let epoch = NonZeroU64::new(nanoseconds).map(Epoch::new);
+    if epoch.is_none() {
+        set_error("an epoch of 0 ns: expected 1 ns or more");
+    }
+    epoch
+}
+
+/// Rearms a service's load monitor after the cores acted on its last hint (RearmLoadMonitor).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_rearm_load_monitor(worker: *mut Worker, service: u8) -> c_int {
+    // SAFETY: by the interface's contract.
+    unsafe { with_worker(worker, |worker| worker.rearm_load_monitor(service)) }
+}
+
+/// Reads the next hint for this core (LoadHint). Returns 1 with a hint, 0 without one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint) -> c_int {
+    // SAFETY: by the interface's contract.
+    let (Some(worker), Some(place)) = (unsafe { object(worker) }, unsafe { object(hint) }) else { return -1 };
+    let Some(found) = worker.worker.next_hint() else { return 0 };
+    let scale_up = u8::from(found.hint == LoadHint::ScaleUp);
+    *place = Hint { waiting: found.waiting, service: found.service, scale_up };
+    1
+}
+
+/// Takes the oldest request of the highest priority, for servers with a scheduler of their own. It is completed by
+/// `coreward_respond` or `coreward_load_feedback`, and freed by `coreward_taken_free`. Returns null without a request
+/// (`error` is 0) and on an error (`error` is -1). `service`, `payload` and `length` are set with a request.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_take_request(
+    worker: *mut Worker,
+    service: &mut u8,
+    payload: &mut *const u8,
+    length: &mut usize,
+    error: &mut c_int,
+) -> *mut Taken {
+    *error = -1;
+    // SAFETY: by the interface's contract.
+    let Some(worker) = (unsafe { object(worker) }) else { return null_mut() };
+    match worker.worker.take_request() {
+        Ok(found) => {
+            *error = 0;
+            let Some(request) = found else { return null_mut() };
+            let taken = Box::new(Taken { request });
+            (*service, *payload) = (taken.request.service(), taken.request.payload.as_ptr());
+            *length = taken.request.payload.len();
+            Box::into_raw(taken)
+        }
+        Err(found) => {
+            set_error(found);
+            null_mut()
+        }
+    }
+}
+
+/// Sends the response to a request of `coreward_take_request`, which completes it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_respond(
+    worker: *mut Worker,
+    request: *const Taken,
+    response: *const u8,
+    length: usize,
+) -> c_int {
+    // SAFETY: by the interface's contract.
+    let (Some(worker), Some(taken)) = (unsafe { object(worker) }, unsafe { shared(request) }) else { return -1 };
+    let response = match length {
+        0 => &[],
+        // SAFETY: by the interface's contract.
+        _ => unsafe { std::slice::from_raw_parts(response, length) },
+    };
+    status(worker.worker.respond(&taken.request, response))
+}
+
+/// Frees a request of `coreward_take_request`, which may be null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn coreward_taken_free(request: *mut Taken) {
+    // SAFETY: by the interface's contract.
+    unsafe { free(request) }
+}

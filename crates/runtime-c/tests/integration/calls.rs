@@ -1,0 +1,91 @@
+//! Calls of the interface from one thread: errors, and a server with a scheduler of its own.
+
+use std::ffi::{CStr, CString};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use coreward_runtime_c::{
+    Hint, Runtime, coreward_allocator_new, coreward_connect, coreward_cores, coreward_enable_scale_up,
+    coreward_enable_service, coreward_last_error, coreward_next_hint, coreward_payload_bytes,
+    coreward_register_service, coreward_respond, coreward_runtime_free, coreward_serve, coreward_take_request,
+    coreward_taken_free, coreward_worker_free, coreward_worker_new,
+};
+
+use crate::server::{StopOnDrop, TIMEOUT, client, orchestrator};
+
+fn last_error() -> String {
+    // SAFETY: the text is valid until the next error of this thread.
+    unsafe { CStr::from_ptr(coreward_last_error()) }.to_str().unwrap().to_owned()
+}
+
+fn connect(memory: &Path) -> *mut Runtime {
+    let path = CString::new(memory.to_str().unwrap()).unwrap();
+    // SAFETY: a string with a zero byte at its end.
+    let runtime = unsafe { coreward_connect(path.as_ptr()) };
+    assert!(!runtime.is_null(), "{}", last_error());
+    runtime
+}
+
+#[test]
+fn null_pointers_and_wrong_values_are_rejected() {
+    let rejected = "a null pointer: expected";
+    // SAFETY: null pointers are permitted everywhere.
+    unsafe {
+        assert!(coreward_connect(null()).is_null() && last_error().starts_with(rejected));
+        assert!(coreward_worker_new(null(), 0).is_null() && last_error().starts_with(rejected));
+        assert_eq!((coreward_cores(null()), coreward_payload_bytes(null())), (0, 0));
+        assert_eq!(coreward_enable_service(null_mut(), 0, 0), -1);
+        assert_eq!(coreward_serve(null_mut(), None, null_mut(), null(), null_mut()), -1);
+        assert_eq!(coreward_next_hint(null_mut(), null_mut()), -1);
+        coreward_worker_free(null_mut());
+        coreward_runtime_free(null_mut());
+    }
+    assert!(coreward_allocator_new(3, 1, 1).is_null());
+    assert_eq!(last_error(), "assignment 3: expected 0 (share), 1 (dedicated) or 2 (hybrid)");
+}
+
+#[test]
+fn server_with_its_own_scheduler_takes_and_responds() {
+    let directory = tempfile::tempdir().unwrap();
+    let memory = directory.path().join("cores");
+    let (mut daemon, listen) = orchestrator(&memory);
+    let SocketAddr::V4(address) = listen else { unreachable!("an IPv4 address") };
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _end = StopOnDrop(&stop);
+        scope.spawn(|| daemon.run(&stop).unwrap());
+        let runtime = connect(&memory);
+        let client = client(listen);
+        // SAFETY: the objects are used by this thread alone, and freed once.
+        unsafe {
+            let host = address.ip().to_bits();
+            assert_eq!(coreward_register_service(runtime, 0, host, 1, 0), -1);
+            assert!(last_error().contains(&address.to_string()), "{}", last_error());
+            assert_eq!(coreward_register_service(runtime, 0, host, address.port(), 0), 0, "{}", last_error());
+            let worker = coreward_worker_new(runtime, 1);
+            assert_eq!(coreward_enable_service(worker, 0, 1), 0, "{}", last_error());
+            assert_eq!(coreward_enable_scale_up(worker, 0, 0), -1);
+            assert_eq!(coreward_next_hint(worker, &mut Hint::default()), 0);
+            client.send(b"ping").unwrap();
+            let (mut service, mut payload, mut length, mut error) = (9, null(), 0, 0);
+            let started = Instant::now();
+            let request = loop {
+                let found = coreward_take_request(worker, &mut service, &mut payload, &mut length, &mut error);
+                assert!(error == 0 && started.elapsed() < TIMEOUT, "{}", last_error());
+                if !found.is_null() {
+                    break found;
+                }
+            };
+            assert_eq!((service, std::slice::from_raw_parts(payload, length)), (0, &b"ping"[..]));
+            assert_eq!(coreward_respond(worker, request, b"pong".as_ptr(), 4), 0, "{}", last_error());
+            coreward_taken_free(request);
+            let mut response = [0; 10];
+            assert_eq!(client.recv(&mut response).unwrap(), 4);
+            coreward_runtime_free(runtime);
+            coreward_worker_free(worker);
+        }
+    });
+}
