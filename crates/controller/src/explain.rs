@@ -9,6 +9,7 @@ use std::sync::Arc;
 use coreward_api::types::{ExplainedServer, Explanation};
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::cookie::FleetKeys;
+use coreward_model::forwarding::{Forwarding, flow_port};
 use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
 use coreward_model::policy::{Loads, Pool, PoolServer};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
@@ -137,7 +138,17 @@ impl Case<'_> {
             servers: self.view.pool.servers().iter().map(|server| self.server(server)).collect(),
             chosen_server: chosen.map(|id| self.name(id).to_owned()),
             reason,
+            forwarding: self.view.service.mode.forwarding.name().to_owned(),
+            outer_source_port: self.outer_source_port(),
         }
+    }
+
+    /// Returns the source port that load balancers draw from the connection.
+    fn outer_source_port(&self) -> Option<u16> {
+        let SocketAddr::V4(client) = self.tuple.client() else { return None };
+        let [source, destination] = [client.port(), self.tuple.vip().port()].map(u16::to_be_bytes);
+        let ports = [source[0], source[1], destination[0], destination[1]];
+        (self.view.service.mode.forwarding == Forwarding::Gue).then(|| flow_port(*client.ip(), ports))
     }
 
     fn name(&self, id: ServerId) -> &str {

@@ -467,6 +467,12 @@ fn explanations_name_the_decision_and_its_reason() {
     let reply = harness.explain(port, at(100));
     assert!(reply.reason.contains("(mean load 0."), "{}", reply.reason);
 
+    let reply = Harness::new(&ACTIVE, "rr\"\nforwarding = \"gue").explain(40_000, at(0));
+    let port = coreward_model::forwarding::flow_port([10, 1, 0, 7].into(), [0x9c, 0x40, 0, 80]);
+    assert_eq!((&*reply.forwarding, reply.outer_source_port), ("gue", Some(port)));
+    let reply = harness.explain(40_000, at(100));
+    assert_eq!((&*reply.forwarding, reply.outer_source_port), ("l2", None));
+
     let unknown = ServiceAddress { socket: "10.200.0.9:80".parse().unwrap(), ..web() };
     assert_eq!(
         harness.controller.explain(unknown, client(1), ExplainedPacket::First, at(100)).unwrap_err().to_string(),

@@ -18,15 +18,26 @@ pub fn text(reply: &Explanation, question: &Explain) -> String {
     }
     let servers: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     format!(
-        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n",
+        "{} -> {}/{} ({}, {}, table {}): {chosen}\n\n{servers}\n{}.\n{}",
         question.client,
         question.vip,
         question.protocol,
         reply.service,
         reply.policy,
         reply.table_generation,
-        reply.reason
+        reply.reason,
+        forwarding(reply)
     )
+}
+
+/// Empty on one segment.
+fn forwarding(reply: &Explanation) -> String {
+    const CORE: &str = "NICs hash the outer header, so packets may arrive at another core";
+    match (&*reply.forwarding, reply.outer_source_port) {
+        ("l2", _) => String::new(),
+        (kind, Some(port)) => format!("Forwarded by {kind} from source port {port}: {CORE}.\n"),
+        (kind, None) => format!("Forwarded by {kind}: {CORE}.\n"),
+    }
 }
 
 fn row(server: &ExplainedServer, chosen: Option<&str>) -> Vec<String> {

@@ -264,6 +264,8 @@ fn explanation_for_people() {
         servers: vec![server(1, Some(3)), server(2, None), server(3, Some(0))],
         chosen_server: Some("s1".into()),
         reason: "bucket 111 of 128 goes to s1: because".into(),
+        forwarding: "l2".into(),
+        outer_source_port: None,
     };
     let question = Explain {
         vip: "10.200.0.1:80".parse().unwrap(),
@@ -283,6 +285,10 @@ fn explanation_for_people() {
 bucket 111 of 128 goes to s1: because.
 ";
     assert_eq!(explain::text(&reply, &question), expected);
+    let reply = Explanation { forwarding: "gue".into(), outer_source_port: Some(50_123), ..reply };
+    let outer = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may arrive at \
+                 another core.\n";
+    assert_eq!(explain::text(&reply, &question), expected.to_owned() + outer);
 }
 
 #[test]

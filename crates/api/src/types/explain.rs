@@ -99,6 +99,10 @@ pub struct Explanation {
     pub chosen_server: Option<String>,
     /// Reason, in one sentence.
     pub reason: String,
+    /// Way to the servers: `l2`, `ipip` or `gue`.
+    pub forwarding: String,
+    /// Source port of the outer header of `gue`; null: there is none.
+    pub outer_source_port: Option<u16>,
 }
 
 /// Input of one server.

@@ -3,12 +3,16 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::decap::{COUNTER_NAMES, Decapsulation};
+use coreward_dataplane::lb::{Options, Tunnel};
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
+use coreward_model::consistency::ServiceMode;
 use coreward_model::forwarding::Forwarding;
+use coreward_model::placement::Rule;
+use coreward_model::rss::seeded_rng;
 
-use crate::support::balancer::{XDP_DROP, XDP_PASS};
-use crate::support::{MORE, Tcp, Udp, may_load_bpf, ones_complement_sum};
+use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, random_table, service};
+use crate::support::{MORE, SYN, Tcp, Udp, aligned_timestamp, may_load_bpf, ones_complement_sum};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 7), 40_000);
@@ -206,4 +210,25 @@ fn removed_sources_and_vips_are_foreign() {
     decapsulation.set_vips(&[VIP.0]).unwrap();
     decapsulation.set_sources(&[]).unwrap();
     assert_eq!(run(&decapsulation, &frame, Some("drop_foreign_source")).0, XDP_DROP);
+}
+
+#[test]
+fn packet_that_a_load_balancer_encapsulated_arrives_as_it_was() {
+    if !may_load_bpf("packet_that_a_load_balancer_encapsulated_arrives_as_it_was") {
+        return;
+    }
+    let mut rng = seeded_rng(35, 0);
+    for forwarding in KINDS {
+        let mode = ServiceMode { forwarding, ..ServiceMode::default() };
+        let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
+        balancer.lb.set_outer(LOAD_BALANCER, 1500);
+        let servers = balancer.replace_servers(0, 1, &mut rng);
+        balancer.lb.set_tunnel(servers[0], Tunnel { address: SERVER, source_port: None });
+        balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
+        let syn = Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::new(CLIENT, VIP) }.frame();
+        let (verdict, packet) = balancer.run(&syn);
+        assert_eq!(verdict, XDP_TX);
+        let arrived = run(&loaded(), &packet, Some("decapsulated"));
+        assert_eq!(arrived, (XDP_PASS, [&packet[..ETHERNET], &syn[ETHERNET..]].concat()));
+    }
 }

@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use coreward_model::forwarding::Forwarding;
 use coreward_model::policy;
 
 use super::timeline::SECONDS_MIN;
@@ -33,6 +34,9 @@ pub struct DemoOptions {
     /// Time of tables: once per report interval, as in the simulator, or at each report
     #[arg(long, value_enum, default_value_t = Tables::Interval)]
     pub tables: Tables,
+    /// Way of packets to the servers; with ipip and gue they are behind a router
+    #[arg(long, value_name = "KIND", default_value = "l2", value_parser = kinds())]
+    pub forwarding: Forwarding,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     pub format: Format,
@@ -42,6 +46,10 @@ pub struct DemoOptions {
     /// Directory for the picture, the JSON and the arrival logs
     #[arg(long, value_name = "DIR", default_value = "out")]
     pub out: PathBuf,
+}
+
+fn kinds() -> impl TypedValueParser<Value = Forwarding> {
+    PossibleValuesParser::new(Forwarding::ALL.map(Forwarding::name)).try_map(|name| name.parse::<Forwarding>())
 }
 
 /// Moment at which tables are made.
@@ -104,6 +112,7 @@ mod tests {
             ("--servers 0", "1..=32"),
             ("--seeds one", "one"),
             ("--seeds", "--seeds"),
+            ("--forwarding vxlan", "[possible values: l2, ipip, gue]"),
         ] {
             let error = parse(line).unwrap_err();
             assert!(error.contains(named), "{line}: {error}");

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, ensure};
+use coreward_model::forwarding::Forwarding;
 
-use crate::addresses::SERVICE;
+use crate::addresses::{SERVICE, load_balancer_address};
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use crate::instance;
 use crate::load::LoadReport;
@@ -34,6 +35,12 @@ pub struct Lane {
     testbed: Testbed,
 }
 
+/// Lines of agents' files.
+fn decapsulation(forwarding: Forwarding) -> String {
+    let from = || format!("decapsulate_from = [\"{}\"]\n", load_balancer_address(1));
+    forwarding.encapsulates().then(from).unwrap_or_default()
+}
+
 impl Lane {
     /// Starts everything: one server more than the pool has, which waits to join. Fails when a testbed or a daemon does
     /// not start.
@@ -44,6 +51,7 @@ impl Lane {
             cores: options.cores,
             // Each log's connections have their own addresses: their ports are in TIME-WAIT for a minute.
             client_addresses: addresses * options.seeds.len() as u16,
+            routed_servers: options.forwarding.encapsulates(),
             ..TestbedOptions::default()
         })?;
         let mut servers = BTreeMap::new();
@@ -54,6 +62,8 @@ impl Lane {
             policy: policy.to_owned(),
             load: LoadSource::PacedServer,
             tables_by_interval: options.tables == Tables::Interval,
+            forwarding: options.forwarding,
+            agents_more: decapsulation(options.forwarding),
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
