@@ -41,7 +41,7 @@ use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::testbed::TestbedRss;
 use crate::rss_conflicts::RssConflicts;
 use crate::saved_settings::SettingsStore;
-use crate::stall::{Counts, StallJudge};
+use crate::stall::{Counts, StallDetector};
 use crate::steering::{self, Steering};
 use crate::{connections, dispatch, timestamps};
 
@@ -66,7 +66,7 @@ pub struct Agent {
     steering: Steering,
     daisy_chain: DaisyChain,
     decapsulator: Decapsulator,
-    stalls: StallJudge,
+    stalls: StallDetector,
     forwarded: Forwarded,
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
@@ -125,7 +125,7 @@ impl Agent {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stalls: StallJudge::from(stall_counts(&programs)),
+            stalls: StallDetector::from(stall_counts(&programs)),
             forwarded: Forwarded::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
             rss: RssManager::new(rss_device(&config)),
             config,
@@ -318,7 +318,7 @@ impl Agent {
         if renewed != switch_ms {
             self.programs.set_keys(&keys, renewed);
         }
-        self.programs.keep_last_hold_near(monotonic_ms());
+        self.programs.refresh_clamp_times(monotonic_ms());
     }
 
     fn rss_changed(&mut self) {

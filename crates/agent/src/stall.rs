@@ -18,13 +18,13 @@ pub struct Counts {
 
 /// Compares stalls with handshakes, window by window.
 #[derive(Debug, Default)]
-pub struct StallJudge {
+pub struct StallDetector {
     /// Counters at the beginning of the window.
     began: Counts,
     warning: Option<String>,
 }
 
-impl StallJudge {
+impl StallDetector {
     /// Starts after the counts of an earlier process.
     pub fn from(counts: Counts) -> Self {
         Self { began: counts, warning: None }
@@ -60,7 +60,7 @@ mod tests {
             stalled_handshakes,
             stalled_connections,
         };
-        let mut verifier = StallJudge::from(counts(1000, 500, 500));
+        let mut verifier = StallDetector::from(counts(1000, 500, 500));
         assert_eq!(verifier.observe(counts(1100, 600, 500)), None, "the window is not over");
         assert_eq!(verifier.observe(counts(1200, 501, 501)), None, "one in a hundred");
         let warning = verifier.observe(counts(1400, 503, 502)).unwrap().to_owned();

@@ -25,7 +25,7 @@ use crate::types::{
     Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
     FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
-pub use contact::{ControllerUrl, NoControllerUrl, Proof};
+pub use contact::{ControllerUrl, InvalidControllerUrl, Proof};
 use exchange::{Question, exchange};
 
 /// Time in which each of several controllers must report whether it leads.

@@ -105,7 +105,7 @@ impl Guard {
         match proved {
             Some((role, who)) => Ok(Caller { role, address: peer.address, who }),
             None => {
-                self.limits.refused(peer.address)?;
+                self.limits.count_rejected(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or operator.token \
                                 in the controller's folder), or by TLS the certificate of an operator or a viewer";
                 Err(Problem::new(ProblemKind::Unauthenticated, format!("no valid token: {expected}")))
@@ -143,7 +143,7 @@ async fn pass(State(gate): State<RouteGuard>, request: Request, next: Next) -> R
 
 async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response {
     let admitted = gate.guard.authenticate(&request).and_then(|caller| {
-        gate.guard.limits.asks(caller.role, caller.address, gate.needed == Role::Operator)?;
+        gate.guard.limits.count_request(caller.role, caller.address, gate.needed == Role::Operator)?;
         if caller.role < gate.needed {
             let detail =
                 format!("the token or certificate is that of a {}: expected that of an {}", caller.role, gate.needed);

@@ -54,12 +54,12 @@ const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
 
 impl Limits {
     /// Counts a request of an authenticated caller.
-    pub fn asks(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
+    pub fn count_request(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
         self.check(if writes { &self.writes } else { &self.reads }, &(role, network(address)))
     }
 
     /// Counts a request without a valid proof.
-    pub fn refused(&self, address: IpAddr) -> Result<(), Problem> {
+    pub fn count_rejected(&self, address: IpAddr) -> Result<(), Problem> {
         self.check(&self.refusals, &network(address))
     }
 
@@ -95,13 +95,15 @@ mod tests {
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
         let began = std::time::Instant::now();
         let (allowed, problem) = (0..=u16::MAX)
-            .find_map(|n| limits.asks(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem)))
+            .find_map(|n| {
+                limits.count_request(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
+            })
             .unwrap();
         let (burst, earned) = (WRITES.get() * BURST, began.elapsed().as_secs_f64() * f64::from(WRITES.get()));
         assert!((burst..=burst + earned as u32 + 1).contains(&allowed), "{allowed} allowed, {earned} earned meanwhile");
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
-        assert!(limits.asks(Role::Operator, address(1), false).is_ok());
-        assert!(limits.asks(Role::Viewer, address(1), true).is_ok());
-        assert!(limits.refused("10.0.0.1".parse().unwrap()).is_ok());
+        assert!(limits.count_request(Role::Operator, address(1), false).is_ok());
+        assert!(limits.count_request(Role::Viewer, address(1), true).is_ok());
+        assert!(limits.count_rejected("10.0.0.1".parse().unwrap()).is_ok());
     }
 }

@@ -64,14 +64,14 @@ pub struct Certified {
 
 impl Peer {
     /// Returns a peer without TLS.
-    pub fn in_clear(address: IpAddr) -> Self {
+    pub fn without_tls(address: IpAddr) -> Self {
         Self { address, certified: None, encrypted: false }
     }
 }
 
 impl Default for Peer {
     fn default() -> Self {
-        Self::in_clear(IpAddr::V4(Ipv4Addr::UNSPECIFIED))
+        Self::without_tls(IpAddr::V4(Ipv4Addr::UNSPECIFIED))
     }
 }
 
@@ -96,7 +96,7 @@ impl Acceptor for Plain {
     type Stream = TcpStream;
 
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, Peer)> {
-        Ok((stream, Peer::in_clear(address.ip())))
+        Ok((stream, Peer::without_tls(address.ip())))
     }
 }
 

@@ -68,7 +68,7 @@ impl Drop for Opened {
         if let Some((cluster, leadership)) = &self.held
             && let Err(error) = cluster.block_on(leadership.resign())
         {
-            tracing::warn!(event = "lease-kept", %error, "controllers wait until the lease of this copy ends");
+            tracing::warn!(event = "lease-not-revoked", %error, "controllers wait until the lease of this copy ends");
         }
     }
 }

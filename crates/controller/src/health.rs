@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::health::{Check, Judge, Probe, Verdict, together};
+use coreward_model::health::{Check, Judge, Probe, Verdict, majority_verdicts};
 
 use super::Now;
 use super::load_balancers::{LoadBalancers, START_GRACE, Target};
@@ -38,7 +38,7 @@ impl Health {
         reports: impl Fn(ServerId) -> bool,
     ) {
         self.ask_agents(fleet, now, reports);
-        let said = load_balancers.health_said(now);
+        let said = load_balancers.verdict_versions(now);
         let made_of = Some((fleet.generation, said));
         if self.made_of == made_of {
             return;
@@ -47,7 +47,7 @@ impl Health {
         let checked = checked_by_load_balancers(fleet);
         let before = std::mem::take(&mut self.verdicts);
         let was = |target: &Target| before.get(target).copied().unwrap_or(Verdict::Up);
-        let now_said = together(&load_balancers.verdicts(now), was);
+        let now_said = majority_verdicts(&load_balancers.verdicts(now), was);
         for target in checked {
             let verdict = now_said.get(&target).copied().unwrap_or_else(|| was(&target));
             self.verdicts.insert(target, verdict);

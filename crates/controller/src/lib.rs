@@ -408,7 +408,7 @@ impl Controller {
     }
 
     /// Counts an unsolicited message like a report.
-    pub fn message_unasked(&mut self, session: &Session, now: Now) {
+    pub fn unsolicited_message(&mut self, session: &Session, now: Now) {
         let interval = self.fleet.report_interval;
         if let Some(agent) = self.agents.named_mut(session.server()) {
             agent.may_report(interval, now);

@@ -179,7 +179,7 @@ impl LoadBalancers {
     }
 
     /// Returns the number of changes of each live one's verdicts: while it is equal, so are the verdicts.
-    pub fn health_said(&self, now: Now) -> Vec<(String, u64)> {
+    pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
         self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.changes)).collect()
     }
 

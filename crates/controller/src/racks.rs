@@ -184,7 +184,8 @@ impl Controller {
     /// Rejects an agent that may not report for the server from its rack. A direct agent proves its identity by its
     /// certificate; the rack vouches for one behind it, within the fleet's document.
     pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
-        let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_speak_through(id, &relay.name)) else {
+        let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.name))
+        else {
             return Ok(());
         };
         let racks = self.fleet.racks_of(id).into_iter().flatten().cloned().collect();
@@ -221,7 +222,7 @@ impl Controller {
     }
 
     /// Ends a rack's session. Its summaries remain valid for their time.
-    pub fn rack_goodbye(&mut self, session: u64) {
+    pub fn rack_disconnected(&mut self, session: u64) {
         if let Some(rack) = self.racks.by_session(session) {
             rack.session = None;
             rack.agents.clear();
@@ -229,7 +230,7 @@ impl Controller {
     }
 
     /// Records that a rack has sent a message.
-    pub fn rack_heard(&mut self, session: u64, now: Now) {
+    pub fn rack_message_received(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.by_session(session) {
             rack.heard = now.monotonic;
         }

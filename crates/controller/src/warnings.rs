@@ -4,7 +4,7 @@ use super::Controller;
 
 impl Controller {
     /// Records the configuration in force at a load balancer when its stream began.
-    pub fn load_balancer_had(&mut self, session: u64, generation: u64) {
+    pub fn check_store_age(&mut self, session: u64, generation: u64) {
         if let Some(name) = self.load_balancers.had(session, generation, &self.fleet) {
             tracing::warn!(
                 event = "store-outdated",

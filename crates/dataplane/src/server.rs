@@ -281,7 +281,7 @@ impl ServerPrograms {
 
     /// Keeps the time of the last clamp close to the server's own clock (ms). To be called every few days at least,
     /// because the PAWS clamp compares 32-bit times.
-    pub fn keep_last_hold_near(&mut self, now_ms: u32) {
+    pub fn refresh_clamp_times(&mut self, now_ms: u32) {
         let first = offset_of!(intf::server_state, last_hold_ms);
         for group in 0..intf::HOLD_GROUPS as usize {
             let last = self.state.half(first + group * size_of::<u32>());

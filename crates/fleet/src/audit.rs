@@ -55,7 +55,7 @@ pub struct Note {
 }
 
 /// Returns the changes of a document in one line, with the number of those that do not fit.
-pub fn changes_in_words(changes: &[String]) -> String {
+pub fn describe_changes(changes: &[String]) -> String {
     let mut line = String::new();
     for (number, change) in changes.iter().enumerate() {
         let change = cut(change, CHANGE_LIMIT);
@@ -119,12 +119,12 @@ mod tests {
     fn long_entries_are_cut_and_state_it() {
         let long = "\u{e4}".repeat(5000);
         let changes: Vec<String> = (0..100).map(|n| format!("~ service s{n}: servers [{long}] -> []")).collect();
-        let line = changes_in_words(&changes);
+        let line = describe_changes(&changes);
         assert!(
             line.starts_with("~ service s0: servers [\u{e4}") && line.ends_with(" more bytes]; and 98 more"),
             "{line}"
         );
-        assert_eq!(changes_in_words(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
+        assert_eq!(describe_changes(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
 
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
         let note = Note { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };

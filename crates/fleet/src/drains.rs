@@ -101,7 +101,7 @@ impl Records {
     }
 
     /// Returns the drains that remain with this document, by server, without services that it no longer has.
-    pub fn drains_that_go_on(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
+    pub fn remaining_drains(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let listed: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let goes_on = |drain: &DrainRecord| {
             let mut drain = drain.clone();

@@ -211,7 +211,7 @@ impl Fleet {
         self.servers[&id].racks.as_ref().or(self.racks.as_ref())
     }
 
-    pub fn may_speak_through(&self, id: ServerId, rack: &str) -> bool {
+    pub fn may_connect_through(&self, id: ServerId, rack: &str) -> bool {
         self.racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
 

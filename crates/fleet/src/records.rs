@@ -258,7 +258,7 @@ impl Records {
 
     /// Records the pools; `ids` are those of `config.servers`.
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
-        let mut drains = self.drains_that_go_on(config);
+        let mut drains = self.remaining_drains(config);
         for server in self.servers.values_mut() {
             server.in_file = false;
             server.drain = None;

@@ -195,7 +195,7 @@ async fn check_target<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Probe
             found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
             found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
             let verdict_changed = match &outcome {
-                Err(unwell) if unwell.is_local() => found.judge.could_not_look(check.thresholds),
+                Err(unwell) if unwell.is_local() => found.judge.local_fault(check.thresholds),
                 _ => {
                     found.checks += 1;
                     found.failures += u64::from(outcome.is_err());

@@ -412,10 +412,10 @@ impl Forwarder {
     /// logged.
     fn server_clocks(&self) -> Vec<v1::ServerClock> {
         let stamped = self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer);
-        stamped.flat_map(|(service, index)| self.server_clocks_of(service, *index)).collect()
+        stamped.flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
     }
 
-    fn server_clocks_of(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
+    fn clocks_of_service(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
         let clocks = self.balancer.server_clocks(index).unwrap_or_else(|error| {
             tracing::warn!(
                 event = "clocks-unreadable",

@@ -91,7 +91,7 @@ impl LastConfiguration {
     fn note(&mut self, outcome: anyhow::Result<()>) {
         let problem = outcome.err().map(|error| format!("{error:#}"));
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
-            tracing::warn!(event = "configuration-not-saved", "{problem}");
+            tracing::warn!(event = "configuration-not-saved", %problem, "the last configuration is not saved");
         }
         self.problem = problem;
     }

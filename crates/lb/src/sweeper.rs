@@ -23,7 +23,7 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
 const ASK_AGAIN: Duration = Duration::from_secs(60);
 /// Interval of queries to a server whose agent is away.
-const RETRY_AWAY: Duration = Duration::from_secs(5);
+const ABSENT_AGENT_RETRY: Duration = Duration::from_secs(5);
 /// Time after which the age of an absent agent's connections alone decides: it, or the controller, may be restarting.
 const LONGEST_AWAY: Duration = Duration::from_secs(60);
 /// Interval at which expired state is removed.
@@ -186,7 +186,7 @@ impl Sweeper {
     fn not_answered(&mut self, asked: Asked, now: Duration) -> Vec<Connection> {
         self.not_asked(&asked.connections);
         let away = self.away.entry(asked.server).or_insert(Away { since: now, asked_again: now });
-        away.asked_again = now + RETRY_AWAY;
+        away.asked_again = now + ABSENT_AGENT_RETRY;
         if self.is_lost(asked.server, now) { asked.connections } else { Vec::new() }
     }
 

@@ -49,7 +49,7 @@ impl Security {
     }
 
     /// Returns the acceptor for gRPC, which requires a certificate of one of these roles.
-    pub fn gate(&self, accepted: &[Role], limits: Limits) -> Arc<ConnectionAcceptor> {
+    pub fn grpc_acceptor(&self, accepted: &[Role], limits: Limits) -> Arc<ConnectionAcceptor> {
         let failures = self.failures.clone();
         match &self.tls {
             Some(tls) => {
@@ -62,7 +62,7 @@ impl Security {
 
     /// Returns the acceptor for the API. Clients without a certificate of an operator or a viewer need a token, or get
     /// an HTTP error. An address of this host needs no encryption.
-    pub fn api_door(&self, address: SocketAddr) -> ApiDoor {
+    pub fn api_acceptor(&self, address: SocketAddr) -> ApiAcceptor {
         let failures = self.failures.clone();
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
@@ -79,7 +79,7 @@ impl Security {
             }
             None => ConnectionAcceptor::open(Limits::default(), failures),
         };
-        ApiDoor(gate)
+        ApiAcceptor(gate)
     }
 
     /// Reads changed certificates, forever.
@@ -99,16 +99,16 @@ impl Security {
 }
 
 #[derive(Clone)]
-pub struct ApiDoor(Arc<ConnectionAcceptor>);
+pub struct ApiAcceptor(Arc<ConnectionAcceptor>);
 
-impl ApiDoor {
+impl ApiAcceptor {
     /// Ends connections whose certificate has expired or was revoked, forever.
     pub async fn maintenance_loop(self) -> std::convert::Infallible {
         self.0.maintenance_loop().await
     }
 }
 
-impl Acceptor for ApiDoor {
+impl Acceptor for ApiAcceptor {
     type Stream = AcceptedConnection;
 
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(AcceptedConnection, Peer)> {

@@ -2,7 +2,7 @@
 //!
 //! * [`Check`]: the request to a server, and its interval
 //! * [`Judge`]: the verdict of one observer, which thresholds of failures and successes change
-//! * [`together`]: the verdict of several observers (load balancers)
+//! * [`majority_verdicts`]: the verdicts of several observers (load balancers)
 //!
 //! A server without any verdict counts as up: a load balancer that has just started must not take a working pool out of
 //! service.
@@ -253,7 +253,7 @@ impl Judge {
 
     /// Records that the observer could not check, for a reason of its own. After as many times in a row as failures
     /// make a server down, the verdict is withdrawn; then returns true.
-    pub fn could_not_look(&mut self, thresholds: Thresholds) -> bool {
+    pub fn local_fault(&mut self, thresholds: Thresholds) -> bool {
         self.blind += 1;
         if self.verdict.is_none() || self.blind < thresholds.fall {
             return false;
@@ -268,7 +268,7 @@ impl Judge {
 ///
 /// An observer that finds everything down while another one finds something up is cut off from the servers: it does not
 /// count.
-pub fn together<T: Ord + Clone>(
+pub fn majority_verdicts<T: Ord + Clone>(
     observers: &[&BTreeMap<T, Verdict>],
     before: impl Fn(&T) -> Verdict,
 ) -> BTreeMap<T, Verdict> {

@@ -49,7 +49,7 @@ struct Up {
     asked: HashMap<u64, u32>,
     reducer: Reducer,
     /// Reports to send with the next summaries.
-    handed_on: Vec<v1::FromAgent>,
+    forwarded_to_previous: Vec<v1::FromAgent>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -83,8 +83,8 @@ impl Shared {
 
     /// Starts accepting agents for a new connection to the controller.
     pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
-        let (answers, asked, handed_on) = (HashMap::new(), HashMap::new(), Vec::new());
-        *self.up() = Some(Up { messages, answers, asked, reducer, handed_on });
+        let (answers, asked, forwarded_to_previous) = (HashMap::new(), HashMap::new(), Vec::new());
+        *self.up() = Some(Up { messages, answers, asked, reducer, forwarded_to_previous });
     }
 
     /// Ends all agent streams, so that agents try their next address.
@@ -116,7 +116,7 @@ impl Shared {
         let (now, mut up) = (self.now(), self.up());
         let Some(up) = up.as_mut() else { return Vec::new() };
         let summaries = up.reducer.summaries(now);
-        rack_messages(std::mem::take(&mut up.handed_on), summaries)
+        rack_messages(std::mem::take(&mut up.forwarded_to_previous), summaries)
     }
 
     /// Registers an agent's stream. Returns its number and the sender to the controller.
@@ -133,7 +133,7 @@ impl Shared {
     fn end(&self, stream: u64) {
         if let Some(up) = self.up().as_mut() {
             up.forget(stream);
-            up.handed_on.retain(|from| from.stream != stream);
+            up.forwarded_to_previous.retain(|from| from.stream != stream);
         }
     }
 
@@ -165,7 +165,7 @@ impl Shared {
         let Some(up) = up.as_mut() else { return };
         match up.asked.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
             Some(asked) if *asked > 0 => *asked -= 1,
-            _ => up.reducer.message_unasked(stream, now),
+            _ => up.reducer.unsolicited_message(stream, now),
         }
     }
 
@@ -173,14 +173,14 @@ impl Shared {
     fn report(&self, stream: u64, report: v1::Report) -> bool {
         let (now, mut up) = (self.now(), self.up());
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
-        let (handed_on, outcome) = up.reducer.report(stream, report, now);
+        let (forwarded_to_previous, outcome) = up.reducer.report(stream, report, now);
         if let Err(refused) = outcome {
             tracing::debug!(event = "report-rejected", reason = refused.reason(), error = %refused, "report rejected");
         }
-        let Some(report) = handed_on else { return true };
-        let has_room = up.handed_on.len() < WAITING * up.answers.len();
+        let Some(report) = forwarded_to_previous else { return true };
+        let has_room = up.forwarded_to_previous.len() < WAITING * up.answers.len();
         if has_room {
-            up.handed_on.push(from_agent(stream, Message::Report(report)));
+            up.forwarded_to_previous.push(from_agent(stream, Message::Report(report)));
         }
         has_room
     }

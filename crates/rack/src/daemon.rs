@@ -123,7 +123,7 @@ impl Rack {
         )?;
         let service = coreward_listener::builder()
             .add_service(SizedControl::new(Service { shared: shared.clone(), security: self.security.clone() }))
-            .serve_with_incoming(self.security.gate(&[Role::Agent], Limits::default()).admit(self.listener));
+            .serve_with_incoming(self.security.grpc_acceptor(&[Role::Agent], Limits::default()).admit(self.listener));
         tokio::select! {
             outcome = service => outcome.context("the rack's socket failed"),
             never = run_sessions(&self.config, &shared) => match never? {},

@@ -32,7 +32,7 @@ pub struct Reducer {
 #[derive(Default)]
 struct Reported {
     agent: Agent,
-    handed_on: Option<HandedOn>,
+    forwarded_to_previous: Option<HandedOn>,
 }
 
 struct HandedOn {
@@ -110,7 +110,7 @@ impl Reducer {
     }
 
     /// Counts an unrequested message like a report.
-    pub fn message_unasked(&mut self, stream: u64, now: Now) {
+    pub fn unsolicited_message(&mut self, stream: u64, now: Now) {
         if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
             reported.agent.may_report(configuration.report_interval, now);
         }
@@ -127,18 +127,18 @@ impl Reducer {
         let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(told);
         let about = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let is_new = reported.handed_on.as_ref().is_none_or(|old| {
+        let is_new = reported.forwarded_to_previous.as_ref().is_none_or(|old| {
             let new_details = now.monotonic.saturating_sub(old.at) >= about || old.warnings != report.warnings;
             let new_state = (old.configuration_generation, old.rss_generation)
                 != (report.configuration_generation, report.rss_generation);
             new_state || new_details && !report.without_details
         });
-        let handed_on = (is_new || report.rss.is_some()).then(|| {
-            let (at, warnings) = match reported.handed_on.take() {
+        let forwarded_to_previous = (is_new || report.rss.is_some()).then(|| {
+            let (at, warnings) = match reported.forwarded_to_previous.take() {
                 Some(old) if report.without_details => (old.at, old.warnings),
                 _ => (now.monotonic, report.warnings.clone()),
             };
-            reported.handed_on = Some(HandedOn {
+            reported.forwarded_to_previous = Some(HandedOn {
                 at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
@@ -149,7 +149,7 @@ impl Reducer {
         });
         // The controller handles acknowledgements.
         let outcome = reported.agent.report(Report::try_from(report), configuration.alpha, 0, now);
-        (handed_on, outcome)
+        (forwarded_to_previous, outcome)
     }
 
     /// Returns the summaries of all services; once per report interval.
@@ -206,14 +206,14 @@ mod tests {
             services: Vec::new(),
         });
         let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
-        let (mut handed_on, mut refused) = (0, 0);
+        let (mut forwarded_to_previous, mut refused) = (0, 0);
         for _ in 0..100 {
             // A report with another RSS would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
-            handed_on += u32::from(report.is_some());
+            forwarded_to_previous += u32::from(report.is_some());
             refused += u32::from(matches!(outcome, Err(Rejection::TooOften(_))));
         }
-        assert_eq!((handed_on, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
+        assert_eq!((forwarded_to_previous, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
     }
 }

@@ -169,7 +169,7 @@ mod tests {
 
     use super::super::tests::records;
     use super::*;
-    use coreward_fleet::audit::{Author, Note, changes_in_words};
+    use coreward_fleet::audit::{Author, Note, describe_changes};
     use coreward_fleet::config::difference;
 
     #[test]
@@ -203,7 +203,7 @@ mod tests {
             let changes: Vec<String> =
                 difference(&long_lists(edit), &long_lists(edit + 1)).iter().map(ToString::to_string).collect();
             assert_eq!(changes.len(), 2);
-            let after = changes_in_words(&changes);
+            let after = describe_changes(&changes);
             let note = Note { action: "apply", target: String::new(), before: String::new(), after };
             records.note(&Author::signal(), note, Duration::from_secs(1));
             let parts = encode(&(&records).into()).unwrap();

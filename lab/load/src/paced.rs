@@ -42,7 +42,7 @@ pub struct Messages {
 }
 
 impl Messages {
-    /// Takes in `bytes` and gives each complete message to `each`.
+    /// Appends `bytes`, and calls `each` for each complete message.
     pub fn take<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
         if !self.partial.is_empty() {
             let missing = (MESSAGE_BYTES - self.partial.len()).min(bytes.len());

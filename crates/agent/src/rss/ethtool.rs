@@ -106,7 +106,7 @@ pub fn driver(interface: &str) -> io::Result<String> {
 }
 
 /// Returns whether the device merges received packets in hardware (LRO).
-pub fn merges_what_it_receives(interface: &str) -> io::Result<bool> {
+pub fn has_lro(interface: &str) -> io::Result<bool> {
     let mut request = [ETHTOOL_GFLAGS, 0];
     ethtool(interface, &mut request)?;
     Ok(request[1] & ETH_FLAG_LRO != 0)

@@ -20,7 +20,7 @@ pub struct RssManager {
     wanted: Option<Wanted>,
     known: Option<Rss>,
     /// Transform found by packets, if it is not the one that the driver reports.
-    shown_input: Option<InputTransform>,
+    observed_input: Option<InputTransform>,
     receive_queues: u16,
     generation: u64,
     problem: Option<String>,
@@ -32,7 +32,7 @@ impl RssManager {
             device,
             wanted: None,
             known: None,
-            shown_input: None,
+            observed_input: None,
             receive_queues: 0,
             generation: 0,
             problem: None,
@@ -67,7 +67,7 @@ impl RssManager {
             input = input.name(),
             "packets arrive by another RSS input than the NIC reports"
         );
-        self.shown_input = Some(input);
+        self.observed_input = Some(input);
         self.refresh();
     }
 
@@ -97,7 +97,7 @@ impl RssManager {
         let known = match self.device.read() {
             Ok(rss) => {
                 self.problem = beyond_queues(&rss.indirection_table, receive_queues);
-                let input = self.shown_input.unwrap_or(rss.key.input());
+                let input = self.observed_input.unwrap_or(rss.key.input());
                 Some(Rss { key: rss.key.with_input(input), ..rss })
             }
             Err(error) => {

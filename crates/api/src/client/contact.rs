@@ -20,13 +20,13 @@ pub struct ControllerUrl {
 #[error(
     "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \"https://HOST:PORT\""
 )]
-pub struct NoControllerUrl(String);
+pub struct InvalidControllerUrl(String);
 
 impl FromStr for ControllerUrl {
-    type Err = NoControllerUrl;
+    type Err = InvalidControllerUrl;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let wrong = || NoControllerUrl(text.to_owned());
+        let wrong = || InvalidControllerUrl(text.to_owned());
         let bare = text.trim_end_matches('/');
         if let Some(authority) = bare.strip_prefix("https://") {
             let (host, port) = authority.rsplit_once(':').ok_or_else(wrong)?;

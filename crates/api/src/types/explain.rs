@@ -31,7 +31,7 @@ pub struct Explain {
     pub vip: SocketAddr,
     /// Protocol of the service.
     #[serde(default = "tcp", with = "super::serde_text")]
-    #[param(value_type = Option<SpokenProtocol>, inline)]
+    #[param(value_type = Option<ProtocolName>, inline)]
     pub protocol: Protocol,
     /// Address and port of the client.
     #[param(value_type = Socket, inline, example = "192.0.2.7:40312")]
@@ -69,16 +69,16 @@ impl ToSchema for Socket {
 }
 
 /// For the schema: the names of [`Protocol`].
-pub struct SpokenProtocol;
+pub struct ProtocolName;
 
-impl PartialSchema for SpokenProtocol {
+impl PartialSchema for ProtocolName {
     fn schema() -> RefOr<Schema> {
         let names = Protocol::ALL.map(Protocol::name);
         ObjectBuilder::new().schema_type(Type::String).enum_values(Some(names)).into()
     }
 }
 
-impl ToSchema for SpokenProtocol {
+impl ToSchema for ProtocolName {
     fn name() -> Cow<'static, str> {
         Cow::Borrowed("Protocol")
     }

@@ -126,7 +126,7 @@ async fn converse(
     use v1::agent_update::Update;
     let mut configurations = shared.agent_configurations();
     configurations.mark_changed();
-    let mut questions = shared.sockets.expect_questions(session.number());
+    let mut questions = shared.sockets.register_agent(session.number());
     let send = async |update: Update| {
         shared.leads() && answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
     };
@@ -137,7 +137,7 @@ async fn converse(
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
                     if !shared.sockets.answer(session.number(), SocketAnswer::try_from(answer)?) {
-                        shared.controller().message_unasked(session, shared.now());
+                        shared.controller().unsolicited_message(session, shared.now());
                     }
                 }
                 Some(v1::agent_message::Message::Registration(_)) => {

@@ -135,7 +135,7 @@ impl LeaderElection {
         match cluster.leave().await {
             Ok(true) => tracing::info!(event = "resigned", "another controller can lead now"),
             Ok(false) => {}
-            Err(error) => tracing::warn!(event = "lease-kept", %error, "the others wait until the lease ends"),
+            Err(error) => tracing::warn!(event = "lease-not-revoked", %error, "the others wait until the lease ends"),
         }
     }
 }

@@ -39,7 +39,7 @@ pub async fn serve(
         }
     };
     tracing::info!(event = "load-balancer-connected", load_balancer = name, "a load balancer is connected");
-    let answers = shared.sockets.expect_answers(session);
+    let answers = shared.sockets.register_load_balancer_session(session);
     tokio::select! {
         () = listen(&shared, session, &mut messages) => {}
         () = send_updates(&shared, Cursor::default(), answers, &updates) => {}
@@ -47,7 +47,7 @@ pub async fn serve(
             let _ = updates.send(Err(not_leading(None))).await;
         }
     }
-    shared.sockets.forget_asker(session);
+    shared.sockets.forget_load_balancer_session(session);
     shared.controller().table_acks.forget(session);
     leave(&shared, name, session).await;
 }
@@ -77,7 +77,7 @@ async fn introduce(
     let now = shared.now();
     let session =
         shared.controller().register_load_balancer(&name, now).map_err(|refused| rejection_status(&refused))?;
-    shared.controller().load_balancer_had(session, in_force);
+    shared.controller().check_store_age(session, in_force);
     if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {
         leave(shared, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));

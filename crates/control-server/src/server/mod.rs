@@ -183,11 +183,11 @@ impl Server {
             OpenedStore::Own(manager) => Work::Alone(Box::new(Term::begin(*manager, &self.election, None))),
             OpenedStore::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
         };
-        let api_door = self.election.security.api_door(self.config.api);
+        let api_acceptor = self.election.security.api_acceptor(self.config.api);
         let Hangups { mut files, tokens } = self.hangups;
-        let _api = api::serve(self.api, api_door.clone(), self.election.clone(), self.tokens, tokens)?;
+        let _api = api::serve(self.api, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
         let mut load_balancers = LbRuntime::begin(self.election.clone())?;
-        let admitted = self.election.security.gate(PARTS, Limits::default()).admit(self.listener);
+        let admitted = self.election.security.grpc_acceptor(PARTS, Limits::default()).admit(self.listener);
         let others = builder()
             .add_service(service(Service { election: self.election.clone() }))
             .serve_with_incoming(load_balancers.take_from(admitted));
@@ -205,7 +205,7 @@ impl Server {
             outcome = load_balancers.ended() => outcome,
             outcome = work => outcome,
             never = self.election.security.maintenance_loop() => match never {},
-            never = api_door.maintenance_loop() => match never {},
+            never = api_acceptor.maintenance_loop() => match never {},
         }
     }
 }
@@ -270,12 +270,12 @@ async fn take_turns(
                 shared.depose();
                 reason
             }
-            Err(error) => format!("what is on record cannot be used: {error:#}"),
+            Err(error) => format!("the records are unusable: {error:#}"),
         };
         tracing::warn!(event = "deposed", reason, "this controller no longer leads");
         election.become_follower(None);
         if let Err(error) = leadership.resign().await {
-            tracing::debug!(event = "lease-kept", %error, "the lease ends by itself");
+            tracing::debug!(event = "lease-not-revoked", %error, "cannot revoke the lease: it expires by itself");
         }
         tokio::time::sleep(AFTER_LEADING).await;
     }

@@ -53,7 +53,7 @@ pub async fn serve(
             let _ = updates.send(Err(not_leading(None))).await;
         }
     }
-    shared.controller().rack_goodbye(session);
+    shared.controller().rack_disconnected(session);
     tracing::info!(event = "rack-disconnected", rack = name, "a rack is disconnected");
 }
 
@@ -86,7 +86,7 @@ async fn listen(
     let mut newest_refusal = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = shared.now();
-        shared.controller().rack_heard(session, now);
+        shared.controller().rack_message_received(session, now);
         for v1::FromAgent { stream, message } in message.agents {
             match message {
                 None => drop(served.remove(&stream)),

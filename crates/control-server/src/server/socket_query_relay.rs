@@ -33,14 +33,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Sockets {
     /// Returns the queue of queries of a new agent session.
-    pub fn expect_questions(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
+    pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
         let (questions, receiver) = mpsc::channel(QUEUED);
         locked(&self.agents).insert(agent, Asked { questions, open: VecDeque::new() });
         receiver
     }
 
     /// Returns the queue of answers of a new load balancer session.
-    pub fn expect_answers(&self, asker: u64) -> mpsc::Receiver<SocketAnswer> {
+    pub fn register_load_balancer_session(&self, asker: u64) -> mpsc::Receiver<SocketAnswer> {
         let (sender, receiver) = mpsc::channel(QUEUED);
         locked(&self.askers).insert(asker, sender);
         receiver
@@ -50,7 +50,7 @@ impl Sockets {
         locked(&self.agents).remove(&agent);
     }
 
-    pub fn forget_asker(&self, asker: u64) {
+    pub fn forget_load_balancer_session(&self, asker: u64) {
         locked(&self.askers).remove(&asker);
     }
 
@@ -103,8 +103,8 @@ mod tests {
     #[test]
     fn an_agent_answers_once_what_it_was_asked() {
         let sockets = Sockets::default();
-        let (mut own, _other) = (sockets.expect_questions(1), sockets.expect_questions(2));
-        let mut answers = sockets.expect_answers(7);
+        let (mut own, _other) = (sockets.register_agent(1), sockets.register_agent(2));
+        let mut answers = sockets.register_load_balancer_session(7);
         sockets.ask(1, query(7, 5));
         let asked = own.try_recv().unwrap();
         sockets.answer(2, asked.answer(vec![false]));
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn unanswered_query_is_forgotten() {
         let sockets = Sockets::default();
-        let (mut questions, mut answers) = (sockets.expect_questions(1), sockets.expect_answers(7));
+        let (mut questions, mut answers) = (sockets.register_agent(1), sockets.register_load_balancer_session(7));
         for number in 0..=OPEN as u64 {
             sockets.ask(1, query(7, number));
             questions.try_recv().unwrap();

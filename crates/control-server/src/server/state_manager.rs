@@ -16,7 +16,7 @@ use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
-use coreward_fleet::audit::{Author, Note, changes_in_words};
+use coreward_fleet::audit::{Author, Note, describe_changes};
 use coreward_fleet::clock::{RecordClock, wall_now, whole_seconds};
 use coreward_fleet::config::{FleetConfig, difference};
 use coreward_fleet::drains::{self, WantedDrain};
@@ -418,7 +418,7 @@ fn note_document(
     if old == new {
         return;
     }
-    let after = format!("generation {new}: {}", changes_in_words(changes));
+    let after = format!("generation {new}: {}", describe_changes(changes));
     let note = Note { action, target: String::new(), before: format!("generation {old}"), after };
     records.note(author, note, wall_now());
 }

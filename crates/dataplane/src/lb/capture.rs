@@ -110,7 +110,7 @@ impl Capture {
     /// there, it does not know the service, or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
-        let pins = program::pins_at_work(&options.pin_directory)?;
+        let pins = program::active_pins(&options.pin_directory)?;
         let Some(link) = XdpLink::pinned(&pins.join("link"))? else {
             bail!("{}: no load balancer is at work here", options.pin_directory.display());
         };
@@ -135,7 +135,7 @@ impl Capture {
             self.checked = Instant::now();
             if self.link.program()? != self.attached.program {
                 // The daemon may have replaced the connection table by one of another size.
-                self.maps = Maps::take_over(&program::pins_at_work(&self.options.pin_directory)?)?;
+                self.maps = Maps::take_over(&program::active_pins(&self.options.pin_directory)?)?;
                 self.attached = Attached::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
             }
         }
@@ -271,6 +271,6 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
 /// Returns the services of the load balancer pinned there, with the names from its daemon. Fails when none is at work
 /// there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
-    let maps = Maps::take_over(&program::pins_at_work(pin_directory)?)?;
+    let maps = Maps::take_over(&program::active_pins(pin_directory)?)?;
     Ok(names_of(&maps))
 }

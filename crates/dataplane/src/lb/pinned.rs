@@ -36,7 +36,7 @@ pub struct PinnedServers {
 impl PinnedServers {
     /// Fails when none is at work there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&program::pins_at_work(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&program::active_pins(pin_directory)?)? })
     }
 
     /// Returns the index of a service; `None`: there is no such service.

@@ -540,7 +540,7 @@ pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Returns the directory with a load balancer's pinned maps, without creating any. Fails when there is none.
-pub(super) fn pins_at_work(configured: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn active_pins(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     ensure!(
         any_pinned(&directory),

@@ -178,7 +178,7 @@ fn before() -> ServerId {
 }
 
 /// Sends `frame` with that server before, and says whether it came back, on its way there.
-fn handed_on(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
+fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_identification(&mut frame, identification);
     client.overheard();
@@ -214,10 +214,10 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     let listener = bed.listen();
     let mut client = HandClient::new(&bed, 4006, false);
     let (stray, syn) = (client.frame(ACK, 0, b"stray"), client.frame(SYN, 0, b""));
-    assert!(handed_on(&mut client, &stray, BEFORE));
+    assert!(forwarded_to_previous(&mut client, &stray, BEFORE));
     assert_eq!(bed.counter(intf::SERVER_COUNTER_CHAINED), 1);
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
-        assert!(!handed_on(&mut client, &stray, identification), "{identification:#x}");
+        assert!(!forwarded_to_previous(&mut client, &stray, identification), "{identification:#x}");
     }
     // A packet that may belong to another server's connection is not refused while that server cannot be found: it will
     // be retransmitted.
@@ -225,11 +225,11 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     assert!(!answered(&mut client, &stray, BEFORE + 1));
     assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
     assert!(answered(&mut client, &stray, intf::NO_SERVER as u16), "nobody's connection is refused");
-    assert!(!handed_on(&mut client, &syn, BEFORE), "a connection begins here");
+    assert!(!forwarded_to_previous(&mut client, &syn, BEFORE), "a connection begins here");
     // With timestamps the cookie has said that the packet is for this server.
     let mut with_timestamps = HandClient::new(&bed, 4007, true);
     let frame = with_timestamps.frame(ACK, 5, b"stray");
-    assert!(!handed_on(&mut with_timestamps, &frame, BEFORE));
+    assert!(!forwarded_to_previous(&mut with_timestamps, &frame, BEFORE));
 
     // Connections stay from the end of the handshake on, with a SYN cookie or without.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
@@ -237,7 +237,7 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
         let mut client = HandClient::new(&bed, port, false);
         client.open(0);
         let ack = client.frame(ACK, 0, b"");
-        assert!(!handed_on(&mut client, &ack, BEFORE), "SYN cookies {syn_cookies}");
+        assert!(!forwarded_to_previous(&mut client, &ack, BEFORE), "SYN cookies {syn_cookies}");
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(TIMEOUT)).unwrap();
         client.talk(b"request", |frame| set_identification(frame, BEFORE));
@@ -261,7 +261,7 @@ fn services_with_previous_server_in_all_packets_forward_those_with_timestamps_to
         let listener = bed.listen();
         let mut client = HandClient::new(&bed, 4008, true);
         let stray = client.frame(ACK, 5, b"stray");
-        assert_eq!(handed_on(&mut client, &stray, BEFORE), chained, "{mode:?}");
+        assert_eq!(forwarded_to_previous(&mut client, &stray, BEFORE), chained, "{mode:?}");
         // Nothing is stamped, nothing restored.
         let (mut at_client, mut at_server) = bed.connection(&listener);
         support::server_bed::send_and_receive(&mut at_client, &mut at_server, b"request");

@@ -29,7 +29,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
         vlans: vlans(name),
         driver,
         channels: ethtool::all_channels(name).ok(),
-        lro: ethtool::merges_what_it_receives(name).unwrap_or(false),
+        lro: ethtool::has_lro(name).unwrap_or(false),
         udp_ports: ethtool::hashes_udp_ports(name),
         xdp: device::xdp(index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),

@@ -67,7 +67,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         self.queue.waiting(service) as u64
     }
 
-    /// The most requests of `service` that waited at once since the last call.
+    /// Returns the largest number of waiting requests of `service` since the last call.
     pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
         let waiting = self.waiting(service);
         std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting)

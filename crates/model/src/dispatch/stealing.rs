@@ -44,7 +44,7 @@ impl LongestQueueStealing {
 
     /// Returns the next steal: the idle core and the longest queue with the lowest indices. `None`: no core is idle, or
     /// no request is queued.
-    pub fn theft(&self) -> Option<Steal> {
+    pub fn next_steal(&self) -> Option<Steal> {
         let ((thief, state), (victim, length)) = (self.states.least(), self.lengths.least());
         (state == IDLE && length != EMPTY).then_some(Steal { thief, victim })
     }
@@ -57,14 +57,14 @@ mod tests {
     #[test]
     fn the_idle_take_from_the_longest() {
         let mut stealing = LongestQueueStealing::new(3);
-        assert_eq!(stealing.theft(), None);
+        assert_eq!(stealing.next_steal(), None);
         (0..3).for_each(|core| stealing.set_busy(core, true));
         stealing.set_queued(1, 2);
         stealing.set_queued(2, 3);
-        assert_eq!(stealing.theft(), None);
+        assert_eq!(stealing.next_steal(), None);
         stealing.set_busy(0, false);
-        assert_eq!(stealing.theft(), Some(Steal { thief: 0, victim: 2 }));
+        assert_eq!(stealing.next_steal(), Some(Steal { thief: 0, victim: 2 }));
         stealing.set_queued(2, 2);
-        assert_eq!(stealing.theft(), Some(Steal { thief: 0, victim: 1 }));
+        assert_eq!(stealing.next_steal(), Some(Steal { thief: 0, victim: 1 }));
     }
 }

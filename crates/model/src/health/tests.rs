@@ -45,7 +45,7 @@ fn observer(verdicts: &[(u8, Verdict)]) -> BTreeMap<u8, Verdict> {
 
 fn decided(observers: &[BTreeMap<u8, Verdict>], before: Verdict) -> Vec<(u8, Verdict)> {
     let observers: Vec<_> = observers.iter().collect();
-    together(&observers, |_| before).into_iter().collect()
+    majority_verdicts(&observers, |_| before).into_iter().collect()
 }
 
 #[test]
@@ -133,11 +133,11 @@ fn an_observer_that_cannot_look_says_nothing_of_the_server() {
     let mut judge = Judge::default();
     assert!(judge.observe(true, thresholds));
     assert!(!judge.observe(false, thresholds));
-    assert!(!judge.could_not_look(thresholds));
-    assert!(!judge.could_not_look(thresholds));
+    assert!(!judge.local_fault(thresholds));
+    assert!(!judge.local_fault(thresholds));
     assert_eq!(judge.verdict(), Some(Verdict::Up));
-    assert!(judge.could_not_look(thresholds), "it has not seen the server for long");
+    assert!(judge.local_fault(thresholds), "it has not seen the server for long");
     assert_eq!(judge.verdict(), None);
-    assert!(!judge.could_not_look(thresholds));
+    assert!(!judge.local_fault(thresholds));
     assert!(judge.observe(true, thresholds));
 }

@@ -288,7 +288,7 @@ fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
 
 /// The part of new connections that a server of weight 2 gets next to two of weight 1, over 50 s. A core's load is
 /// `base` and `cost` for each connection of the last interval.
-fn part_of_heavy(policy: &str, base: f64, cost: f64) -> f64 {
+fn share_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
     const PER_INTERVAL: u32 = 60;
     let rss_key = key(7);
     let mut policy = named(policy, 5).unwrap();
@@ -318,12 +318,12 @@ fn part_of_heavy(policy: &str, base: f64, cost: f64) -> f64 {
 fn server_of_weight_two_gets_half_of_the_connections_next_to_two_of_one() {
     // Connections make the load.
     for policy in ["crossrss-plus", "crossrss", "least:cpu", "hash", "awrr", "pow2"] {
-        let part = part_of_heavy(policy, 0.0, 0.02);
+        let part = share_of_heavy_server(policy, 0.0, 0.02);
         assert!((0.42..0.52).contains(&part), "{policy}: {part}");
     }
     // They make next to none of it: policies that do not level loads.
     for policy in ["hash", "awrr", "pow2", "least:cpu"] {
-        let part = part_of_heavy(policy, 0.2, 0.001);
+        let part = share_of_heavy_server(policy, 0.2, 0.001);
         assert!((0.42..0.6).contains(&part), "{policy}: {part}");
     }
 }
@@ -332,7 +332,7 @@ fn server_of_weight_two_gets_half_of_the_connections_next_to_two_of_one() {
 #[test]
 fn weight_of_crossrss_needs_a_load_that_connections_make() {
     for policy in ["crossrss-plus", "crossrss"] {
-        let part = part_of_heavy(policy, 0.02, 0.001);
+        let part = share_of_heavy_server(policy, 0.02, 0.001);
         assert!(part > 0.8, "{policy}: {part}: the limit is gone");
     }
 }

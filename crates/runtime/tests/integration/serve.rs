@@ -19,7 +19,7 @@ use crate::shared_memory::{accepted, address, messages, orchestrator, request};
 struct Recorder {
     events: Mutex<Vec<&'static str>>,
     low_has_started: AtomicBool,
-    high_was_sent: AtomicBool,
+    is_high_sent: AtomicBool,
 }
 
 impl Recorder {
@@ -37,7 +37,7 @@ impl Handler for Recorder {
         }
         self.record("low starts");
         self.low_has_started.store(true, SeqCst);
-        while !self.high_was_sent.load(SeqCst) {
+        while !self.is_high_sent.load(SeqCst) {
             std::thread::yield_now();
         }
         context.yield_point();
@@ -88,7 +88,7 @@ fn events_with_quantum(quantum: Duration) -> (Vec<&'static str>, u64) {
             std::thread::yield_now();
         }
         queues.send(0, 0, &request(0), b"answer").unwrap();
-        handler.high_was_sent.store(true, SeqCst);
+        handler.is_high_sent.store(true, SeqCst);
     });
     assert_eq!((counters.served, &responses[..]), (2, &[b"answer".to_vec()][..]));
     assert!(sent.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent:?}");

@@ -29,11 +29,11 @@ const CORES: u16 = 16;
 const OWN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
 const ETHERNET_MTU: u32 = 1500;
 
-/// Room for all connections: of a set's eight entries half of one is used in the mean, and two million sets are all
-/// large enough in 150 runs of 151.
+/// Enough entries for all connections: a set of eight has half a connection in the mean, so in 150 runs of 151 none of
+/// the two million sets is full.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
 
-/// Room for all connections: of a partition's 1024 entries 512 are taken in the mean, so that none is ever full.
+/// Enough entries for all connections: 512 of a partition's 1024 are taken in the mean, so none is ever full.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
 
 /// A load balancer for the packets of one case.

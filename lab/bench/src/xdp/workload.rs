@@ -32,7 +32,7 @@ const CLIENT_AT: u32 = 14 + 12;
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// Measured packets.
+/// Kind of packets that a case measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Case {
     /// Packets of that many open connections, in random order, each with a valid cookie.

@@ -66,7 +66,7 @@ pub struct Config {
     pub window_ms: f64,
     /// Time of new requests (s). The first tenth is warm-up, and at least two mean connections.
     pub seconds: f64,
-    /// Each draws the traffic, server ids, indirection tables and keys; the combinations see the same traffic.
+    /// Seeds. Each draws traffic, server ids, indirection tables and keys; all combinations see the same traffic.
     pub seeds: Vec<u64>,
 }
 

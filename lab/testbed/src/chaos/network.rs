@@ -18,7 +18,7 @@ impl<'a> Network<'a> {
         Ok(network)
     }
 
-    /// Loses all packets from `from` to `to` from now on, `both`: and the other way.
+    /// Drops all packets from `from` to `to` from now on; `both`: also in the other direction.
     pub fn cut(&self, from: &str, to: &str, both: bool) -> anyhow::Result<()> {
         let rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");

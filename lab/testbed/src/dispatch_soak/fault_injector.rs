@@ -13,7 +13,7 @@ use super::spoof::{FIRST_ID, Spoofer, UnansweredClient};
 use super::test_env::{FIRST_PORT, FLOWS, TestEnv, WORKERS};
 use crate::interrupt;
 
-/// Between two events (ms).
+/// Pause between two events (ms).
 const PAUSE_MS: std::ops::Range<u32> = 100..600;
 /// Time for which a worker is stopped (ms).
 const STOPPED_MS: std::ops::Range<u32> = 1_000..3_000;

@@ -49,10 +49,10 @@ impl StealingCores {
     }
 
     fn steal(&mut self, now: Tick, timers: &mut LeastTree<Tick>) {
-        if let Some(theft) = self.policy.theft()
-            && let Some(request) = self.take_first(theft.victim)
+        if let Some(steal) = self.policy.next_steal()
+            && let Some(request) = self.take_first(steal.victim)
         {
-            self.serve(now, theft.thief, request, self.cost, timers);
+            self.serve(now, steal.thief, request, self.cost, timers);
         }
     }
 }
