@@ -9,6 +9,11 @@
 
 /* Sets of FLOW_SET_ENTRIES; a keyed hash of the connection selects the set and is the tag (bpf/lb/flow_table.h). */
 #define FLOW_SET_ENTRIES 8
+/* As many bits as a flow table of the default size has sets. */
+#define FLOW_FILTER_BITS 17
+#define FLOW_FILTER_WORD_SHIFT 6
+#define FLOW_FILTER_WORD_BITS 64
+#define FLOW_FILTER_WORDS 2048
 #define DEFAULT_FLOW_TABLE_ENTRIES 1048576
 
 /*

@@ -458,7 +458,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 8
+#define LB_LAYOUT_VERSION 9
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
@@ -487,6 +487,8 @@ struct lb_state {
 	struct server_entry owners[MAX_OWNERS];
 	struct lb_service_directories directories;
 	struct service_state services[MAX_SERVICES];
+	/* A bit for each part of the flow table into which an entry was ever put (find_plain_flow()). */
+	__u64 flow_filter[FLOW_FILTER_WORDS];
 	/* By index, for commands that read this without the daemon and without the controller. */
 	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
 };

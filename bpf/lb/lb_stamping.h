@@ -22,7 +22,7 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
 {
 	struct flow_table_entry entry = {};
 
-	if (!find_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
+	if (!find_plain_flow(decision->service, packet, &entry) || entry.before != HALF_OPEN_FLOW ||
 	    !takes_new_connections(server_at(decision->service, entry.server_id)))
 		return false;
 	decide_server(entry.server_id, LB_COUNTER_NEW_CONNECTION, decision);
@@ -40,7 +40,7 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 	struct flow_table_entry entry = {};
 	__u32 id;
 
-	if (find_flow(decision->service, packet, &entry) &&
+	if (find_plain_flow(decision->service, packet, &entry) &&
 	    may_go_to(server_at(decision->service, entry.server_id), syn)) {
 		decide_by_flow(entry, decision);
 		if (entry.before == HALF_OPEN_FLOW && !syn)

@@ -52,7 +52,7 @@ static __always_inline bool is_to_be_stamped_first(struct xdp_md *ctx, __u32 ser
 						   struct lb_stamped_server *server, __u32 milliseconds)
 {
 	struct flow_table_entry entry = {};
-	bool plain = find_flow(service, packet, &entry);
+	bool plain = find_plain_flow(service, packet, &entry);
 
 	server->syn_acks++;
 	if (packet->has_timestamp) {
@@ -76,7 +76,7 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 
 	if (packet->flags & TCP_SYN)
 		return is_to_be_stamped_first(ctx, service, packet, server, milliseconds);
-	if (find_flow(service, packet, &entry))
+	if (find_plain_flow(service, packet, &entry))
 		return false;
 	if (!packet->has_timestamp) {
 		/* The table lost the connection, and the answer proves it. A reset answers any forged packet. */
