@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use crate::report::{self, Report};
-use crate::xdp::{self, flood, throughput};
+use crate::xdp::{self, flood, server, throughput};
 use crate::{
     agent, conn_count, controller, cpu_load, dispatch, environment, idle, orchestrate, placement, racks, scale, sim,
     startup, test_env,
@@ -28,6 +28,8 @@ enum Command {
     Placement(placement::Args),
     /// Cost of the load balancer's program per packet (needs root)
     Xdp(xdp::Args),
+    /// Cost of the server's programs per packet (needs root)
+    Server(server::Args),
     /// Effect of a SYN flood on one CPU on established packets on another (needs root)
     Flood(flood::Args),
     /// How much live traffic goes through the load balancer's XDP hook (needs root)
@@ -70,6 +72,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
             Ok(())
         }
         Command::Xdp(args) => arguments.show(&xdp::run(args)?),
+        Command::Server(args) => arguments.show(&server::run(args)?),
         Command::Flood(args) => arguments.show(&flood::run(args)?),
         Command::Throughput(args) => arguments.show(&throughput::run(args)?),
         Command::Dispatch(args) => arguments.show(&dispatch::run(args)?),
@@ -87,6 +90,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
+            arguments.show(&server::run(&server::Args::default())?)?;
             arguments.show(&flood::run(&flood::Args::default())?)?;
             arguments.show(&throughput::run(&throughput::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;

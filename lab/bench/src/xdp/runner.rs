@@ -140,6 +140,6 @@ impl Runner {
     }
 }
 
-fn thread_time() -> nix::Result<Duration> {
+pub fn thread_time() -> nix::Result<Duration> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
 }

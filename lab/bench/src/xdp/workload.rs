@@ -176,11 +176,8 @@ impl Case {
     pub fn frame(self) -> Frame {
         match self {
             Case::First(_) => syn(),
-            Case::LbStamped(Direction::ToClient) => reply(),
-            Case::Established(..)
-            | Case::Encapsulated(..)
-            | Case::LbStamped(Direction::ToServer)
-            | Case::NotForAVip => frame(self.destination(), ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8),
+            Case::LbStamped(Direction::ToClient) => response(),
+            _ => established(self.destination()),
         }
     }
 }
@@ -214,6 +211,15 @@ pub fn syn() -> Frame {
     frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
 
+/// A client's ACK to the VIP.
+pub fn request() -> Frame {
+    established(VIP)
+}
+
+fn established(destination: (Ipv4Addr, u16)) -> Frame {
+    frame(destination, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
+}
+
 /// TSecr is `echo` bytes into the options.
 fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> Frame {
     let (vip, port) = destination;
@@ -230,7 +236,7 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> 
 }
 
 /// A server's ACK. TSval is the first of the two timestamps.
-fn reply() -> Frame {
+pub fn response() -> Frame {
     let to_server = frame(VIP, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
     let mut bytes = to_server.bytes;
     bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
