@@ -123,12 +123,12 @@ enum steer_counter {
 /* Outcomes of decap.bpf.c, for encapsulated packets. */
 enum decap_counter {
 	DECAP_COUNTER_DECAPSULATED,
-	DECAP_COUNTER_DROP_FOREIGN_SOURCE, /* the outer source is no configured load balancer */
-	DECAP_COUNTER_DROP_FOREIGN_DESTINATION, /* the inner destination is no VIP of this server */
-	DECAP_COUNTER_DROP_NESTED, /* another tunnel inside */
-	DECAP_COUNTER_DROP_FRAGMENT, /* of an encapsulated packet */
-	DECAP_COUNTER_DROP_TRUNCATED, /* lengths contradict each other or the frame */
-	DECAP_COUNTER_DROP_CONGESTION, /* a router marked congestion; the inner packet forbids that (RFC 6040) */
+	DECAP_COUNTER_DROP_DECAP_FOREIGN_SOURCE, /* the outer source is no configured load balancer */
+	DECAP_COUNTER_DROP_DECAP_FOREIGN_DESTINATION, /* the inner destination is no VIP of this server */
+	DECAP_COUNTER_DROP_DECAP_NESTED, /* another tunnel inside */
+	DECAP_COUNTER_DROP_DECAP_FRAGMENT, /* of an encapsulated packet */
+	DECAP_COUNTER_DROP_DECAP_TRUNCATED, /* lengths contradict each other or the frame */
+	DECAP_COUNTER_DROP_DECAP_CONGESTION, /* a router marked congestion; the inner packet forbids that (RFC 6040) */
 	DECAP_COUNTER_COUNT,
 };
 

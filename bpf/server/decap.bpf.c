@@ -129,18 +129,18 @@ static __always_inline __u32 check(const struct iphdr *outer, __u32 overhead, vo
 	const struct iphdr *inner = (void *)outer + overhead;
 
 	if (!bpf_map_lookup_elem(&decap_sources, &outer->saddr))
-		return DECAP_COUNTER_DROP_FOREIGN_SOURCE;
+		return DECAP_COUNTER_DROP_DECAP_FOREIGN_SOURCE;
 	if (outer->frag_off & bpf_htons(IP_FRAGMENT_MASK))
-		return DECAP_COUNTER_DROP_FRAGMENT;
+		return DECAP_COUNTER_DROP_DECAP_FRAGMENT;
 	if ((void *)(inner + 1) > data_end || inner->version != 4 ||
 	    !are_lengths_valid(outer, inner, overhead, data_end))
-		return DECAP_COUNTER_DROP_TRUNCATED;
+		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	if (is_tunnel(inner, data_end))
-		return DECAP_COUNTER_DROP_NESTED;
+		return DECAP_COUNTER_DROP_DECAP_NESTED;
 	if (!bpf_map_lookup_elem(&decap_vips, &inner->daddr))
-		return DECAP_COUNTER_DROP_FOREIGN_DESTINATION;
+		return DECAP_COUNTER_DROP_DECAP_FOREIGN_DESTINATION;
 	if ((outer->tos & ECN_MASK) == ECN_CE && !(inner->tos & ECN_MASK))
-		return DECAP_COUNTER_DROP_CONGESTION;
+		return DECAP_COUNTER_DROP_DECAP_CONGESTION;
 	return 0;
 }
 
@@ -151,14 +151,14 @@ static __always_inline __u32 remove_outer_header(struct xdp_md *ctx, __u32 overh
 	struct ethhdr header;
 
 	if (data + sizeof(header) > data_end)
-		return DECAP_COUNTER_DROP_TRUNCATED;
+		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	__builtin_memcpy(&header, data, sizeof(header));
 	if (bpf_xdp_adjust_head(ctx, overhead))
-		return DECAP_COUNTER_DROP_TRUNCATED;
+		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
 	if (data + sizeof(header) > data_end)
-		return DECAP_COUNTER_DROP_TRUNCATED;
+		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	__builtin_memcpy(data, &header, sizeof(header));
 	return 0;
 }

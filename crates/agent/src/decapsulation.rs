@@ -50,20 +50,13 @@ impl Decapsulator {
         let Some(counters) = self.program.as_ref().and_then(|program| program.counters().ok()) else {
             return Vec::new();
         };
-        decap::COUNTER_NAMES.into_iter().zip(counters).map(|(name, count)| (prefixed(name), count)).collect()
+        decap::COUNTER_NAMES.into_iter().map(str::to_owned).zip(counters).collect()
     }
 }
 
 /// Detaches the program, if there is any.
 pub fn remove(config: &Config) -> anyhow::Result<()> {
     decap::remove(&config.pin_directory)
-}
-
-fn prefixed(name: &str) -> String {
-    match name.strip_prefix("drop_") {
-        Some(reason) => format!("drop_decap_{reason}"),
-        None => name.to_owned(),
-    }
 }
 
 fn vip(service: &StampedService) -> Option<Ipv4Addr> {

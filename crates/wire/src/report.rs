@@ -36,7 +36,8 @@ pub struct Report {
     pub details: Option<ReportDetails>,
 }
 
-const SERVER_COUNTERS: [&[&str]; 2] = [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES];
+const SERVER_COUNTERS: [&[&str]; 3] =
+    [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
 /// Whether the service has an address, which is a label of metrics.
 fn listens(service: &v1::DispatchedService) -> bool {
@@ -227,6 +228,14 @@ mod tests {
         let details = report.details.unwrap();
         assert_eq!(details.counters, [("stamped".to_owned(), 12)]);
         assert_eq!(details.dispatch.len(), 1);
+    }
+
+    #[test]
+    fn counters_of_every_program_of_an_agent_are_taken() {
+        let names = [&intf::SERVER_COUNTER_NAMES[..], &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES].concat();
+        let counters = names.iter().map(|name| ((*name).to_owned(), 1)).collect();
+        let report = Report::try_from(v1::Report { counters, ..message() }).unwrap();
+        assert_eq!(report.details.unwrap().counters.len(), names.len());
     }
 
     fn message() -> v1::Report {

@@ -119,17 +119,19 @@ fn other_packets_pass_unchanged() {
 
 #[test]
 fn source_that_is_no_load_balancer_is_dropped() {
-    expect_drop("drop_foreign_source", |frame, _| frame[ETHERNET + 15] ^= 1);
+    expect_drop("drop_decap_foreign_source", |frame, _| frame[ETHERNET + 15] ^= 1);
 }
 
 #[test]
 fn inner_destination_that_is_no_vip_is_dropped() {
-    expect_drop("drop_foreign_destination", |frame, forwarding| frame[ETHERNET + forwarding.overhead() + 19] ^= 1);
+    expect_drop("drop_decap_foreign_destination", |frame, forwarding| {
+        frame[ETHERNET + forwarding.overhead() + 19] ^= 1
+    });
 }
 
 #[test]
 fn fragment_of_an_encapsulated_packet_is_dropped() {
-    expect_drop("drop_fragment", |frame, _| frame[ETHERNET + 6] = 0x20);
+    expect_drop("drop_decap_fragment", |frame, _| frame[ETHERNET + 6] = 0x20);
 }
 
 #[test]
@@ -139,15 +141,15 @@ fn later_fragment_of_ip_in_ip_is_dropped() {
     }
     let mut frame = encapsulated(Forwarding::Ipip, LOAD_BALANCER, &client_packet());
     frame[ETHERNET + 7] = 5;
-    assert_eq!(run(&loaded(), &frame, Some("drop_fragment")).0, XDP_DROP);
+    assert_eq!(run(&loaded(), &frame, Some("drop_decap_fragment")).0, XDP_DROP);
 }
 
 #[test]
 fn tunnel_inside_is_dropped() {
     for protocol in [4, 41, 47] {
-        expect_drop("drop_nested", |frame, forwarding| frame[ETHERNET + forwarding.overhead() + 9] = protocol);
+        expect_drop("drop_decap_nested", |frame, forwarding| frame[ETHERNET + forwarding.overhead() + 9] = protocol);
     }
-    expect_drop("drop_nested", |frame, forwarding| {
+    expect_drop("drop_decap_nested", |frame, forwarding| {
         let nested = Udp::new(CLIENT, (VIP.0, intf::GUE_PORT as u16)).frame();
         *frame = encapsulated(forwarding, LOAD_BALANCER, &nested);
     });
@@ -158,12 +160,12 @@ fn contradicting_lengths_are_dropped() {
     // Each change alone: total lengths of both headers, header length and version of the inner one.
     let changes: [(bool, usize, u8); 4] = [(false, 3, 1), (true, 3, 1), (true, 0, 0x01), (true, 0, 0x20)];
     for (is_inner, at, flipped) in changes {
-        expect_drop("drop_truncated", |frame, forwarding| {
+        expect_drop("drop_decap_truncated", |frame, forwarding| {
             frame[ETHERNET + at + if is_inner { forwarding.overhead() } else { 0 }] ^= flipped;
         });
     }
-    expect_drop("drop_truncated", |frame, _| frame.truncate(frame.len() - 1));
-    expect_drop("drop_truncated", |frame, forwarding| frame.truncate(ETHERNET + forwarding.overhead() + 19));
+    expect_drop("drop_decap_truncated", |frame, _| frame.truncate(frame.len() - 1));
+    expect_drop("drop_decap_truncated", |frame, forwarding| frame.truncate(ETHERNET + forwarding.overhead() + 19));
 }
 
 #[test]
@@ -173,7 +175,7 @@ fn length_of_the_datagram_must_fit_that_of_the_packet() {
     }
     let mut frame = encapsulated(Forwarding::Gue, LOAD_BALANCER, &client_packet());
     frame[ETHERNET + 25] -= 1;
-    assert_eq!(run(&loaded(), &frame, Some("drop_truncated")).0, XDP_DROP);
+    assert_eq!(run(&loaded(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
 }
 
 #[test]
@@ -195,7 +197,7 @@ fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
         assert_eq!((verdict, packet[ETHERNET + 1]), (XDP_PASS, 0xb8 | CONGESTION_EXPERIENCED));
         assert_eq!(ones_complement_sum(&packet[ETHERNET..ETHERNET + 20]), 0xffff, "checksum of the inner header");
     }
-    expect_drop("drop_congestion", |frame, _| frame[ETHERNET + 1] = CONGESTION_EXPERIENCED);
+    expect_drop("drop_decap_congestion", |frame, _| frame[ETHERNET + 1] = CONGESTION_EXPERIENCED);
 }
 
 #[test]
@@ -206,10 +208,10 @@ fn removed_sources_and_vips_are_foreign() {
     let decapsulation = loaded();
     let frame = encapsulated(Forwarding::Gue, LOAD_BALANCER, &client_packet());
     decapsulation.set_vips(&[Ipv4Addr::new(10, 200, 0, 2)]).unwrap();
-    assert_eq!(run(&decapsulation, &frame, Some("drop_foreign_destination")).0, XDP_DROP);
+    assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
     decapsulation.set_vips(&[VIP.0]).unwrap();
     decapsulation.set_sources(&[]).unwrap();
-    assert_eq!(run(&decapsulation, &frame, Some("drop_foreign_source")).0, XDP_DROP);
+    assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
 }
 
 #[test]
