@@ -1,4 +1,4 @@
-//! docs/tutorial.md: its commands, as they are written.
+//! docs/tutorial.md and docs/routed.md: their commands, as they are written.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -12,6 +12,56 @@ const UNITS: [(&str, &str); 3] = [
     ("coreward-agent", include_str!("../../../../packaging/systemd/coreward-agent.service")),
 ];
 
+/// Removes the addresses and routes that the documents' commands add.
+fn without_vip(testbed: &Testbed) {
+    let ip = |namespace, arguments: &[&str]| {
+        let mut command = Command::new("ip");
+        command.args(arguments);
+        testbed.run(namespace, command).unwrap();
+    };
+    for number in testbed.server_numbers() {
+        ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
+    }
+    ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
+    // Debian's default.
+    testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
+}
+
+/// Runs the blocks of `document`, each on its machines, as they are written.
+fn run_blocks(testbed: &Testbed, document: &str) {
+    without_vip(testbed);
+    let mut hosts = vec![("client".to_owned(), testbed.client()), ("controller".to_owned(), testbed.controller())];
+    for number in testbed.load_balancer_numbers() {
+        hosts.push((format!("lb{number}"), testbed.load_balancer(number).unwrap()));
+    }
+    for number in testbed.server_numbers() {
+        hosts.push((format!("s{number}"), testbed.server(number).unwrap()));
+    }
+    for (name, _) in &hosts {
+        let units = testbed.directory().join(format!("machine-{name}/var/lib/units"));
+        std::fs::create_dir_all(&units).unwrap();
+        for (unit, text) in UNITS {
+            std::fs::write(units.join(format!("{unit}.service")), text).unwrap();
+        }
+    }
+    let machines: BTreeMap<String, Host> = hosts
+        .into_iter()
+        .map(|(name, namespace)| (name.clone(), Host::start(testbed, &name, namespace).unwrap()))
+        .collect();
+    let blocks = blocks(document).unwrap();
+    assert!(blocks.len() > 10, "{blocks:?}");
+    for (number, block) in blocks.iter().enumerate() {
+        for name in &block.machines {
+            let log = testbed.directory().join(format!("block-{number}-{name}.log"));
+            let machine = machines.get(name.as_str());
+            let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line));
+            let printed = machine.run(block, &log).unwrap_or_else(|error| panic!("{error:#}"));
+            println!("== line {}, {name}\n{printed}", block.line);
+            assert!(!printed.contains("not every listening socket"), "the agent finds nginx's workers");
+        }
+    }
+}
+
 #[test]
 fn the_tutorials_commands_work_as_they_are_written() {
     if skip_without_privilege("the_tutorials_commands_work_as_they_are_written") {
@@ -24,47 +74,20 @@ fn the_tutorials_commands_work_as_they_are_written() {
         client_addresses: 1,
         ..TestbedOptions::default()
     };
-    let testbed = Testbed::create(options).unwrap();
-    // Steps that the tutorial does not contain.
-    let ip = |namespace, arguments: &[&str]| {
-        let mut command = Command::new("ip");
-        command.args(arguments);
-        testbed.run(namespace, command).unwrap();
-    };
-    for number in [1, 2] {
-        ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
-    }
-    ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
-    // Debian's default.
-    testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
+    run_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
+}
 
-    let hosts = [
-        ("client", testbed.client()),
-        ("controller", testbed.controller()),
-        ("lb1", testbed.load_balancer(1).unwrap()),
-        ("lb2", testbed.load_balancer(2).unwrap()),
-        ("s1", testbed.server(1).unwrap()),
-        ("s2", testbed.server(2).unwrap()),
-    ];
-    for (name, _) in hosts {
-        let units = testbed.directory().join(format!("machine-{name}/var/lib/units"));
-        std::fs::create_dir_all(&units).unwrap();
-        for (unit, text) in UNITS {
-            std::fs::write(units.join(format!("{unit}.service")), text).unwrap();
-        }
+#[test]
+fn commands_for_routed_servers_work_as_they_are_written() {
+    if skip_without_privilege("commands_for_routed_servers_work_as_they_are_written") {
+        return;
     }
-    let machines: BTreeMap<&str, Host> =
-        hosts.into_iter().map(|(name, namespace)| (name, Host::start(&testbed, name, namespace).unwrap())).collect();
-    let blocks = blocks(include_str!("../../../../docs/tutorial.md")).unwrap();
-    assert!(blocks.len() > 10, "{blocks:?}");
-    for (number, block) in blocks.iter().enumerate() {
-        for name in &block.machines {
-            let log = testbed.directory().join(format!("block-{number}-{name}.log"));
-            let machine = machines.get(name.as_str());
-            let machine = machine.unwrap_or_else(|| panic!("line {}: there is no machine {name}", block.line));
-            let printed = machine.run(block, &log).unwrap_or_else(|error| panic!("{error:#}"));
-            println!("== line {}, {name}\n{printed}", block.line);
-            assert!(!printed.contains("not every listening socket"), "the agent finds nginx's workers");
-        }
-    }
+    let options = TestbedOptions {
+        instance: "routedtutorial".to_owned(),
+        servers: 2,
+        client_addresses: 1,
+        routed_servers: true,
+        ..TestbedOptions::default()
+    };
+    run_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/routed.md"));
 }
