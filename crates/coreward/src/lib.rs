@@ -298,7 +298,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             Daemon::Dispatch.confine()?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
-        Command::Orchestrate(args) => print(&orchestrate::run(&args)?),
+        Command::Orchestrate(args) => {
+            Daemon::Orchestrate.confine()?;
+            print(&orchestrate::run(&args)?)
+        }
         Command::Status(StatusArgs { ask, rss_keys }) => {
             print(&show::status(&ask.contact.client()?, rss_keys, ask.format.into())?)
         }

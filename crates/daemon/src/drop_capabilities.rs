@@ -14,6 +14,8 @@ pub enum Daemon {
     Agent,
     /// `coreward dispatch`
     Dispatch,
+    /// `coreward orchestrate`
+    Orchestrate,
     /// `coreward rack`
     Rack,
 }
@@ -22,7 +24,9 @@ impl Daemon {
     /// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are loaded again when services
     /// change.
     pub fn retained(self) -> &'static [Capability] {
-        use Capability::{CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE};
+        use Capability::{
+            CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
+        };
         match self {
             Self::Controller | Self::Rack => &[],
             // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
@@ -31,6 +35,8 @@ impl Daemon {
             // handed on to. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
             // (/proc/PID/fd).
             Self::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
+            // Services may have ports below 1024.
+            Self::Orchestrate => &[CAP_NET_BIND_SERVICE],
             Self::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
         }
     }

@@ -6,16 +6,10 @@ use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities
 use coreward_testbed::http::Connection;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
-use crate::support::{eventually, eventually_in_force};
+use crate::support::{effective_capabilities, eventually, eventually_in_force};
 
 fn capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
-}
-
-fn effective(pid: u32) -> u64 {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();
-    u64::from_str_radix(line.trim(), 16).unwrap()
 }
 
 fn ask(testbed: &Testbed, times: usize) {
@@ -52,7 +46,7 @@ fn daemons_need_no_more_than_their_units_leave_them() {
     ];
     for (name, unit, daemon) in daemons {
         let kept = daemon.retained().iter().fold(0, |set, capability| set | capability.bitmask());
-        assert_eq!(effective(fleet.daemon(name).unwrap().pid()), kept, "{name}");
+        assert_eq!(effective_capabilities(fleet.daemon(name).unwrap().pid()), kept, "{name}");
         let left = unit_capabilities(unit).unwrap().into_iter().fold(0, |set, name| set | capability(name).bitmask());
         assert_eq!(kept & !left, 0, "{name} keeps more than its unit leaves it");
     }

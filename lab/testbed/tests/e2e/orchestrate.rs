@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use coreward_daemon::drop_capabilities::Daemon;
 use coreward_load::key_value::{DATAGRAM_MAX, Request, key_name, parse_response};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::TIMEOUT;
@@ -15,7 +16,7 @@ use nix::unistd::Pid;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use serde_json::Value;
 
-use crate::support::eventually;
+use crate::support::{effective_capabilities, eventually};
 
 /// A response takes microseconds; a worker that just died takes its request with it.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -205,6 +206,16 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     assert_eq!(report["services"][1]["completed"], 500);
     assert_eq!((asked + 1000, &report["workers"]), (client.sent, &4.into()));
     Ok(())
+}
+
+/// Also where root started it.
+#[test]
+fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
+    let setup = Setup::new()?;
+    let orchestrator = setup.orchestrator()?;
+    let retained = Daemon::Orchestrate.retained().iter().fold(0, |set, capability| set | capability.bitmask());
+    assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained, 0);
+    orchestrator.end().map(drop)
 }
 
 #[test]

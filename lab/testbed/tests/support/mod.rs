@@ -176,3 +176,10 @@ pub fn unbroken(client: StreamClient) -> StreamReport {
     assert!(total.completed > total.opened / 3 && report.open_at_end > long, "{total:?}");
     report
 }
+
+/// Returns the effective capabilities of a process as a bit mask.
+pub fn effective_capabilities(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap();
+    u64::from_str_radix(line.trim(), 16).unwrap()
+}
