@@ -52,7 +52,7 @@ pub struct LoadBalancer {
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
     /// Results of its checks.
-    health: SaidHealth,
+    health: ReportedHealth,
     registrations: Option<TokenBucket>,
 }
 
@@ -66,7 +66,7 @@ struct Ahead {
 
 /// Results of a load balancer's checks.
 #[derive(Debug, Default)]
-struct SaidHealth {
+struct ReportedHealth {
     checked: BTreeMap<Target, CheckedServer>,
     /// Results that are verdicts.
     verdicts: BTreeMap<Target, Verdict>,
@@ -281,7 +281,7 @@ impl LoadBalancers {
     }
 }
 
-impl SaidHealth {
+impl ReportedHealth {
     fn take(&mut self, message: HealthMessage, now: Now) {
         let checked: BTreeMap<Target, CheckedServer> =
             message.servers.into_iter().map(|(service, server, checked)| ((service, server), checked)).collect();

@@ -106,7 +106,8 @@ impl Service {
 
     fn warn(&mut self, warning: String) {
         if self.warned.as_ref() != Some(&warning) {
-            tracing::warn!(event = "dispatch-problem", service = %self.config.options.service, "{warning}");
+            let service = self.config.options.service;
+            tracing::warn!(event = "dispatch-problem", %service, %warning, "dispatch has a problem");
             self.warned = Some(warning);
         }
     }

@@ -46,8 +46,8 @@ pub fn files() -> [(&'static str, String); 5] {
 
 /// Returns the settings that an agent with `manage_rss` makes in a NIC that shows `before`: a driver that shows no key
 /// takes none.
-pub fn managed(before: &Rss, takes_key: bool, receive_queues: u16) -> Result<Rss> {
-    let key = if takes_key { FLEET_KEY.parse()? } else { before.key.clone() };
+pub fn managed(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<Rss> {
+    let key = if accepts_key { FLEET_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();
     let entries = before.indirection_table.entry_count();
     Ok(Rss { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })

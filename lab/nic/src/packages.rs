@@ -84,7 +84,7 @@ impl Packages {
         self.folder.join("root/bin/busybox")
     }
 
-    /// The ethtool program and, by name, the files that run it: loader and libraries.
+    /// Returns the ethtool program, and its loader and libraries by name.
     pub fn ethtool(&self) -> (PathBuf, Vec<PathBuf>) {
         let root = self.folder.join("root");
         let libraries = root.join("lib").join(ARCHITECTURE);

@@ -240,9 +240,9 @@ impl RssDevice for EthtoolRss {
     }
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
-        let takes_key = self.rxfh()?.settings.key.map(|key| key.len());
+        let accepts_key = self.rxfh()?.settings.key.map(|key| key.len());
         // A NIC with a longer key gets zeros behind: an IPv4 hash uses the first 16 bytes, an IPv6 one 40.
-        let key = match (takes_key, &settings.key) {
+        let key = match (accepts_key, &settings.key) {
             (Some(length), Some(key)) => {
                 let mut key = key.clone();
                 key.resize(length, 0);

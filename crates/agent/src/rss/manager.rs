@@ -210,7 +210,7 @@ mod tests {
     struct Nic {
         settings: RssSettings,
         queues: u16,
-        takes_key: bool,
+        accepts_key: bool,
     }
 
     impl RssDevice for std::sync::Arc<std::sync::Mutex<Nic>> {
@@ -231,19 +231,19 @@ mod tests {
         }
         fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
             let mut nic = self.lock().unwrap();
-            let key = if nic.takes_key { settings.key.clone() } else { None };
+            let key = if nic.accepts_key { settings.key.clone() } else { None };
             nic.settings = RssSettings { key, ..settings.clone() };
             Ok(())
         }
     }
 
-    fn nic(entries: u32, takes_key: bool) -> std::sync::Arc<std::sync::Mutex<Nic>> {
+    fn nic(entries: u32, accepts_key: bool) -> std::sync::Arc<std::sync::Mutex<Nic>> {
         let settings = RssSettings {
-            key: takes_key.then(|| vec![1; 40]),
+            key: accepts_key.then(|| vec![1; 40]),
             indirection_table: (0..entries).map(|entry| entry % 4).collect(),
             input_transform: 0,
         };
-        std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, takes_key }))
+        std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, accepts_key }))
     }
 
     fn wanted() -> Wanted {
@@ -282,15 +282,15 @@ mod tests {
             return;
         }
         let pins = std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
-        for takes_key in [true, false] {
-            let device = nic(64, takes_key);
+        for accepts_key in [true, false] {
+            let device = nic(64, accepts_key);
             let original = device.lock().unwrap().settings.clone();
             let mut memory = SettingsStore::open(&pins).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
             manager.manage(wanted(), &mut memory);
             let table = IndirectionTable::balanced(7, 64, 4).unwrap();
             assert_eq!(manager.known().unwrap().indirection_table, table);
-            assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (takes_key, 2));
+            assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (accepts_key, 2));
             // Another program sets another table; then the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
             assert!(manager.sync(&mut memory));

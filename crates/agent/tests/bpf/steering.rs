@@ -38,7 +38,7 @@ fn workers(nginx: &Nginx, count: usize) -> anyhow::Result<Vec<u32>> {
 }
 
 /// Looks until every socket has a worker again.
-fn look_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
+fn poll_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
     wait_until("a worker for every socket", || {
         agent.maintain();
         Ok(!agent.warnings().iter().any(|warning| warning.contains("worker") || warning.contains("steered")))
@@ -55,7 +55,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
         agent.configure(configuration(), &[]);
-        look_until_steered(&mut agent)?;
+        poll_until_steered(&mut agent)?;
         let first = workers(&nginx, 4)?;
         served_by(&testbed, 20_000, &first)?;
         assert_eq!((counter(&mut agent, "steered"), counter(&mut agent, "no_worker")), (32, 0));
@@ -63,7 +63,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
         // A worker dies; its socket waits for the one that takes its place.
         kill(Pid::from_raw(first[1] as i32), Signal::SIGKILL)?;
         wait_until("another worker", || Ok(nginx.workers().len() == 4 && !nginx.workers().contains(&first[1])))?;
-        look_until_steered(&mut agent)?;
+        poll_until_steered(&mut agent)?;
         let now = nginx.workers();
         let respawned = *now.iter().find(|pid| !first.contains(pid)).expect("another worker");
         served_by(&testbed, 21_000, &[first[0], respawned, first[2], first[3]])?;
@@ -74,7 +74,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
         let mut agent = Agent::start(config(&testbed))?;
         assert_eq!(counter(&mut agent, "steered"), 96, "before it knows the service");
         agent.configure(configuration(), &[]);
-        look_until_steered(&mut agent)?;
+        poll_until_steered(&mut agent)?;
         served_by(&testbed, 23_000, &[first[0], respawned, first[2], first[3]])?;
 
         // Other workers with the same sockets, then fewer, then more.
@@ -83,7 +83,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
             nginx.reload(&testbed, 1, count as u16)?;
             wait_until("new workers", || Ok(!nginx.workers().iter().any(|pid| before.contains(pid))))?;
             let now = workers(&nginx, count)?;
-            look_until_steered(&mut agent)?;
+            poll_until_steered(&mut agent)?;
             let expected: Vec<u32> = (0..usize::from(CORES)).map(|queue| now[queue % count]).collect();
             served_by(&testbed, 24_000 + round as u16 * 1000, &expected)?;
         }
@@ -93,7 +93,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
         // Nothing is left that would keep the sockets from the next agent.
         let mut agent = Agent::start(config(&testbed))?;
         agent.configure(configuration(), &[]);
-        look_until_steered(&mut agent)?;
+        poll_until_steered(&mut agent)?;
         served_by(&testbed, 27_000, &workers(&nginx, 6)?)?;
         agent.detach()
     })
@@ -110,7 +110,7 @@ fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() 
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
         agent.configure(configuration(), &[]);
-        look_until_steered(&mut agent)?;
+        poll_until_steered(&mut agent)?;
         let workers = workers(&nginx, 4)?;
         let mut port = 20_000;
         for input in [InputTransform::SymmetricOrXor, InputTransform::SymmetricXor, InputTransform::None] {

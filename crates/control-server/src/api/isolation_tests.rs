@@ -265,7 +265,7 @@ async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) 
 }
 
 #[test]
-fn the_largest_request_keeps_nobody_waiting() {
+fn largest_request_delays_no_table() {
     let directory = tempfile::tempdir().unwrap();
     with_site(directory.path(), async |site| {
         keeps_nobody_waiting(site, |attempt| {

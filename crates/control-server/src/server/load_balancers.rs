@@ -60,7 +60,7 @@ async fn leave(shared: &ControllerState, name: String, session: u64) {
             tracing::warn!(
                 event = "departure-not-stored",
                 error = format!("{error:#}"),
-                "cannot store when the load balancer left"
+                "cannot record that a load balancer disconnected"
             );
         }
     }

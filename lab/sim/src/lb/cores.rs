@@ -125,7 +125,7 @@ mod tests {
 
     use super::*;
 
-    /// Departure times one by one, as a queue would have it.
+    /// Reference for tests: departure times of a FIFO queue, packet by packet.
     struct Reference {
         departures: VecDeque<u64>,
         last: u64,

@@ -39,7 +39,7 @@ fn figure_2a_what_reconfiguration_breaks() {
 }
 
 #[test]
-fn figure_2b_how_evenly_connections_lie() {
+fn figure_2b_imbalance() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
     let outcomes = outcomes(&Config { minutes: 1.0, ..config(&methods, 70_000.0, 0.0) });
     let [beamer, ring, turns, pow2, least] = [0, 1, 2, 3, 4].map(|method| excess(&outcomes[method]));

@@ -163,7 +163,7 @@ impl DemoResults {
         Ok(serde_json::to_string_pretty(&Json { policies, noise_floor_pct, seconds, servers, cores })?)
     }
 
-    /// The table, and what must be known to read it. `out` is where picture and logs are.
+    /// Returns the table with its explanation. `out`: directory of picture and logs.
     pub fn text(&self, out: &Path) -> String {
         let mut lines = vec![self.table().to_string(), String::new()];
         let seeds: Vec<String> = self.runs[0].seeds.iter().map(|seed| seed.seed.to_string()).collect();

@@ -25,7 +25,7 @@ use crate::support::{eventually, open, pause, still_answered, unbroken};
 const CORES: u16 = 2;
 /// For who is none of the servers.
 const NOBODY: u16 = 0;
-/// Tells [`Loads`] to end.
+/// Load that ends the thread of [`Loads`].
 const END: u16 = u16::MAX;
 
 /// All cores are busy nearly all of the time, but those of one server.

@@ -152,7 +152,7 @@ fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
-/// `client_mtu`: of both ends of the client's link, or with `from_router` of packets to the client only.
+/// `client_mtu`: MTU of both ends of the client's link, or with `from_router` of the router's end only.
 fn megabytes_pass(instance: &str, forwarding: Forwarding, client_mtu: u16, from_router: bool) {
     let (fleet, _echoes, testbed) = started(instance, forwarding);
     let router = testbed.router().unwrap();
