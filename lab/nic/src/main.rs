@@ -10,7 +10,8 @@
 //! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
 //! * [`cases`]: the checks
 //!
-//! `make test-units` (`--units`): [`units`] in a guest with Debian and systemd ([`debian`]).
+//! `make test-units` (`--units`): [`units`] and [`ipvs`], in guests with Debian and systemd
+//! ([`debian`]).
 
 mod agent;
 mod cases;
@@ -18,6 +19,7 @@ mod debian;
 mod forwarding;
 mod guest;
 mod initrd;
+mod ipvs;
 mod kernel;
 mod packages;
 mod process;
@@ -84,13 +86,23 @@ fn main() -> ExitCode {
     tally.finish()
 }
 
+type DebianCheck = fn(&Packages, &Path, &Path, Option<&str>, &mut Tally) -> Result<()>;
+
+/// Guests with Debian.
+const DEBIAN_CASES: [(&str, DebianCheck); 2] =
+    [("Debian with systemd", units::check), ("Debian with IPVS", ipvs::check)];
+
 fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
     match prepare(arguments) {
-        Err(missing) => tally.skip("Debian with systemd", &format!("{missing:#}")),
+        Err(missing) => {
+            DEBIAN_CASES.iter().for_each(|(name, _)| tally.skip(name, &format!("{missing:#}")));
+        }
         Ok((parts, _lock)) => {
             let command = arguments.run.as_deref();
-            let checked = units::check(&parts.packages, &parts.logs, debs, command, tally);
-            checked.unwrap_or_else(|error| tally.check("Debian with systemd", Err(error)));
+            for (name, check) in DEBIAN_CASES.iter().filter(|(name, _)| name.contains(&arguments.only)) {
+                let checked = check(&parts.packages, &parts.logs, debs, command, tally);
+                checked.unwrap_or_else(|error| tally.check(name, Err(error)));
+            }
         }
     }
 }

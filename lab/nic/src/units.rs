@@ -19,7 +19,7 @@ const DAEMONS: [&str; 4] = ["controller", "rack", "agent", "lb"];
 /// Time limit of a package installation, a start or a reboot, under emulation.
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 /// Time limit for daemons to find each other again after each was restarted.
-const SETTLE_LIMIT: Duration = Duration::from_secs(90);
+pub const SETTLE_LIMIT: Duration = Duration::from_secs(90);
 /// Connections that stay open while daemons are reloaded, upgraded and killed.
 const HELD: usize = 8;
 /// New connections before anything changes.
@@ -40,8 +40,8 @@ port() { # name, namespace, device, address
 	ip -n $2 link set $3 up
 	ip -n $2 link set lo up
 	# XDP_TX on veth needs NAPI at the other end; frames of XDP must carry whole checksums.
-	ip netns exec switch ethtool -K $1 gro on
-	ip netns exec $2 ethtool -K $3 tx off
+	ip netns exec switch ethtool -K $1 gro on > /dev/null
+	ip netns exec $2 ethtool -K $3 tx off > /dev/null
 }
 port p-lb lb eth0 10.2.0.1
 port p-client client eth0 10.2.0.2
@@ -55,13 +55,13 @@ ip link set srv0 up
 ip -n client route add 10.200.0.1 via 10.2.0.1
 ";
 /// A request to port $1 over a connection of its own.
-const REQUEST: &str = "
+pub const REQUEST: &str = "
 exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
 printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
 timeout 5 grep -q served <&3
 ";
 /// A line per new connection, until it is killed.
-const LOAD: &str = "
+pub const LOAD: &str = "
 while sleep 0.1; do
 	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
 done
@@ -168,20 +168,20 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
         ensure!(status == 0, "`{command}` ended with status {status}");
         return Ok(());
     }
-    if passes(&CHECKS, &mut guest, tally) {
+    if passes(NAME, &CHECKS, &mut guest, tally) {
         guest.power_off()?;
-        passes(&CHECKS_OF_SECOND_BOOT, &mut debian.boot()?, tally);
+        passes(NAME, &CHECKS_OF_SECOND_BOOT, &mut debian.boot()?, tally);
     }
     Ok(())
 }
 
 /// Makes the checks until one fails.
-fn passes(checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
+pub fn passes(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
     for (check, run) in checks {
         let start = Instant::now();
         let result = run(guest).map(|found| format!("{found} ({:.1} s)", start.elapsed().as_secs_f64()));
         let failed = result.is_err();
-        tally.check(&format!("{NAME}: {check}"), result);
+        tally.check(&format!("{name}: {check}"), result);
         if failed {
             println!("{}", journal(guest));
             return false;
@@ -190,7 +190,8 @@ fn passes(checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> boo
     true
 }
 
-type Check = fn(&mut Guest) -> Result<String>;
+/// Returns measured values.
+pub type Check = fn(&mut Guest) -> Result<String>;
 
 /// Each continues where the one before it ended.
 const CHECKS: [(&str, Check); 7] = [
@@ -230,7 +231,7 @@ fn main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
 }
 
 /// Repeats `check` until it passes.
-fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
+pub fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
         match check() {
@@ -243,11 +244,12 @@ fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Resul
 
 /// Lines of the journal that name a fault of the daemons or of their units.
 fn journal(guest: &mut Guest) -> String {
-    let command = "journalctl --no-pager -q -o cat -n 60 -u 'coreward-*'";
+    let command = "journalctl --no-pager -q -o cat -n 60 -u 'coreward-*' -u 'test-*'";
     guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))
 }
 
-fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
+/// Runs `apt-get`; its output.
+pub fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
     let (status, output) = guest.try_run(&command, INSTALL_LIMIT)?;
     ensure!(status == 0, "`{command}` ended with status {status}: {output}");

@@ -1,0 +1,293 @@
+//! Migration of a live pool from the kernel's IPVS, set up by keepalived, to coreward and back.
+//!
+//! The steps of docs/deployment.md. Director, load balancer, servers and client have a network namespace each.
+
+use std::path::Path;
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use crate::debian::{Debian, File};
+use crate::guest::Guest;
+use crate::packages::Packages;
+use crate::tally::Tally;
+use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually};
+
+const NAME: &str = "Debian with IPVS";
+/// Connections of each group.
+const HELD: usize = 12;
+
+const NETWORK: &str = "
+mkdir -p /var/lib/coreward
+ip netns add switch
+ip -n switch link add br0 type bridge
+ip -n switch link set br0 up
+port() { # namespace, address
+	ip netns add $1
+	ip link add eth0 netns $1 type veth peer name p-$1 netns switch
+	ip -n switch link set p-$1 master br0 up
+	ip -n $1 address add $2/24 dev eth0
+	ip -n $1 link set eth0 up
+	ip -n $1 link set lo up
+	ip netns exec switch ethtool -K p-$1 gro on > /dev/null
+	ip netns exec $1 ethtool -K eth0 tx off > /dev/null
+}
+port client 10.2.0.2
+port director 10.2.0.5
+port controller 10.2.0.9
+port lb 10.2.0.1
+port s1 10.2.0.11
+port s2 10.2.0.12
+for holder in director s1 s2; do
+	ip -n $holder address add 10.200.0.1/32 dev lo
+	ip netns exec $holder sysctl -q -w net.ipv4.conf.all.arp_ignore=1 net.ipv4.conf.all.arp_announce=2
+done
+ip netns exec director sysctl -q -w net.ipv4.ip_forward=1
+ip -n client route add 10.200.0.1 via 10.2.0.5
+";
+const KEEPALIVED: &str = "
+virtual_server 10.200.0.1 80 {
+	lvs_sched rr
+	lvs_method DR
+	protocol TCP
+	real_server 10.2.0.11 80 {
+	}
+	real_server 10.2.0.12 80 {
+	}
+}
+";
+/// $1: the group's name; $2: its connections, every fourth without TCP timestamps. For each line in its FIFO a request
+/// over each, and those that were not answered by their first server.
+const HOLD: &str = "
+connections=()
+first=()
+ask() {
+	printf 'GET / HTTP/1.1\\r\\nHost: test\\r\\n\\r\\n' >&$1
+	answer=none
+	while read -r -t 15 line <&$1; do
+		[[ $line == served-by-* ]] && answer=$line && break
+	done
+}
+for ((number = 0; number < $2; number++)); do
+	echo $((number % 4 ? 1 : 0)) > /proc/sys/net/ipv4/tcp_timestamps
+	exec {connection}<>/dev/tcp/10.200.0.1/80 || exit 1
+	ask $connection
+	[[ $answer == none ]] && exit 1
+	connections+=($connection)
+	first+=($answer)
+done
+echo 1 > /proc/sys/net/ipv4/tcp_timestamps
+mkfifo /run/test-$1.in /run/test-$1.out
+while read -r _ < /run/test-$1.in; do
+	broken=none
+	for ((number = 0; number < $2; number++)); do
+		ask ${connections[number]}
+		[[ $answer == ${first[number]} ]] || broken=\"$broken $number:${first[number]}:$answer\"
+	done
+	echo $broken > /run/test-$1.out
+done
+";
+const CONTROLLER: &str = "
+listen = \"10.2.0.9:7400\"
+api = \"127.0.0.1:7401\"
+store = \"/var/lib/coreward/controller.redb\"
+fleet = \"fleet.toml\"
+allow_plaintext = true
+";
+const FLEET: &str = "
+[[server]]
+name = \"s1\"
+address = \"10.2.0.11\"
+
+[[server]]
+name = \"s2\"
+address = \"10.2.0.12\"
+
+[[service]]
+name = \"web\"
+vip = \"10.200.0.1:80\"
+policy = \"rr\"
+migrate_from = \"10.2.0.5\"
+";
+const LB: &str = "
+name = \"lb1\"
+controller = \"10.2.0.9:7400\"
+interface = \"eth0\"
+pin_directory = \"/sys/fs/bpf/coreward/lb\"
+state_directory = \"/run/coreward-lb\"
+";
+
+fn agent(server: &str) -> String {
+    format!(
+        "server = \"{server}\"\ncontroller = \"10.2.0.9:7400\"\ninterface = \"eth0\"\n\
+         pin_directory = \"/sys/fs/bpf/coreward/{server}\"\nsteer = \"off\"\n"
+    )
+}
+
+fn nginx(server: &str) -> String {
+    format!(
+        "user www-data;\nworker_processes 1;\npid /run/nginx-{server}.pid;\nevents {{}}\nhttp {{\n\
+         keepalive_timeout 1h;\nkeepalive_requests 1000000;\naccess_log off;\nserver {{\nlisten 10.200.0.1:80;\n\
+         location / {{ return 200 \"served-by-{server}\\n\"; }}\n}}\n}}\n"
+    )
+}
+
+fn files() -> Vec<File> {
+    let fixed = [
+        ("etc/test-network", NETWORK),
+        ("etc/test-hold", HOLD),
+        ("etc/test-request", units::REQUEST),
+        ("etc/test-load", units::LOAD),
+        ("etc/keepalived/test.conf", KEEPALIVED),
+        ("etc/coreward/controller.toml", CONTROLLER),
+        ("etc/coreward/fleet.toml", FLEET),
+        ("etc/coreward/lb.toml", LB),
+    ]
+    .map(|(path, content)| (path, content.to_owned()));
+    let of_servers = [
+        ("etc/coreward/s1.toml", agent("s1")),
+        ("etc/coreward/s2.toml", agent("s2")),
+        ("etc/test-nginx-s1", nginx("s1")),
+        ("etc/test-nginx-s2", nginx("s2")),
+    ];
+    fixed.into_iter().chain(of_servers).collect()
+}
+
+/// Checks the packages in the directory `old` of `debs`.
+///
+/// # Errors
+/// When there is no guest.
+pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
+    let debian = Debian::new(packages, cache, "ipvs", &files(), debs)?;
+    let mut guest = debian.boot()?;
+    guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb && systemctl disable --now -q nginx")?;
+    if let Some(command) = command {
+        println!("{}", guest.run(command)?);
+        return Ok(());
+    }
+    units::passes(NAME, &CHECKS, &mut guest, tally);
+    Ok(())
+}
+
+/// Each continues where the one before it ended.
+const CHECKS: [(&str, Check); 4] = [
+    ("keepalived's virtual server balances", balance),
+    ("coreward adopts the pool, and no connection breaks", adopt),
+    ("coreward hands the pool back, and no connection breaks", hand_back),
+    ("coreward is removed, and no connection breaks", remove),
+];
+
+/// Starts a command in the namespace of `host`.
+fn start(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
+    let properties = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
+    guest.run(&format!("systemd-run -q --unit {unit} {properties} {command}")).map(drop)
+}
+
+/// Opens a group of connections.
+fn open(guest: &mut Guest, group: &str) -> Result<()> {
+    start(guest, &format!("test-{group}"), "client", &format!("bash /etc/test-hold {group} {HELD}"))?;
+    let ready = format!("test -p /run/test-{group}.out");
+    eventually(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
+}
+
+/// Fails when a connection of the groups, or a new one since the last call, was broken.
+fn unbroken(guest: &mut Guest, groups: &[&str]) -> Result<()> {
+    for group in groups {
+        let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
+        let (_, broken) = guest.try_run(&command, SETTLE_LIMIT)?;
+        ensure!(broken.trim() == "none", "of connections {group} (number:server:answered by): {}", broken.trim());
+    }
+    let failed = guest.run("grep -c failed /run/test-load || true")?;
+    ensure!(failed.trim() == "0", "{} new connections failed", failed.trim());
+    Ok(())
+}
+
+fn summary(guest: &mut Guest, groups: &[&str]) -> Result<String> {
+    unbroken(guest, groups)?;
+    let served = guest.run("grep -c served /run/test-load")?;
+    Ok(format!("0 broken of {} held connections and {} new ones", groups.len() * HELD, served.trim()))
+}
+
+fn status_has(guest: &mut Guest, pattern: &str) -> Result<()> {
+    guest.run(&format!("ip netns exec controller coreward status | grep -qE '{pattern}'")).map(drop)
+}
+
+fn balance(guest: &mut Guest) -> Result<String> {
+    for server in ["s1", "s2"] {
+        let command = format!("nginx -c /etc/test-nginx-{server} -g 'daemon off;'").replace('\'', "\"");
+        start(guest, &format!("test-nginx-{server}"), server, &command)?;
+    }
+    start(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
+    let request = "ip netns exec client timeout 10 bash /etc/test-request 80";
+    eventually(SETTLE_LIMIT, || guest.run(request))?;
+    start(guest, "test-load", "client", "bash /etc/test-load")?;
+    open(guest, "oldest")?;
+    let table = guest.run("ip netns exec director ipvsadm -Ln")?;
+    ensure!(table.contains("10.2.0.11:80") && table.contains("10.2.0.12:80"), "ipvsadm: {table}");
+    summary(guest, &["oldest"])
+}
+
+fn adopt(guest: &mut Guest) -> Result<String> {
+    apt(guest, "install /root/debs/old/coreward_*.deb")?;
+    start(guest, "coreward-controller", "controller", "coreward controller --config /etc/coreward/controller.toml")?;
+    for server in ["s1", "s2"] {
+        let command = format!("coreward agent --config /etc/coreward/{server}.toml");
+        start(guest, &format!("coreward-{server}"), server, &command)?;
+    }
+    for server in ["s1", "s2"] {
+        eventually(SETTLE_LIMIT, || status_has(guest, &format!("{server} .*active")))?;
+        stamps(guest, server, "2")?;
+    }
+    unbroken(guest, &["oldest"]).context("after the agents' start")?;
+    open(guest, "older")?;
+    start(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
+    let ready = "ip netns exec controller coreward status > /run/status; grep -q 'lb1: XDP' /run/status && \
+                 ! grep -q 'no MAC address' /run/status";
+    eventually(SETTLE_LIMIT, || guest.run(ready)).with_context(|| shown(guest))?;
+    guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
+    unbroken(guest, &["oldest", "older"]).context("after the VIP's move")?;
+    open(guest, "ours")?;
+    eventually(SETTLE_LIMIT, || status_has(guest, "to_other_balancer [1-9]")).with_context(|| shown(guest))?;
+    summary(guest, &["oldest", "older", "ours"])
+}
+
+/// Status, for messages.
+fn shown(guest: &mut Guest) -> String {
+    guest.run("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
+}
+
+/// Waits until a server's net.ipv4.tcp_timestamps has this value.
+fn stamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
+    let found = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
+    eventually(SETTLE_LIMIT, || match guest.run(&found)?.trim() {
+        found if found == value => Ok(()),
+        found => bail!("net.ipv4.tcp_timestamps of {server} is {found}, expected {value}"),
+    })
+}
+
+fn hand_back(guest: &mut Guest) -> Result<String> {
+    guest.run(
+        "sed -i s/migrate_from/migrate_to/ /etc/coreward/fleet.toml && systemctl kill -s HUP coreward-controller",
+    )?;
+    for server in ["s1", "s2"] {
+        stamps(guest, server, "1")?;
+    }
+    unbroken(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
+    open(guest, "newest")?;
+    unbroken(guest, &["oldest", "older", "ours", "newest"])?;
+    // Ours end before the VIP moves.
+    guest.run("systemctl stop test-ours")?;
+    guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
+    summary(guest, &["oldest", "older", "newest"])
+}
+
+fn remove(guest: &mut Guest) -> Result<String> {
+    // The stamped ones end before the agents detach.
+    guest.run("systemctl stop test-older coreward-lb coreward-s1 coreward-s2 coreward-controller")?;
+    guest.run("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
+    for server in ["s1", "s2"] {
+        guest.run(&format!(
+            "nsenter --net=/run/netns/{server} coreward agent --config /etc/coreward/{server}.toml --detach"
+        ))?;
+    }
+    summary(guest, &["oldest", "newest"])
+}
