@@ -96,10 +96,7 @@ __noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server
 	return encapsulate(ctx, service, server_id, outcome, flow_port);
 }
 
-/*
- * To the server `id`, whose word is `server`, from a client's address and ports (struct packet). Returns an XDP action.
- * Work for an outer header is behind the branch that the verifier removes where no service encapsulates.
- */
+/* emit() on the same segment: only MAC addresses change. */
 static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 				   enum lb_counter outcome)
 {
@@ -114,6 +111,10 @@ static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __
 	return XDP_TX;
 }
 
+/*
+ * To the server `id`, whose word is `server`, from a client's address and ports (struct packet). Returns an XDP action.
+ * Work for an outer header is behind the branch that the verifier removes where no service encapsulates.
+ */
 static __always_inline int emit(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 				enum lb_counter outcome, __u32 client_address, __u32 ports)
 {

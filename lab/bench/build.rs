@@ -13,13 +13,14 @@ fn main() {
     let includes = [headers.clone(), headers.join("include")].map(|folder| format!("-I{}", folder.display()));
     let [folders, layouts] = &includes;
     let out = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
-    println!("cargo::rerun-if-changed={}", headers.display());
+    for folder in [&headers, &here.join("bpf")] {
+        println!("cargo::rerun-if-changed={}", folder.display());
+    }
     // target/PROFILE/build/coreward-bench-HASH/out
     let profile = out.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());
     for name in ["fresh_packets", "fresh_segments", "live_frames", "empty_reuseport", "empty_tracepoint"] {
         let source = here.join(format!("bpf/{name}.bpf.c"));
-        println!("cargo::rerun-if-changed={}", source.display());
         SkeletonBuilder::new()
             .source(&source)
             .clang("clang-19")

@@ -34,22 +34,8 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
+#include "feed.h"
 #include "lb/parse.h"
-
-#define PACKETS (1 << 20)
-
-/* Fields that differ between packets, as in the frame. 16 bytes, four to a cache line. */
-struct variation {
-	__u32 client_address;
-	__u32 ports;
-	/* TSecr. */
-	__u32 echo;
-	/* Index in `lines`. */
-	__u32 line;
-};
-
-struct variation packets[PACKETS] SEC(".bss.packets");
-__u64 next_packet;
 
 /* All 0. As large as an entry of the connection table, and as many: user space sets the number. */
 struct line {
@@ -64,36 +50,15 @@ struct {
 	__type(value, struct line);
 } lines SEC(".maps");
 
-/* Packets 0 .. mask are taken in turn. */
-const volatile __u32 mask;
 /* First 8 bytes of the frame: the destination MAC address must be restored after each run. */
 const volatile __u64 first_word;
 /* The next 8 bytes, and the frame's length: for fresh_packet_shortened(). */
 const volatile __u64 second_word;
 const volatile __u32 frame_length;
-/* Offset of the client's address in the frame: that of the source, or of a reply's destination. */
-const volatile __u32 client_at;
 /* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
 const volatile __u32 echo_at;
 /* Upper half of `ports` from fresh_source(). */
 const volatile __u32 destination_port;
-
-struct {
-	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
-	__uint(max_entries, 1);
-	__type(key, __u32);
-	__type(value, __u32);
-} measured SEC(".maps");
-
-static __always_inline const struct variation *take_packet(void)
-{
-	const struct variation *packet = &packets[next_packet++ & mask & (PACKETS - 1)];
-	__u64 ahead;
-
-	/* Touches what is 256 packets (one page of memory) ahead: hardware prefetching stops at the end of a page. */
-	asm volatile("%0 = *(u32 *)(%1 + 0)" : "=r"(ahead) : "r"(&packets[(next_packet + 256) & mask & (PACKETS - 1)]));
-	return packet;
-}
 
 /* Runs the measured program on the frame with that client. Returns only if it cannot. */
 static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_address, __u32 ports, __u32 echo)

@@ -29,9 +29,9 @@ enum Command {
     /// Cost of the load balancer's program per packet (needs root)
     Xdp(xdp::Args),
     /// Cost of the server's programs per packet (needs root)
-    Server(server::Args),
+    Server(xdp::Length),
     /// Effect of a SYN flood on one CPU on established packets on another (needs root)
-    Flood(flood::Args),
+    Flood(xdp::Length),
     /// How much live traffic goes through the load balancer's XDP hook (needs root)
     Throughput(throughput::Args),
     /// Cost of choosing a worker for a request (needs root)
@@ -90,8 +90,8 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::Sim(args) => arguments.show(&sim::run(args)?),
         Command::All => {
             arguments.show(&xdp::run(&xdp::Args::default())?)?;
-            arguments.show(&server::run(&server::Args::default())?)?;
-            arguments.show(&flood::run(&flood::Args::default())?)?;
+            arguments.show(&server::run(&xdp::Length::default())?)?;
+            arguments.show(&flood::run(&xdp::Length::default())?)?;
             arguments.show(&throughput::run(&throughput::Args::default())?)?;
             arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
             arguments.show(&orchestrate::run(&orchestrate::Args::default())?)?;

@@ -21,30 +21,37 @@ pub use interleaved::{above, fastest_above, median_of, quartiles};
 use runner::{PACKETS, Runner};
 use workload::Case;
 
-/// Length of the measurement.
-#[derive(clap::Args)]
-pub struct Args {
+/// Length of a measurement.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct Length {
     /// Rounds; in each, all programs of a case run one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Packets per program and round
     #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
     packets: u32,
+}
+
+impl Default for Length {
+    fn default() -> Self {
+        Self { rounds: 15, packets: PACKETS as u32 }
+    }
+}
+
+/// Length and selection of the measurement.
+#[derive(Default, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    length: Length,
     /// Only first packets and the like whose case has this in its name, and nothing about open connections
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
 }
 
-impl Default for Args {
-    fn default() -> Self {
-        Self { rounds: 15, packets: PACKETS as u32, only: None }
-    }
-}
-
 impl Args {
     /// This number of rounds, each as long as by default.
     pub fn for_rounds(rounds: u32) -> Self {
-        Self { rounds, ..Self::default() }
+        Self { length: Length { rounds, ..Length::default() }, only: None }
     }
 }
 
@@ -121,8 +128,8 @@ fn measure_alone(case: Case, args: &Args) -> anyhow::Result<Measured> {
     ];
     let times = in_turns(
         &turns.map(|program| Turn { feed: case.feed(), ..Turn::of(&runner, program) }),
-        args.rounds,
-        args.packets,
+        args.length.rounds,
+        args.length.packets,
     )?;
     Measured::new(&balancer, [&times[0], &times[1], &times[2]])
 }
@@ -166,8 +173,8 @@ fn report(established: &[ByConnections], alone: &[Measured], args: &Args) -> Rep
          cookies; stateful has a table of {} entries, hash-table an LRU hash. A first packet of stateful takes an \
          entry; all are freed between the rounds, or after the given number, and the first quarter after each \
          freeing is not measured (cold caches). 2^20 entries are in no cache; the second level holds most of 16384.",
-        args.rounds,
-        args.packets,
+        args.length.rounds,
+        args.length.packets,
         balancer::CONNECTION_TABLE_ENTRIES,
     );
     Report {

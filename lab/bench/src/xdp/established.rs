@@ -60,8 +60,8 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
             Turn::of(&for_stateful, Program::Balancer(&stateful)),
             Turn::of(&for_hash_table, Program::Balancer(&hash_table)),
         ],
-        args.rounds,
-        args.packets,
+        args.length.rounds,
+        args.length.packets,
     )?;
     let [empty, swap, by_cookie, with_line, after_line, by_index, by_hash] = &times[..] else { unreachable!("seven") };
     Ok(ByConnections {

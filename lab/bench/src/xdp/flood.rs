@@ -16,31 +16,15 @@ use coreward_model::placement::Rule;
 use nix::sched::sched_getaffinity;
 use nix::unistd::Pid;
 
+use super::Length;
 use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
 use super::interleaved::{Rounds, above, median_of, quartiles};
-use super::runner::{Feed, PACKETS, Runner};
+use super::runner::{Feed, Runner};
 use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
 use crate::report::{Report, Table};
 use flooder::{Flooder, Order, Sent};
 use memory::Memory;
-
-/// Length of the measurement.
-#[derive(Debug, Clone, clap::Args)]
-pub struct Args {
-    /// Rounds; in each, with and without flood, the load balancer's program and the empty one
-    #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
-    rounds: u32,
-    /// Packets of open connections per program and round
-    #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
-    packets: u32,
-}
-
-impl Default for Args {
-    fn default() -> Self {
-        Self { rounds: 15, packets: PACKETS as u32 }
-    }
-}
 
 const CONNECTIONS: usize = 1 << 17;
 
@@ -107,18 +91,18 @@ struct Measured {
 
 /// Measures, in a thread of its own, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a
 /// packet is not treated as it should be.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let args = args.clone();
-    std::thread::spawn(move || measure_all(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+pub fn run(length: &Length) -> anyhow::Result<Report> {
+    let length = *length;
+    std::thread::spawn(move || measure_all(&length)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn measure_all(args: &Args) -> anyhow::Result<Report> {
+fn measure_all(length: &Length) -> anyhow::Result<Report> {
     let cpus = two_cpus("coreward-lab bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
     crate::cpus::bind(THIS_THREAD, cpus[0])?;
-    let measured = Victim::ALL.map(|victim| measure(victim, args, &flooder).with_context(|| victim.to_string()));
+    let measured = Victim::ALL.map(|victim| measure(victim, length, &flooder).with_context(|| victim.to_string()));
     let measured = measured.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
-    Ok(report(&measured, args, cpus))
+    Ok(report(&measured, length, cpus))
 }
 
 /// The first two CPUs that this process may use. Fails when there is only one.
@@ -131,7 +115,7 @@ pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     }
 }
 
-fn measure(victim: Victim, args: &Args, flooder: &Flooder) -> anyhow::Result<Measured> {
+fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result<Measured> {
     let case = Case::Established(victim.consistency(), CONNECTIONS);
     // The rule that writes most memory for a first packet.
     let entries = TableSize::try_from(u64::from(victim.entries()))?;
@@ -156,12 +140,12 @@ fn measure(victim: Victim, args: &Args, flooder: &Flooder) -> anyhow::Result<Mea
     };
     let mut found = 0;
     // The first round warms up and does not count.
-    for round in 0..=args.rounds {
+    for round in 0..=length.rounds {
         for step in 0..4 {
             let turn = (round + step) % 4;
             let (is_lb, is_flood) = (turn & 1 == 1, turn & 2 == 2);
             let order = if is_flood { Order::Flood(program.try_clone()?) } else { Order::Idle };
-            let work = || established(&balancer, &runner, is_lb, args.packets);
+            let work = || established(&balancer, &runner, is_lb, length.packets);
             let ((time, counted), sent) = flooder.beside(order, work)?;
             if is_flood {
                 measured.flood.syns += sent.syns;
@@ -186,7 +170,7 @@ fn measure(victim: Victim, args: &Args, flooder: &Flooder) -> anyhow::Result<Mea
     let first = since(|counters| counters.packets[intf::LB_COUNTER_NEW_CONNECTION as usize]);
     ensure!(first == measured.flood.syns, "{first} of {} SYNs were counted as first packets", measured.flood.syns);
     measured.without_entry = since(|counters| counters.events[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize]);
-    measured.found = found as f64 / (f64::from(args.rounds) * f64::from(args.packets));
+    measured.found = found as f64 / (f64::from(length.rounds) * f64::from(length.packets));
     measured.memory[1] = Memory::of(program.as_fd())?;
     let must_find = victim != Victim::HashTable;
     ensure!(!must_find || measured.found == 1.0, "only {} of the packets found their server", measured.found);
@@ -225,7 +209,7 @@ fn more(rounds: &[f64], others: &[f64]) -> Rounds {
     rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }
 
-fn report(measured: &[Measured], args: &Args, cpus: [usize; 2]) -> Report {
+fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
     let mut cost = Table::new(&[
         "established packets",
         "ns",
@@ -290,8 +274,8 @@ fn report(measured: &[Measured], args: &Args, cpus: [usize; 2]) -> Report {
          entries are freed before the next turn.",
         cpus[0],
         cpus[1],
-        args.rounds,
-        args.packets,
+        length.rounds,
+        length.packets,
         topology(cpus),
     );
     Report { name: "flood", title: "A SYN flood", about, tables: vec![cost, memory] }

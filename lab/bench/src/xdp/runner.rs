@@ -21,7 +21,7 @@ use skeleton::FreshPacketsSkelBuilder;
 /// Packets in the memory that `fresh_packet` reads.
 pub const PACKETS: usize = 1 << 20;
 
-/// Differences between packets: `struct variation` of fresh_packets.bpf.c.
+/// Differences between packets: `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct Packet {
@@ -127,17 +127,32 @@ impl Runner {
 
     /// Selects the measured program. Disturbs other CPUs: the kernel patches the tail call.
     pub fn choose(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let descriptor = program.as_raw_fd() as u32;
-        Ok(self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
+        choose(&self.measured, program)
     }
 
     /// [`run`](Self::run) of the program that was chosen last.
     pub fn run_chosen(&self, feed: Feed, repeat: u32) -> anyhow::Result<(f64, i32)> {
-        let start = thread_time()?;
-        let outcome = test_run::run_from(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)?;
-        let elapsed = thread_time()? - start;
-        Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
+        run_feed(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)
     }
+}
+
+/// Sets the program that the feeds of `bpf/feed.h` call.
+pub fn choose(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
+    let descriptor = program.as_raw_fd() as u32;
+    Ok(measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
+}
+
+/// Mean CPU time of this thread for one run of a feed (ns), and the last one's verdict.
+pub fn run_feed(
+    feed: BorrowedFd<'_>,
+    frame: &[u8],
+    repeat: u32,
+    queue: Option<ReceiveQueue>,
+) -> anyhow::Result<(f64, i32)> {
+    let start = thread_time()?;
+    let outcome = test_run::run_from(feed, frame, repeat, queue)?;
+    let elapsed = thread_time()? - start;
+    Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
 }
 
 pub fn thread_time() -> nix::Result<Duration> {

@@ -1,26 +1,27 @@
 //! `coreward-lab bench server`: cost of `server.bpf.c` per packet, above a tc program that does nothing.
 
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use anyhow::{Context as _, ensure};
+use coreward_dataplane::check;
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
-use coreward_dataplane::{check, test_run};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use nix::time::{ClockId, clock_gettime};
 use rand::Rng as _;
 
+use super::Length;
 use super::interleaved::{Rounds, above, fastest_above, median_of, quartiles};
-use super::runner::{PACKETS, Packet, thread_time};
+use super::runner::{PACKETS, Packet, choose, run_feed};
 use super::workload::{VIP, clients, request, response};
 use crate::report::{Report, Table};
 
@@ -33,23 +34,6 @@ use skeleton::FreshSegmentsSkelBuilder;
 
 /// linux/pkt_cls.h
 const TC_ACT_UNSPEC: i32 = -1;
-
-/// Length of the measurement.
-#[derive(clap::Args)]
-pub struct Args {
-    /// Rounds; in each, both programs run one after the other
-    #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
-    rounds: u32,
-    /// Packets per program and round
-    #[arg(long, default_value_t = Self::default().packets, value_parser = clap::value_parser!(u32).range(1..))]
-    packets: u32,
-}
-
-impl Default for Args {
-    fn default() -> Self {
-        Self { rounds: 15, packets: PACKETS as u32 }
-    }
-}
 
 /// Measured packets.
 #[derive(Clone, Copy)]
@@ -165,7 +149,7 @@ impl Runner {
         constants.ports_at = PORTS_AT;
         constants.timestamp_at = frame.echo_at;
         let loaded = open.load().context("loading fresh_segments.bpf.c")?;
-        let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_segments.as_fd())?;
+        let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
         let feed = match case.direction {
             Direction::Ingress => loaded.progs.fresh_request.as_fd().try_clone_to_owned()?,
@@ -181,13 +165,10 @@ impl Runner {
 
     /// Mean time of one run of `program` (ns).
     fn run(&self, program: BorrowedFd<'_>, packets: u32) -> anyhow::Result<f64> {
-        let descriptor = program.as_raw_fd() as u32;
-        self.measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?;
-        let start = thread_time()?;
-        let outcome = test_run::run(self.feed.as_fd(), &self.frame, packets)?;
-        let elapsed = thread_time()? - start;
-        ensure!(outcome.verdict == TC_ACT_UNSPEC, "the last packet's verdict was {}", outcome.verdict);
-        Ok(elapsed.as_secs_f64() * 1e9 / f64::from(packets))
+        choose(&self.measured, program)?;
+        let (time, verdict) = run_feed(self.feed.as_fd(), &self.frame, packets, None)?;
+        ensure!(verdict == TC_ACT_UNSPEC, "the last packet's verdict was {verdict}");
+        Ok(time)
     }
 }
 
@@ -201,18 +182,18 @@ struct Measured {
     verifier_instructions: u32,
 }
 
-fn measure(case: Case, args: &Args) -> anyhow::Result<Measured> {
+fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
     let server = Server::new(case.counter.is_some())?;
     let runner = Runner::new(&case, &server.packets(&case)?)?;
     let program = server.programs.program(case.direction);
     let (mut empty, mut measured) = (Rounds::new(), Rounds::new());
     // The first round warms branch predictors and caches and does not count.
-    for round in 0..=args.rounds {
-        let floor = runner.run(runner.empty.as_fd(), args.packets)?;
+    for round in 0..=length.rounds {
+        let floor = runner.run(runner.empty.as_fd(), length.packets)?;
         let before = server.counted(&case);
-        let time = runner.run(program, args.packets)?;
+        let time = runner.run(program, length.packets)?;
         let counted = server.counted(&case) - before;
-        let expected = if case.counter.is_some() { u64::from(args.packets) } else { 0 };
+        let expected = if case.counter.is_some() { u64::from(length.packets) } else { 0 };
         ensure!(counted == expected, "{}: {counted} packets were counted, expected {expected}", case.name);
         if round > 0 {
             empty.push(floor);
@@ -224,7 +205,7 @@ fn measure(case: Case, args: &Args) -> anyhow::Result<Measured> {
 
 /// Measures every case. Fails without the right to load BPF programs, or when a program does not do what the case
 /// expects.
-pub fn run(args: &Args) -> anyhow::Result<Report> {
+pub fn run(length: &Length) -> anyhow::Result<Report> {
     let mut table = Table::new(&[
         "packet",
         "above empty, ns",
@@ -235,7 +216,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         "verifier instructions",
     ]);
     for case in CASES {
-        let measured = measure(case, args).with_context(|| case.name)?;
+        let measured = measure(case, length).with_context(|| case.name)?;
         let above_empty = above(&measured.server, &measured.empty);
         table.row([
             measured.case.name.into(),
@@ -251,7 +232,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         "server.bpf.c at tc on a fresh packet each time, as for the load balancer's program; {} rounds of {} packets \
          per program, in turns. `empty` returns at once. The packets have no socket: what the PAWS clamp and steering \
          need of one is not in the figures. Checksums are updated by the kernel's helper.",
-        args.rounds, args.packets,
+        length.rounds, length.packets,
     );
     Ok(Report { name: "server", title: "The server's programs", about, tables: vec![table] })
 }

@@ -1,0 +1,49 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * The next connection's packet, and the measured program: for fresh_packets.bpf.c (XDP) and fresh_segments.bpf.c (tc).
+ * The essay of fresh_packets.bpf.c gives the reasons.
+ */
+#ifndef COREWARD_BENCH_FEED_H
+#define COREWARD_BENCH_FEED_H
+
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#define PACKETS (1 << 20)
+
+/* Fields that differ between packets, as in the frame. 16 bytes, four to a cache line. */
+struct variation {
+	__u32 client_address;
+	__u32 ports;
+	/* TSecr. */
+	__u32 echo;
+	/* Index in `lines` of fresh_packets.bpf.c. */
+	__u32 line;
+};
+
+struct variation packets[PACKETS] SEC(".bss.packets");
+__u64 next_packet;
+
+/* Packets 0 .. mask are taken in turn. */
+const volatile __u32 mask;
+/* Offset of the client's address in the frame: that of the source, or of a reply's destination. */
+const volatile __u32 client_at;
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u32);
+} measured SEC(".maps");
+
+static __always_inline const struct variation *take_packet(void)
+{
+	const struct variation *packet = &packets[next_packet++ & mask & (PACKETS - 1)];
+	__u64 ahead;
+
+	/* Touches what is 256 packets (one page of memory) ahead: hardware prefetching stops at the end of a page. */
+	asm volatile("%0 = *(u32 *)(%1 + 0)" : "=r"(ahead) : "r"(&packets[(next_packet + 256) & mask & (PACKETS - 1)]));
+	return packet;
+}
+
+#endif
