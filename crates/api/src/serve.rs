@@ -128,14 +128,14 @@ impl Listener {
         self.address
     }
 
-    /// Serves until the result is dropped, and runs `beside` on the same thread. Calls `begin_thread` on each worker
-    /// thread. Fails when no more threads can be created.
+    /// Serves until the result is dropped, and runs `background` on the same thread. Calls `begin_thread` on each
+    /// worker thread. Fails when no more threads can be created.
     pub fn serve(
         self,
         acceptor: impl Acceptor,
         router: Router,
         begin_thread: impl Fn() + Send + Sync + 'static,
-        beside: impl Future<Output = ()> + Send + 'static,
+        background: impl Future<Output = ()> + Send + 'static,
     ) -> anyhow::Result<Serving> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .max_blocking_threads(work::THREADS)
@@ -153,7 +153,7 @@ impl Listener {
                 tokio::select! {
                     _ = &mut dropped => {}
                     () = accept(listener, self.bounds, acceptor, router) => {}
-                    () = beside => {}
+                    () = background => {}
                 }
             });
         };

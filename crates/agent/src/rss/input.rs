@@ -45,7 +45,7 @@ impl InputSearch {
         self.last = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last);
         let found = self.candidates.iter_mut().filter_map(|candidate| candidate.observe(rss, samples));
         let found: Vec<InputTransform> = found.collect();
-        // Two at once cannot be told apart.
+        // If two match, neither is known to be right.
         if let [only] = found[..] { Some(only) } else { None }
     }
 }

@@ -179,7 +179,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
         unknown += 1;
         assert_eq!(balancer.events(0, "connection_unknown"), unknown);
     };
-    // Somebody else's tuple with this slot, this tuple with a free slot; FIN, which is not for the fast path, too.
+    // Another tuple with this slot, and this tuple with a free slot; also by FIN, which leaves the fast path.
     for _ in 0..200 {
         expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
     }

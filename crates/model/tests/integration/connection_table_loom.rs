@@ -152,7 +152,7 @@ fn free(table: &Table, index: ConnectionIndex, identity: Identity) -> bool {
     released
 }
 
-/// Afterwards: what `taken` says, and the rest on the stack, each slot once.
+/// Checks that the entries of `taken` are in use and all other slots are on the stack, each once.
 fn check(table: &Table, taken: &[(u16, ConnectionIndex)]) {
     for (client, index) in taken {
         let connection = table.connection(*index).expect("it was taken");

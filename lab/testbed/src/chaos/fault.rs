@@ -133,8 +133,8 @@ impl Fault {
         }
     }
 
-    /// Returns whether both affect one daemon, or the network: their effects could not be told apart. A clock may jump
-    /// at any time.
+    /// Returns whether both affect one daemon, or the network: their effects would be indistinguishable. A clock
+    /// may jump at any time.
     pub fn touches(&self, other: &Self) -> bool {
         let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if networks(self) || networks(other) {
