@@ -61,6 +61,53 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 	return v0 ^ v1 ^ v2 ^ v3;
 }
 
+/* Half of an IPv6 address in a packet or on the stack. */
+typedef __u64 __attribute__((may_alias)) address_half;
+
+/*
+ * VIP and port in one word. Only the fleet's VIPs occur, and two of them differ by a factor that clients do not know:
+ * the cookies of one VIP mean nothing at another one.
+ */
+static __always_inline __u64 fold_vip_ipv6(const struct cookie_key *key, const void *vip, __u16 port)
+{
+	const address_half *half = vip;
+	__u64 folded = half[0] * key->vip_factor;
+
+	folded = (folded ^ folded >> 32 ^ half[1]) * key->vip_factor;
+	return ((folded ^ folded >> 32) + port) * key->vip_factor;
+}
+
+/*
+ * The hash of IPv6: SipHash-1-3 of 18 bytes in three blocks, client address and port, whose first half is XORed with
+ * the folded VIP. Addresses: 16 bytes as in the packet. The client's whole address is hashed, as it may choose 2^64 of
+ * them.
+ */
+static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, const void *client, const void *vip,
+					      __u32 ports)
+{
+	const address_half *half = client;
+	__u64 k0 = key->k0, k1 = key->k1;
+	__u64 v0 = k0 ^ 0x736f6d6570736575ull, v1 = k1 ^ 0x646f72616e646f6dull;
+	__u64 v2 = k0 ^ 0x6c7967656e657261ull, v3 = k1 ^ 0x7465646279746573ull;
+	__u64 first = half[0] ^ fold_vip_ipv6(key, vip, ports >> 16), second = half[1];
+	__u64 last = 18ull << 56 | (ports & 0xffff);
+
+	v3 ^= first;
+	SIP_ROUND(v0, v1, v2, v3);
+	v0 ^= first;
+	v3 ^= second;
+	SIP_ROUND(v0, v1, v2, v3);
+	v0 ^= second;
+	v3 ^= last;
+	SIP_ROUND(v0, v1, v2, v3);
+	v0 ^= last;
+	v2 ^= 0xff;
+	SIP_ROUND(v0, v1, v2, v3);
+	SIP_ROUND(v0, v1, v2, v3);
+	SIP_ROUND(v0, v1, v2, v3);
+	return v0 ^ v1 ^ v2 ^ v3;
+}
+
 /* Addend of TSval's time part, modulo 2^16: from a hash with the server's own time key. */
 static __always_inline __u16 cookie_time_mask(__u64 hash)
 {

@@ -23,6 +23,8 @@ enum lb_counter {
 	LB_COUNTER_BROADCAST, /* to all servers of the service, rate-limited */
 	LB_COUNTER_BROADCAST_OWNER_LOST, /* the same: the load balancer with its connection table is gone */
 	LB_COUNTER_DROP_MALFORMED_IPV4,
+	LB_COUNTER_DROP_MALFORMED_IPV6,
+	LB_COUNTER_DROP_EXTENSION_HEADERS, /* IPv6: more of them than are read */
 	LB_COUNTER_DROP_MALFORMED_TCP,
 	LB_COUNTER_DROP_MALFORMED_UDP,
 	LB_COUNTER_DROP_MALFORMED_ICMP,

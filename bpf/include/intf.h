@@ -91,6 +91,13 @@ struct fleet_keys {
 #define LB_SERVICE_GROUPS 1024
 #define LB_SERVICE_GROUP_SHIFT 54
 
+/*
+ * The word of an IPv6 service: its tail, XOR address[0] and (address[1], address[2]) times these factors:
+ * GOLDEN_RATIO_64 of linux/hash.h, and c2 of MurmurHash3. The word of an IPv4 service is its tail.
+ */
+#define SERVICE_WORD_FIRST_FACTOR 0x61c8864680b583eb
+#define SERVICE_WORD_MIDDLE_FACTOR 0x4cf5ad432745937f
+
 /* How a service's packets find the server that its connection's first packet found. */
 enum consistency {
 	CONSISTENCY_STATELESS, /* by the server's id in the cookie */
@@ -204,8 +211,9 @@ struct lb_service_directories {
 #define RSS_INPUT_SYMMETRIC_OR_XOR 2
 #define RSS_KEY_BYTES 40
 #define RSS_KEY_MAX_BYTES 52
-/* Source address (4) and source port (2): the bytes of the input that differ between packets of one service. */
+/* Source address (4 or 16) and source port (2): the bytes of the input that differ between packets of one service. */
 #define RSS_SOURCE_BYTES 6
+#define RSS_SOURCE_BYTES_IPV6 18
 #define MAX_RSS_GROUPS 4
 /* ice has 2048 entries, mlx5 256, ixgbe 128 or 512. */
 #define MAX_INDIRECTION_ENTRIES 2048
@@ -216,6 +224,10 @@ struct lb_service_directories {
  */
 struct toeplitz_source_tables {
 	__u32 byte[RSS_SOURCE_BYTES][256];
+};
+
+struct toeplitz_source_tables_ipv6 {
+	__u32 byte[RSS_SOURCE_BYTES_IPV6][256];
 };
 
 /* ---- placement tables ------------------------------------------------------------------------------------------ */
@@ -273,7 +285,10 @@ struct placement_table {
 	__u32 rule;
 	/* By group: XOR part of the service's address and port in the Toeplitz hash. */
 	__u32 toeplitz_destination[MAX_RSS_GROUPS];
-	/* By group: its struct toeplitz_source_tables, which all tables with that key share. */
+	/*
+	 * By group: its struct toeplitz_source_tables, for an IPv6 service its struct toeplitz_source_tables_ipv6, which
+	 * all tables with that key share.
+	 */
 	__u32 toeplitz_source_at[MAX_RSS_GROUPS];
 	/* __u16 by bucket: the fixed choice for connections that carry no cookie, which changes only when the pool changes. */
 	__u32 consistent_at;
@@ -458,7 +473,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 9
+#define LB_LAYOUT_VERSION 10
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {

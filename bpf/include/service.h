@@ -6,6 +6,7 @@
 #ifndef COREWARD_INCLUDE_SERVICE_H
 #define COREWARD_INCLUDE_SERVICE_H
 
+#include <stdbool.h>
 #include <linux/bpf.h>
 #include <linux/types.h>
 #include <bpf/bpf_helpers.h>
@@ -14,6 +15,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "service.h is written for little-endian machines");
 _Static_assert(__builtin_offsetof(struct service_slot, key.address[3]) % 8 == 0, "a slot's tail is one aligned word");
+_Static_assert(__builtin_offsetof(struct service_slot, key.address[1]) % 8 == 0, "so are the 8 bytes before it");
 _Static_assert(LB_SERVICE_GROUPS == 1u << (64 - LB_SERVICE_GROUP_SHIFT),
 	       "the shift leaves the bits of one group number");
 _Static_assert(LB_SERVICE_SLOTS == 1u << (LB_SERVICE_GROUP_SHIFT - LB_SERVICE_SLOT_SHIFT),
@@ -21,6 +23,7 @@ _Static_assert(LB_SERVICE_SLOTS == 1u << (LB_SERVICE_GROUP_SHIFT - LB_SERVICE_SL
 _Static_assert(SERVICE_SLOTS == 1u << (64 - SERVICE_SLOT_SHIFT), "the shift leaves the bits of one slot number");
 
 typedef __u64 __attribute__((may_alias)) service_tail;
+typedef __u32 __attribute__((may_alias)) service_tail_half;
 
 /* The last 8 bytes of a service_key. Address and port in network byte order, as the packet has them. */
 static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 protocol)
@@ -28,25 +31,83 @@ static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 p
 	return address | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV4 << 56;
 }
 
-/* Returns the number of the service with that tail at the load balancer, or NO_SERVICE. */
-static __always_inline __u32 find_lb_service(const struct lb_service_directories *directories, __u64 tail)
+/* Key of an IPv6 service: the parts of struct service_key, and the word by which its slot is found. */
+struct service_key_ipv6 {
+	__u32 first;
+	__u64 middle;
+	__u64 tail;
+	__u64 word;
+};
+
+/*
+ * `vip`: the address as in the packet. The word is the tail with the rest of the address mixed in. Two services with
+ * one word would have no directory, which happens by chance once in 2^64.
+ */
+static __always_inline struct service_key_ipv6 service_key_ipv6(const void *vip, __u16 port, __u8 protocol)
+{
+	const service_tail_half *word = vip;
+	struct service_key_ipv6 key = {
+		.first = word[0],
+		.middle = word[1] | (__u64)word[2] << 32,
+		.tail = word[3] | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV6 << 56,
+	};
+
+	key.word = key.tail ^ key.first * SERVICE_WORD_FIRST_FACTOR ^ key.middle * SERVICE_WORD_MIDDLE_FACTOR;
+	return key;
+}
+
+static __always_inline bool is_key_ipv6(const struct service_slot *slot, const struct service_key_ipv6 *key)
+{
+	return *(const service_tail *)&slot->key.address[3] == key->tail &&
+	       *(const service_tail *)&slot->key.address[1] == key->middle && slot->key.address[0] == key->first;
+}
+
+static __always_inline const struct service_slot *lb_slot(const struct lb_service_directories *directories, __u64 word)
 {
 	const struct lb_service_directory *directory = &directories->half[directories->active & 1];
-	__u64 hash = tail * directory->seed;
+	__u64 hash = word * directory->seed;
 	__u32 displacement = directory->displacement[hash >> LB_SERVICE_GROUP_SHIFT];
-	const struct service_slot *slot;
 
-	slot = &directory->slots[(hash >> LB_SERVICE_SLOT_SHIFT ^ displacement) & (LB_SERVICE_SLOTS - 1)];
+	return &directory->slots[(hash >> LB_SERVICE_SLOT_SHIFT ^ displacement) & (LB_SERVICE_SLOTS - 1)];
+}
+
+/* Returns the number of the IPv4 service with that tail at the load balancer, or NO_SERVICE. */
+static __always_inline __u32 find_lb_service(const struct lb_service_directories *directories, __u64 tail)
+{
+	const struct service_slot *slot = lb_slot(directories, tail);
+
 	return *(const service_tail *)&slot->key.address[3] == tail ? slot->number : NO_SERVICE;
 }
 
-/* Returns the number of the service with that tail on a server, or NO_SERVICE. */
-static __always_inline __u32 find_service(const struct service_directories *directories, __u64 tail)
+static __always_inline __u32 find_lb_service_ipv6(const struct lb_service_directories *directories,
+						  const struct service_key_ipv6 *key)
+{
+	const struct service_slot *slot = lb_slot(directories, key->word);
+
+	return is_key_ipv6(slot, key) ? slot->number : NO_SERVICE;
+}
+
+static __always_inline const struct service_slot *server_slot(const struct service_directories *directories, __u64 word)
 {
 	const struct service_directory *directory = &directories->half[directories->active & 1];
-	const struct service_slot *slot = &directory->slots[(tail * directory->seed) >> SERVICE_SLOT_SHIFT];
+
+	return &directory->slots[(word * directory->seed) >> SERVICE_SLOT_SHIFT];
+}
+
+/* Returns the number of the IPv4 service with that tail on a server, or NO_SERVICE. */
+static __always_inline __u32 find_service(const struct service_directories *directories, __u64 tail)
+{
+	const struct service_slot *slot = server_slot(directories, tail);
 
 	return *(const service_tail *)&slot->key.address[3] == tail ? slot->number : NO_SERVICE;
+}
+
+static __always_inline __u32 find_service_ipv6(const struct service_directories *directories,
+					       const struct service_key_ipv6 *key)
+{
+	const struct service_slot *slot = server_slot(directories, key->word);
+
+	return is_key_ipv6(slot, key) ? slot->number : NO_SERVICE;
 }
 
 #endif

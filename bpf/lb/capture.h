@@ -45,6 +45,8 @@ struct {
 } captured SEC(".maps");
 
 __u64 capture_sequences[MAX_CPUS] SEC(".bss.capture");
+/* The CPU's present frame is watched. */
+__u64 is_captured[MAX_CPUS] SEC(".bss.capture");
 
 /* Not an enum lb_counter. */
 #define NO_OUTCOME 0xffffffffu
@@ -85,30 +87,37 @@ static __always_inline void send_captured(struct xdp_md *ctx, struct captured_pa
 	bpf_perf_event_output(ctx, &captured, flags | (__u64)packet->captured_length << 32, packet, sizeof(*packet));
 }
 
-/* Runs before the decision. Returns whether the frame is watched. */
-static __noinline bool capture_arrived(struct xdp_md *ctx)
+/* Runs before the decision. */
+static __noinline int capture_arrived(struct xdp_md *ctx)
 {
 	struct captured_packet packet = {.action = CAPTURE_ARRIVED};
+	__u32 cpu = bpf_get_smp_processor_id() & (MAX_CPUS - 1);
 	struct lb_counters *of_service, *of_none;
 
+	is_captured[cpu] = 0;
 	if (!is_watched((void *)(long)ctx->data, (void *)(long)ctx->data_end))
-		return false;
+		return 0;
 	of_service = counters_of(ctx, capture_of.service);
 	of_none = counters_of(ctx, LB_COUNTERS_NO_SERVICE);
 	if (!of_service || !of_none)
-		return false;
+		return 0;
 	of_service->last_outcome = of_none->last_outcome = NO_OUTCOME;
-	capture_sequences[bpf_get_smp_processor_id() & (MAX_CPUS - 1)]++;
+	is_captured[cpu] = 1;
+	capture_sequences[cpu]++;
 	send_captured(ctx, &packet);
-	return true;
+	return 0;
 }
 
+/* Runs after the decision. Returns `action`. */
 static __noinline int capture_decided(struct xdp_md *ctx, int action)
 {
 	struct captured_packet packet = {.action = action, .outcome = NO_OUTCOME};
-	const struct lb_counters *of_service = counters_of(ctx, capture_of.service);
-	const struct lb_counters *of_none = counters_of(ctx, LB_COUNTERS_NO_SERVICE);
+	const struct lb_counters *of_service, *of_none;
 
+	if (!is_captured[bpf_get_smp_processor_id() & (MAX_CPUS - 1)])
+		return action;
+	of_service = counters_of(ctx, capture_of.service);
+	of_none = counters_of(ctx, LB_COUNTERS_NO_SERVICE);
 	if (of_service && of_none)
 		packet.outcome =
 			of_service->last_outcome != NO_OUTCOME ? of_service->last_outcome : of_none->last_outcome;

@@ -38,10 +38,11 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, const struct se
 		if (is_stateful(service))
 			decide_first_stateful(ctx, state, packet, decision);
 		else
-			decide_by_rule(state, packet, placed_as(true), decision);
+			decide_by_rule(ctx, state, packet, placed_as(true), decision);
 		return;
 	}
-	cookie = cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+	cookie = is_ipv6(packet) ? packet->cookie
+				 : cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
 	if (is_index(service, cookie))
 		decide_connection(ctx, service, cookie, packet, decision);
 	else
@@ -54,7 +55,7 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 {
 	switch (service->consistency) {
 	case CONSISTENCY_NONE:
-		decide_by_rule(state, packet, placed_as(packet->flags & TCP_SYN), decision);
+		decide_by_rule(ctx, state, packet, placed_as(packet->flags & TCP_SYN), decision);
 		break;
 	case CONSISTENCY_HASH_TABLE:
 		decide_by_hash_table(ctx, service, state, packet, decision);
@@ -62,7 +63,7 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 	case CONSISTENCY_STATEFUL:
 	case CONSISTENCY_STATELESS:
 		if (is_lb_stamped(service)) {
-			decide_lb_stamped(state, packet, decision);
+			decide_lb_stamped(ctx, state, packet, decision);
 			break;
 		}
 		if (may_have_cookie(service, packet)) {

@@ -112,10 +112,10 @@ static __always_inline enum lb_counter placed_as(bool opens)
 	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
 
-static __always_inline void decide_by_rule(struct service_state *state, const struct packet *packet,
+static __always_inline void decide_by_rule(struct xdp_md *ctx, struct service_state *state, const struct packet *packet,
 					   enum lb_counter outcome, struct decision *decision)
 {
-	__u32 id = place(state, decision->service, packet);
+	__u32 id = place(ctx, state, decision->service, packet);
 
 	if (id == NO_SERVER) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
@@ -134,10 +134,10 @@ static __always_inline void decide_by_flow(struct flow_table_entry entry, struct
  * Decides by the bucket, with its previous server. A SYN goes only to a server that takes new connections, otherwise
  * the returned entry has NO_SERVER.
  */
-static __always_inline struct flow_table_entry decide_by_bucket(struct service_state *state,
+static __always_inline struct flow_table_entry decide_by_bucket(struct xdp_md *ctx, struct service_state *state,
 								const struct packet *packet, struct decision *decision)
 {
-	struct flow_table_entry choice = place_consistently(state, packet);
+	struct flow_table_entry choice = place_consistently(ctx, state, packet);
 
 	if (choice.server_id == NO_SERVER ||
 	    !may_go_to(server_at(decision->service, choice.server_id), packet->flags & TCP_SYN)) {

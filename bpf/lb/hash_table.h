@@ -53,7 +53,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		decide_other_balancer(service, decision);
 		return;
 	}
-	decide_by_rule(state, packet, placed_as(first), decision);
+	decide_by_rule(ctx, state, packet, placed_as(first), decision);
 	if (decision->outcome == LB_COUNTER_NEW_CONNECTION) {
 		entry = (struct flow_table_entry){.server_id = decision->server_id, .before = NO_SERVER};
 		insert_flow(ctx, decision->service, packet, entry, 0);

@@ -2,10 +2,11 @@
 /*
  * The load balancer: XDP on the device of clients' packets.
  *
- * 1. Packets of the load balancer: IPv4 TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC
- *    address, and ICMP errors about packets of a service. All others pass to the kernel unchanged (XDP_PASS): other
- *    protocols, UDP without a UDP service, other ICMP to a VIP, IPv6, VLAN-tagged frames, and frames to a group address
- *    or another machine, so that no second load balancer on the wire takes the broadcasts of section 7.
+ * 1. Packets of the load balancer: TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC address,
+ *    of IPv4 and IPv6 (ipv6.h), and ICMP errors about packets of a service. All others pass to the kernel unchanged
+ *    (XDP_PASS): other protocols, UDP without a UDP service, other ICMP to a VIP, ICMPv6, VLAN-tagged frames, and
+ *    frames to a group address or another machine, so that no second load balancer on the wire takes the broadcasts of
+ *    section 7.
  *
  * 2. Forwarding. The frame gets the MAC addresses of a server (destination) and of this device (source) and leaves by
  *    the device it came on (XDP_TX). Above Ethernet nothing changes but for sections 5 and 6: the server holds the VIP,
@@ -24,13 +25,13 @@
  *    The flow table has the server. Without an entry the bucket decides (a choice that changes only with the pool), and
  *    from the second packet on the flow table stores it as a hint, so a flood of SYNs does not fill the table. A SYN
  *    goes only to a server that takes new connections. Each of these packets names the bucket's previous server in its
- *    IP identification, to which a server forwards packets without a socket (NO_SERVER: none). Other modes (enum
- *    consistency): HASH_TABLE (the flow table for all), NONE (each packet by the placement table), BEAMER (the bucket
- *    and its previous server, unless a SYN had to leave its bucket). The constant modes_in_use removes unused modes at
- *    load time. During a migration (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/deployment.md) unknown packets go to the
- *    other load balancer, and packets to a server name it as the previous server, since TSecr of a foreign connection
- *    may look like a cookie. Fragments of UDP follow the first one (fragment.h). ICMP errors go to the server whose
- *    packet they quote (icmp.h).
+ *    IP identification or IPv6 flow label, to which a server forwards packets without a socket (NO_SERVER: none). Other
+ *    modes (enum consistency): HASH_TABLE (the flow table for all), NONE (each packet by the placement table), BEAMER
+ *    (the bucket and its previous server, unless a SYN had to leave its bucket). The constant modes_in_use removes
+ *    unused modes at load time. During a migration (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/deployment.md) unknown
+ *    packets go to the other load balancer, and packets to a server name it as the previous server, since TSecr of a
+ *    foreign connection may look like a cookie. Fragments of UDP follow the first one (fragment.h). ICMP errors go to
+ *    the server whose packet they quote (icmp.h).
  *
  * 6. Stateful services (connection_table.h). A SYN with timestamps takes an entry of the connection table. Its TSecr, 0
  *    on the wire, carries the entry's index to the server. Cookies then hold the slot and the owner number (kind 1),
@@ -44,12 +45,13 @@
  *    kind per source, per service and in all.
  *
  * 8. Outcomes. Each packet has one, counted per service (enum lb_counter). Shorter than 34 bytes: passed. A broken IP
- *    header (TCP, UDP with a UDP service, or ICMP to a VIP): drop_malformed_ipv4, for all ports of the VIP, as the port
- *    is unknown. Any fragment of TCP, and a UDP fragment before its first one: drop_fragment; fragments of ICMP pass. A
- *    truncated or contradictory TCP, UDP or ICMP header: drop_malformed_*; TCP options are read up to the timestamp. No
- *    MAC address of a connection's server: drop_server_unresolved. A SYN whose server cannot take it: 16 more members
- *    are tried, then drop_no_eligible_server. Above a rate of section 7: drop_unknown_cookie,
- *    drop_broadcast_rate_limited. States that cannot occur: drop_internal.
+ *    header (TCP, UDP with a UDP service, or ICMP to a VIP): drop_malformed_ipv4 or drop_malformed_ipv6, for all ports
+ *    of the VIP, as the port is unknown. Too long a chain of IPv6 extension headers: drop_extension_headers. Any
+ *    fragment of TCP, and a UDP fragment before its first one: drop_fragment; fragments of ICMP pass. A truncated or
+ *    contradictory TCP, UDP or ICMP header: drop_malformed_*; TCP options are read up to the timestamp. No MAC address
+ *    of a connection's server: drop_server_unresolved. A SYN whose server cannot take it: 16 more members are tried,
+ *    then drop_no_eligible_server. Above a rate of section 7: drop_unknown_cookie, drop_broadcast_rate_limited. States
+ *    that cannot occur: drop_internal.
  *
  * 9. User space (crates/dataplane/src/lb.rs) writes all state through shared memory, in whole words, or in unread
  *    memory followed by a switch. State and link are pinned and outlive it.
@@ -61,11 +63,13 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "apply.h"
 #include "capture.h"
 #include "decide.h"
 #include "emit.h"
 #include "fragment.h"
 #include "icmp.h"
+#include "ipv6.h"
 #include "parse.h"
 #include "placement.h"
 #include "reply.h"
@@ -73,57 +77,6 @@
 #include "service.h"
 #include "service_mode.h"
 #include "stats.h"
-
-/* Forwards the packet to the server of the decision. */
-static __always_inline int forward_to_server(struct xdp_md *ctx, const struct packet *packet,
-					     const struct decision *decision)
-{
-	if (decision->opens)
-		count_opened(decision->service, decision->server_id);
-	if (decision->closes)
-		count_closed(decision->server_id);
-	return emit(ctx, decision->destination, decision->service, decision->server_id, decision->outcome,
-		    packet->client_address, packet->ports);
-}
-
-/* Applies the decision. Returns an XDP action. */
-static __always_inline int apply_decision(struct xdp_md *ctx, const struct packet *packet,
-					  const struct decision *decision)
-{
-	void *data = (void *)(long)ctx->data;
-	void *data_end = (void *)(long)ctx->data_end;
-
-	if (decision->outcome == LB_COUNTER_PASSED_NOT_SERVICE) {
-		count_packet(ctx, decision->service, decision->outcome, 0);
-		return XDP_PASS;
-	}
-	if (!is_forwarded(decision->outcome)) {
-		count_packet(ctx, decision->service, decision->outcome, 0);
-		return XDP_DROP;
-	}
-	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end) {
-		count_packet(ctx, decision->service, LB_COUNTER_DROP_INTERNAL, 0);
-		return XDP_DROP;
-	}
-	if (decision->before != KEEP_IDENTIFICATION)
-		rewrite_identification(data, decision->before);
-	if (decision->echo != KEEP_ECHO)
-		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
-	if (decision->server_id != NO_SERVER)
-		return forward_to_server(ctx, packet, decision);
-	rewrite_mac(data, decision->destination);
-	count_packet(ctx, decision->service, decision->outcome, data_end - data);
-	return XDP_TX;
-}
-
-#define UNDECIDED                                                                                                      \
-	((struct decision){                                                                                            \
-		.outcome = LB_COUNTER_DROP_INTERNAL,                                                                   \
-		.service = LB_COUNTERS_NO_SERVICE,                                                                     \
-		.server_id = NO_SERVER,                                                                                \
-		.before = KEEP_IDENTIFICATION,                                                                         \
-		.echo = KEEP_ECHO,                                                                                     \
-	})
 
 /* ---- section 3, the fast path ---------------------------------------------------------------------------------- */
 
@@ -336,6 +289,8 @@ static __always_inline int forward(struct xdp_md *ctx)
 {
 	int action = forward_fast_path(ctx);
 
+	if (action < 0 && ipv6_in_use && is_ipv6_frame((void *)(long)ctx->data, (void *)(long)ctx->data_end))
+		return forward_ipv6(ctx);
 	if (action < 0)
 		action = forward_fast_path_syn(ctx);
 	if (action < 0 && timestamps_lb_in_use)
@@ -343,19 +298,15 @@ static __always_inline int forward(struct xdp_md *ctx)
 	return action < 0 ? forward_other(ctx) : action;
 }
 
-/* A copy of its own, so that the other one keeps no register for what is captured. */
-static __noinline int forward_captured(struct xdp_md *ctx)
-{
-	bool watched = capture_arrived(ctx);
-	int action = forward(ctx);
-
-	return watched ? capture_decided(ctx, action) : action;
-}
-
 SEC("xdp")
 int lb(struct xdp_md *ctx)
 {
-	return capture_in_use ? forward_captured(ctx) : forward(ctx);
+	int action;
+
+	if (capture_in_use)
+		capture_arrived(ctx);
+	action = forward(ctx);
+	return capture_in_use ? capture_decided(ctx, action) : action;
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

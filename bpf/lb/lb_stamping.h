@@ -33,8 +33,8 @@ static __always_inline bool decide_half_open(const struct packet *packet, struct
  * Decides a packet that begins no stamped connection: by the flow table (plain), or by its cookie, with TSecr restored
  * (lb_cookie.h).
  */
-static __always_inline void decide_later_lb_stamped(struct service_state *state, const struct packet *packet,
-						    struct decision *decision)
+static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct service_state *state,
+						    const struct packet *packet, struct decision *decision)
 {
 	bool syn = packet->flags & TCP_SYN;
 	struct flow_table_entry entry = {};
@@ -48,10 +48,10 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 		return;
 	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
-		decide_by_bucket(state, packet, decision);
+		decide_by_bucket(ctx, state, packet, decision);
 		/* The SYN-ACK stores it. */
 		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
-			decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
+			decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->before = KEEP_IDENTIFICATION;
 		return;
 	}
@@ -65,13 +65,13 @@ static __always_inline void decide_later_lb_stamped(struct service_state *state,
 	decision->echo = lb_stamped_echo(decision->service, decision->destination, packet);
 }
 
-static __always_inline void decide_lb_stamped(struct service_state *state, const struct packet *packet,
-					      struct decision *decision)
+static __always_inline void decide_lb_stamped(struct xdp_md *ctx, struct service_state *state,
+					      const struct packet *packet, struct decision *decision)
 {
 	if (!(packet->flags & TCP_SYN) || !packet->has_timestamp)
-		decide_later_lb_stamped(state, packet, decision);
+		decide_later_lb_stamped(ctx, state, packet, decision);
 	else if (!decide_half_open(packet, decision))
-		decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
+		decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 }
 
 #endif

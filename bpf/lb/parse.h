@@ -41,6 +41,10 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define IP_FRAGMENT_OFFSET 0x1fff
 #define IP_FRAGMENT_MASK (IP_MORE_FRAGMENTS | IP_FRAGMENT_OFFSET)
 
+/* The client's address in its IPv6 packet. */
+#define IPV6_CLIENT_AT (ETH_HLEN + 8)
+#define IPV6_ADDRESS_BYTES 16
+
 #define TCP_FLAGS_OFFSET 13
 #define TCP_CHECKSUM_OFFSET 16
 #define TCP_FIN 0x01
@@ -48,10 +52,22 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
+/* Bounds of offsets for the verifier. */
+#define TRANSPORT_MASK 0x7f
+#define OPTION_MASK 0xff
+_Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_MASK, "60 bytes are the longest IPv4 header");
+_Static_assert(TRANSPORT_MASK - TCP_CHECKSUM_OFFSET + 60 <= OPTION_MASK, "60 bytes are the longest TCP header");
+
 /* Fields of a packet for lb.bpf.c. Addresses and ports in the packet's byte order. */
 struct packet {
+	/* IPv6: client_word_ipv6(). */
 	__u32 client_address;
-	__u32 vip_address;
+	union {
+		/* IPv4. */
+		__u32 vip_address;
+		/* IPv6: of a packet with timestamps. */
+		__u32 cookie;
+	};
 	/* Source port in the low half, destination port in the high one. */
 	__u32 ports;
 	__u32 echo;
@@ -59,7 +75,8 @@ struct packet {
 	__u8 flags;
 	__u8 has_timestamp;
 	__u8 protocol;
-	__u8 reserved;
+	/* ADDRESS_FAMILY_IPV6, or 0 for IPv4. */
+	__u8 family;
 	/* IP identification, in the packet's byte order. */
 	__u16 identification;
 	/* 0: the packet is complete; else its offset in units of 8 bytes, and IP_MORE_FRAGMENTS. */
@@ -70,6 +87,14 @@ struct packet {
 	__u16 transport;
 	__u32 end;
 };
+
+/* A service has an IPv6 VIP; fixed at load time. */
+const volatile bool ipv6_in_use;
+
+static __always_inline bool is_ipv6(const struct packet *packet)
+{
+	return ipv6_in_use && packet->family == ADDRESS_FAMILY_IPV6;
+}
 
 static __always_inline __u64 frame_bytes(const struct xdp_md *ctx)
 {
@@ -210,13 +235,19 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	return 0;
 }
 
+/* Returns the transport header's offset with a bound that the verifier sees. */
+static __always_inline __u32 bounded_transport(const struct packet *packet)
+{
+	return packet->transport & TRANSPORT_MASK;
+}
+
 /* Reads the ports of TCP and UDP. `malformed`: the outcome when the packet ends before. */
 static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
 				       struct packet *packet)
 {
 	if (packet->transport + sizeof(packet->ports) > packet->end)
 		return parse_ended(malformed);
-	data += packet->transport;
+	data += bounded_transport(packet);
 	if (data + sizeof(packet->ports) > data_end)
 		return parse_ended(malformed);
 	packet->ports = PACKET_U32(data, 0);
@@ -283,7 +314,7 @@ static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data
 
 	if (packet->transport + sizeof(struct tcphdr) > packet->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
-	data += packet->transport;
+	data += bounded_transport(packet);
 	if (data + sizeof(struct tcphdr) > data_end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
 	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
@@ -318,7 +349,7 @@ static __always_inline int parse_udp(const void *data, const void *data_end, con
 
 	if (packet->transport + sizeof(struct udphdr) > packet->end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
-	data += packet->transport;
+	data += bounded_transport(packet);
 	if (data + sizeof(struct udphdr) > data_end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_UDP);
 	length = bpf_ntohs(PACKET_U16(data, __builtin_offsetof(struct udphdr, len)));

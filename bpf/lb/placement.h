@@ -111,13 +111,32 @@ static __always_inline const struct member *member_at(const struct placement *pl
 	return memory_at(placement, placement->table->members_at + position * sizeof(struct member));
 }
 
-static __always_inline __u32 table_hash(const struct placement *placement, __u32 group, const struct packet *packet)
+/* IPv6: the client's address is read from the frame. Not inlined: its stack would count in every call of place(). */
+static __noinline __u32 source_hash_ipv6(struct xdp_md *ctx, const void *tables, __u16 client_port)
+{
+	const struct toeplitz_source_tables_ipv6 *source = tables;
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (data + IPV6_CLIENT_AT + IPV6_ADDRESS_BYTES > data_end)
+		return 0;
+	return toeplitz_source_ipv6(source->byte, data + IPV6_CLIENT_AT, client_port);
+}
+
+static __always_inline __u32 table_hash(struct xdp_md *ctx, const struct placement *placement, __u32 group,
+					const struct packet *packet)
 {
 	const struct placement_table *table = placement->table;
-	const struct toeplitz_source_tables *source = memory_at(placement, table->toeplitz_source_at[group]);
+	__u32 at = table->toeplitz_source_at[group], hash;
+	const struct toeplitz_source_tables *source;
 
-	return toeplitz_source(source->byte, packet->client_address, packet->ports & 0xffff) ^
-	       table->toeplitz_destination[group];
+	if (is_ipv6(packet)) {
+		hash = source_hash_ipv6(ctx, memory_at(placement, at), packet->ports);
+	} else {
+		source = memory_at(placement, at);
+		hash = toeplitz_source(source->byte, packet->client_address, packet->ports & 0xffff);
+	}
+	return hash ^ table->toeplitz_destination[group];
 }
 
 _Static_assert(MAX_CANDIDATES * sizeof(struct candidate) <= PLACEMENT_MEMORY_SLACK, "a bucket fits behind the mask");
@@ -179,8 +198,9 @@ static __always_inline __s64 least_assigned_of(const struct candidate *candidate
  * Returns the candidate of least cost over all groups, the first of equals; NULL: none. Rule TABLE compares the first
  * candidate of each group's bucket by load, LEAST_ASSIGNED all of them by load and assigned connections.
  */
-static __always_inline const struct candidate *least_candidate(const struct placement *placement, __u32 first_hash,
-							       const struct packet *packet, bool least_assigned)
+static __always_inline const struct candidate *least_candidate(struct xdp_md *ctx, const struct placement *placement,
+							       __u32 first_hash, const struct packet *packet,
+							       bool least_assigned)
 {
 	const struct placement_table *table = placement->table;
 	const __u32 *assigned = assigned_counts(placement);
@@ -194,7 +214,7 @@ static __always_inline const struct candidate *least_candidate(const struct plac
 
 		if (group >= table->group_count)
 			break;
-		hash = group ? table_hash(placement, group, packet) : first_hash;
+		hash = group ? table_hash(ctx, placement, group, packet) : first_hash;
 		starts[group] = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
 				table->candidates_per_bucket;
 		candidates = candidates_at(placement, starts[group]);
@@ -233,18 +253,18 @@ static __always_inline __u32 fallback(const struct placement *placement, __u32 s
 }
 
 /* Returns the server of the rule, whether or not it can take the connection; NO_SERVER: table unusable. */
-static __always_inline __u32 choose(const struct placement *placement, struct service_state *state, __u32 service,
-				    __u32 hash, const struct packet *packet)
+static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *placement, struct service_state *state,
+				    __u32 service, __u32 hash, const struct packet *packet)
 {
 	const struct placement_table *table = placement->table;
 
 	if (rule_is(table, PLACEMENT_RULE_TABLE)) {
-		const struct candidate *candidate = least_candidate(placement, hash, packet, false);
+		const struct candidate *candidate = least_candidate(ctx, placement, hash, packet, false);
 
 		return candidate ? candidate->server_id : NO_SERVER;
 	}
 	if (rule_is(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
-		const struct candidate *candidate = least_candidate(placement, hash, packet, true);
+		const struct candidate *candidate = least_candidate(ctx, placement, hash, packet, true);
 
 		if (!candidate)
 			return NO_SERVER;
@@ -299,7 +319,7 @@ static __always_inline bool table_of(const struct service_state *state, struct p
 }
 
 /* Returns a server for a new connection, or NO_SERVER. A global function, as decide() is. */
-__noinline int place(struct service_state *state, __u32 service, const struct packet *packet)
+__noinline int place(struct xdp_md *ctx, struct service_state *state, __u32 service, const struct packet *packet)
 {
 	const struct placement_table *table;
 	struct placement placement;
@@ -311,7 +331,7 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 	if (!table_of(state, &placement))
 		return NO_SERVER;
 	table = placement.table;
-	hash = table_hash(&placement, 0, packet);
+	hash = table_hash(ctx, &placement, 0, packet);
 	key = recent_key(table, service, hash);
 	recent = &recent_first_packets[hash & (RECENT_FIRST_PACKETS - 1)];
 	if (choice_is_remembered(table, packet)) {
@@ -322,7 +342,7 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 		    server_has(server_at(service, id), TAKES_FIRST_PACKETS))
 			return id;
 	}
-	id = choose(&placement, state, service, hash, packet);
+	id = choose(ctx, &placement, state, service, hash, packet);
 	if (id == NO_SERVER)
 		return NO_SERVER;
 	if (!server_has(server_at(service, id), TAKES_FIRST_PACKETS))
@@ -333,7 +353,7 @@ __noinline int place(struct service_state *state, __u32 service, const struct pa
 }
 
 /* Returns the bucket's server for a connection without a cookie, and its previous server; NO_SERVER: none. */
-static __always_inline struct flow_table_entry place_consistently(const struct service_state *state,
+static __always_inline struct flow_table_entry place_consistently(struct xdp_md *ctx, const struct service_state *state,
 								  const struct packet *packet)
 {
 	const struct placement_table *table;
@@ -343,7 +363,7 @@ static __always_inline struct flow_table_entry place_consistently(const struct s
 	if (!table_of(state, &placement))
 		return (struct flow_table_entry){.server_id = NO_SERVER, .before = NO_SERVER};
 	table = placement.table;
-	offset = (table_hash(&placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
+	offset = (table_hash(ctx, &placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
 	return (struct flow_table_entry){
 		.server_id = *(const __u16 *)memory_at(&placement, table->consistent_at + offset),
 		.before = *(const __u16 *)memory_at(&placement, table->consistent_before_at + offset),

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Rewriting of packets: MAC addresses; the IP identification, for the bucket's previous server; TSecr, for the index of
- * a connection's entry or the server's own time. Checksums are updated by the difference.
+ * Rewriting of packets: MAC addresses; the IP identification or IPv6 flow label, for the bucket's previous server;
+ * TSecr, for the index of a connection's entry or the server's own time. Checksums are updated by the difference.
  */
 #ifndef COREWARD_LB_REWRITE_H
 #define COREWARD_LB_REWRITE_H
@@ -30,6 +30,8 @@ static __always_inline bool sent_to_us(const void *data)
 	return PACKET_U64(data, 0) << 16 == lb_state.own_mac_shifted;
 }
 
+#define IPV6_FLOW_LABEL_MASK 0xfffffu
+
 /* Writes a new IP identification, and updates the checksum (RFC 1624, Eqn. 3). */
 static __always_inline void rewrite_identification(void *data, __u16 identification)
 {
@@ -42,11 +44,13 @@ static __always_inline void rewrite_identification(void *data, __u16 identificat
 	PACKET_U16(data, IP_AT(check)) = ~sum;
 }
 
-/* Bounds of offsets for the verifier. */
-#define TRANSPORT_MASK 0x7f
-#define OPTION_MASK 0xff
-_Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_MASK, "60 bytes are the longest IP header");
-_Static_assert(ETH_HLEN + 60 + 60 <= OPTION_MASK, "60 bytes are the longest TCP header");
+/* Writes the lower 16 bits of a new flow label, with 0 above them; no checksum covers it (RFC 8200, Sect. 8.1). */
+static __always_inline void rewrite_flow_label(void *data, __u16 label)
+{
+	__u32 first = PACKET_U32(data, ETH_HLEN);
+
+	PACKET_U32(data, ETH_HLEN) = (first & bpf_htonl(~IPV6_FLOW_LABEL_MASK)) | bpf_htonl(label);
+}
 
 /*
  * Writes one word of the timestamp option, `offset` bytes into the frame, and updates the TCP checksum (RFC 1624, Eqn.

@@ -223,7 +223,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 		decision->echo = syn_echo(owner, slot);
 		return;
 	}
-	decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
+	decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;

@@ -27,11 +27,11 @@ static __always_inline void decide_first_without_cookie(struct xdp_md *ctx, stru
 							const struct packet *packet, bool found, __u32 stale,
 							struct decision *decision)
 {
-	struct flow_table_entry entry = decide_by_bucket(state, packet, decision);
+	struct flow_table_entry entry = decide_by_bucket(ctx, state, packet, decision);
 	__u32 hint = FLOW_HINT;
 
 	if (decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER) {
-		decide_by_rule(state, packet, LB_COUNTER_NEW_CONNECTION, decision);
+		decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		if (decision->outcome != LB_COUNTER_NEW_CONNECTION)
 			return;
 		entry.before = entry.server_id;
@@ -74,7 +74,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		return;
 	}
 	if (by_bucket) {
-		decide_by_bucket(state, packet, decision);
+		decide_by_bucket(ctx, state, packet, decision);
 		return;
 	}
 	/* A host without that connection resets without timestamps, whatever the connection had. */
@@ -92,7 +92,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		decide_other_balancer(service, decision);
 		return;
 	}
-	entry = decide_by_bucket(state, packet, decision);
+	entry = decide_by_bucket(ctx, state, packet, decision);
 	/* Nothing proves a connection, as replies do not pass here: the entry is a hint. */
 	if (decision->outcome == LB_COUNTER_BUCKET_HASH)
 		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);

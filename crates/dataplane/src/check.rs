@@ -115,6 +115,7 @@ fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<Verifier
     rodata.timestamps_off_in_use = several;
     rodata.timestamps_lb_in_use = several;
     rodata.udp_in_use = several;
+    rodata.ipv6_in_use = several;
     rodata.traffic_in_use = several;
     rodata.capture_in_use = several;
     rodata.packets_read_clock = several;

@@ -39,7 +39,6 @@ mod variant;
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
-use std::net::{SocketAddr, SocketAddrV4};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
@@ -395,13 +394,6 @@ impl LoadBalancer {
     fn service_mut(&mut self, index: ServiceIndex) -> &mut Service {
         let address = *self.address_of(index);
         self.services.get_mut(&address).expect("a place is of a service")
-    }
-
-    fn address(&self, index: ServiceIndex) -> SocketAddrV4 {
-        match self.address_of(index).socket {
-            SocketAddr::V4(vip) => vip,
-            SocketAddr::V6(_) => unreachable!("refused by service_slots"),
-        }
     }
 }
 

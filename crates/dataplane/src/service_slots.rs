@@ -2,12 +2,10 @@
 //! servers.
 
 use std::collections::BTreeSet;
-use std::net::SocketAddr;
 
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::rss::seeded_rng;
-use coreward_model::tuple::address_words;
 use rand::Rng as _;
 
 /// [`seeded_rng`]'s stream for candidate seeds.
@@ -25,9 +23,6 @@ pub enum DirectoryError {
     /// The same VIP, port and protocol twice.
     #[error("service {0} is listed twice")]
     Duplicate(ServiceAddress),
-    /// The packet path does not read IPv6 yet.
-    #[error("service {0}: only IPv4 VIPs are balanced so far")]
-    NotIpv4(ServiceAddress),
     /// Port 0 is no port.
     #[error("service {0}: expected a port from 1 to 65535")]
     PortZero(ServiceAddress),
@@ -41,25 +36,35 @@ pub(crate) fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
+/// Returns the word by which a service's slot is found: the tail, for IPv6 with the rest of the address mixed in.
+fn word(key: &intf::service_key) -> u64 {
+    if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
+        return tail(key);
+    }
+    let [first, middle, upper, _] = key.address.map(u64::from);
+    let mixed = first.wrapping_mul(intf::SERVICE_WORD_FIRST_FACTOR);
+    tail(key) ^ mixed ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
+}
+
 /// Returns the place of a service with that tail in `forwarded_services` of `bpf/include/server.h`.
 pub(crate) fn forwarded_slot(tail: u64) -> usize {
     (tail.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
-fn slot(tail: u64, seed: u64) -> usize {
-    (tail.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
+fn slot(word: u64, seed: u64) -> usize {
+    (word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
 /// Returns the load balancer's group, and the slot without displacement.
-fn group_and_slot(tail: u64, seed: u64) -> (usize, u16) {
-    let hash = tail.wrapping_mul(seed);
+fn group_and_slot(word: u64, seed: u64) -> (usize, u16) {
+    let hash = word.wrapping_mul(seed);
     let slot = hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
     ((hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, slot as u16)
 }
 
-/// Returns the slot of a service with that tail in `directory`, if it has one.
-fn lb_slot(directory: &intf::lb_service_directory, tail: u64) -> usize {
-    let (group, slot) = group_and_slot(tail, directory.seed);
+/// Returns the slot of a service with that word in `directory`, if it has one.
+fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
+    let (group, slot) = group_and_slot(word, directory.seed);
     usize::from(slot ^ directory.displacement[group])
 }
 
@@ -69,10 +74,10 @@ fn lb_slot(directory: &intf::lb_service_directory, tail: u64) -> usize {
 pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
     let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
     let slots = keys(services, intf::MAX_SERVICES_OF_SERVER)?;
-    let tails: Vec<u64> = slots.iter().map(|slot| tail(&slot.key)).collect();
-    directory.seed = seed(&tails).ok_or(DirectoryError::NoSeed(services.len()))?;
-    for (new, tail) in slots.into_iter().zip(tails) {
-        directory.slots[slot(tail, directory.seed)] = new;
+    let words: Vec<u64> = slots.iter().map(|slot| word(&slot.key)).collect();
+    directory.seed = seed(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
+    for (new, word) in slots.into_iter().zip(words) {
+        directory.slots[slot(word, directory.seed)] = new;
     }
     Ok(directory)
 }
@@ -82,11 +87,11 @@ pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_s
     let mut directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
     let slots = keys(services, intf::MAX_SERVICES)?;
-    let tails: Vec<u64> = slots.iter().map(|slot| tail(&slot.key)).collect();
-    let (seed, displacement) = perfect_hash(&tails).ok_or(DirectoryError::NoSeed(services.len()))?;
+    let words: Vec<u64> = slots.iter().map(|slot| word(&slot.key)).collect();
+    let (seed, displacement) = perfect_hash(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
     (directory.seed, directory.displacement) = (seed, displacement);
-    for (new, tail) in slots.into_iter().zip(tails) {
-        let slot = lb_slot(&directory, tail);
+    for (new, word) in slots.into_iter().zip(words) {
+        let slot = lb_slot(&directory, word);
         directory.slots[slot] = new;
     }
     Ok(directory)
@@ -99,8 +104,7 @@ fn keys(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::servi
     let mut seen = BTreeSet::new();
     let mut slots = Vec::new();
     for (address, number) in services {
-        let SocketAddr::V4(vip) = address.socket else { return Err(DirectoryError::NotIpv4(*address)) };
-        if vip.port() == 0 {
+        if address.socket.port() == 0 {
             return Err(DirectoryError::PortZero(*address));
         }
         if !seen.insert(*address) {
@@ -108,43 +112,52 @@ fn keys(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::servi
         }
         slots.push(intf::service_slot { number: *number, key: address.key(), reserved: 0 });
     }
-    let vips: BTreeSet<_> = services.iter().map(|(address, _)| address.socket.ip()).collect();
-    slots.extend(vips.into_iter().map(|vip| intf::service_slot {
+    let vips: BTreeSet<_> = services.iter().map(|(address, _)| VipKey::of(address)).collect();
+    slots.extend(vips.into_iter().map(|VipKey { address, family }| intf::service_slot {
         number: intf::SERVICE_ADDRESS_ONLY,
-        key: intf::service_key {
-            address: address_words(vip),
-            port: 0,
-            protocol: 0,
-            family: intf::ADDRESS_FAMILY_IPV4 as u8,
-        },
+        key: intf::service_key { address, port: 0, protocol: 0, family },
         reserved: 0,
     }));
     Ok(slots)
 }
 
-fn seed(tails: &[u64]) -> Option<u64> {
+/// A VIP without port and protocol.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct VipKey {
+    address: [u32; 4],
+    family: u8,
+}
+
+impl VipKey {
+    fn of(service: &ServiceAddress) -> Self {
+        let key = service.key();
+        Self { address: key.address, family: key.family }
+    }
+}
+
+fn seed(words: &[u64]) -> Option<u64> {
     let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
     (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1).find(|seed| {
         let mut taken = [false; intf::SERVICE_SLOTS as usize];
-        tails.iter().all(|tail| !std::mem::replace(&mut taken[slot(*tail, *seed)], true))
+        words.iter().all(|word| !std::mem::replace(&mut taken[slot(*word, *seed)], true))
     })
 }
 
 type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
 
-/// Returns a seed and displacements that give every tail a slot of its own.
-fn perfect_hash(tails: &[u64]) -> Option<(u64, Displacement)> {
+/// Returns a seed and displacements that give every word a slot of its own.
+fn perfect_hash(words: &[u64]) -> Option<(u64, Displacement)> {
     let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
     let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
-    seeds.find_map(|seed| Some((seed, displacements(tails, seed)?)))
+    seeds.find_map(|seed| Some((seed, displacements(words, seed)?)))
 }
 
-/// Returns displacements that give every tail a slot of its own under that seed; the largest groups choose first.
-fn displacements(tails: &[u64], seed: u64) -> Option<Displacement> {
+/// Returns displacements that give every word a slot of its own under that seed; the largest groups choose first.
+fn displacements(words: &[u64], seed: u64) -> Option<Displacement> {
     let mut groups: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
-    for tail in tails {
-        let (group, slot) = group_and_slot(*tail, seed);
+    for word in words {
+        let (group, slot) = group_and_slot(*word, seed);
         groups[group].1.push(slot);
     }
     groups.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
@@ -173,27 +186,29 @@ mod tests {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// Returns the largest number of services, each on a VIP of its own; the last one is of UDP at the first one's VIP.
-    /// No port is 0 or 1, in either byte order.
+    /// Returns that number of services, each on a VIP of its own, half of them IPv6; the last one is of UDP at the
+    /// first one's VIP. No port is 0 or 1, in either byte order.
     fn many(count: u32) -> Vec<(ServiceAddress, u32)> {
-        let address = |n: u32| format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n);
+        let address = |n: u32| match n % 2 {
+            0 => format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n),
+            _ => format!("[2001:db8:{n:x}::1]:{}", 1024 + n),
+        };
         let mut services: Vec<_> = (0..count - 1).map(|n| (service(&address(n)), n)).collect();
         services.push((ServiceAddress { protocol: Protocol::Udp, ..services[0].0 }, count - 1));
         services
     }
 
-    /// `found`: the slot that a program reads for a tail.
+    /// `found`: the slot that a program reads for a word.
     fn all_are_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
-        let find = |sought: u64| Some(found(sought)).filter(|slot| tail(&slot.key) == sought).map(|slot| slot.number);
+        let find = |key| Some(found(word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
         for (address, number) in services {
             let key = address.key();
-            assert_eq!(find(tail(&key)), Some(*number));
+            assert_eq!(find(key), Some(*number));
             let vip = intf::service_key { port: 0, protocol: 0, ..key };
-            assert_eq!(find(tail(&vip)), Some(intf::SERVICE_ADDRESS_ONLY));
-            assert_eq!(find(tail(&intf::service_key { port: 0, ..key })), None);
-            assert_eq!(find(tail(&intf::service_key { port: 1, ..key })), None);
+            assert_eq!(find(vip), Some(intf::SERVICE_ADDRESS_ONLY));
+            assert_eq!(find(intf::service_key { port: 0, ..key }), None);
+            assert_eq!(find(intf::service_key { port: 1, ..key }), None);
         }
-        assert!(find(0).is_none_or(|number| number == 0), "empty slots hold the tail 0, which no packet has");
     }
 
     /// By `find_service` of bpf/include/service.h.
@@ -201,7 +216,7 @@ mod tests {
     fn a_server_finds_as_many_services_as_there_may_be() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
         let directory = directory(&services).unwrap();
-        all_are_found(&services, |tail| directory.slots[slot(tail, directory.seed)]);
+        all_are_found(&services, |word| directory.slots[slot(word, directory.seed)]);
     }
 
     /// By `find_lb_service` of bpf/include/service.h.
@@ -210,7 +225,7 @@ mod tests {
         for count in [2, 64, intf::MAX_SERVICES] {
             let services = many(count);
             let directory = lb_directory(&services).unwrap();
-            all_are_found(&services, |tail| directory.slots[lb_slot(&directory, tail)]);
+            all_are_found(&services, |word| directory.slots[lb_slot(&directory, word)]);
         }
     }
 
@@ -223,6 +238,5 @@ mod tests {
         let too_many = lb_directory(&vec![(one, 0); 1025]).unwrap_err().to_string();
         assert_eq!(too_many, "1025 services: expected at most 1024");
         assert_eq!(text(&[(service("10.0.0.1:0"), 0)]), "service 10.0.0.1:0/tcp: expected a port from 1 to 65535");
-        assert_eq!(text(&[(service("[::1]:80"), 0)]), "service [::1]:80/tcp: only IPv4 VIPs are balanced so far");
     }
 }

@@ -7,7 +7,7 @@
 mod permutation;
 
 use std::hash::Hasher as _;
-use std::net::SocketAddr;
+use std::net::{Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 
 use coreward_intf as intf;
 use rand::Rng;
@@ -105,18 +105,42 @@ impl FleetKeys {
 }
 
 /// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, into which the VIP's
-/// are folded: `bpf/include/cookie.h` gives the reasons. Panics for IPv6, whose cookies are never stamped.
+/// are folded: `bpf/include/cookie.h` gives the reasons.
 pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
-    let word = word(tuple.client()) ^ word(tuple.vip()).wrapping_mul(key.vip_factor()) >> 8;
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
-    hasher.write(&word.to_le_bytes()[..7]);
+    match (tuple.client(), tuple.vip()) {
+        (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
+            let word = word(client) ^ word(vip).wrapping_mul(key.vip_factor()) >> 8;
+            hasher.write(&word.to_le_bytes()[..7]);
+        }
+        (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
+            let [high, low] = halves(*client.ip());
+            hasher.write(&(high ^ folded(key, vip)).to_le_bytes());
+            hasher.write(&low.to_le_bytes());
+            hasher.write(&client.port().to_be_bytes());
+        }
+        _ => unreachable!("a tuple has one address family"),
+    }
     hasher.finish()
 }
 
 /// Packs address and port in packet byte order into one word.
-fn word(of: SocketAddr) -> u64 {
-    let SocketAddr::V4(of) = of else { panic!("{of}: cookies are of IPv4") };
+fn word(of: SocketAddrV4) -> u64 {
     u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
+}
+
+/// The halves of an address, in packet byte order.
+fn halves(address: Ipv6Addr) -> [u64; 2] {
+    let both = u128::from_le_bytes(address.octets());
+    [both as u64, (both >> 64) as u64]
+}
+
+/// Folds a VIP and its port into one word by a factor that clients do not know.
+fn folded(key: &CookieKey, vip: SocketAddrV6) -> u64 {
+    let ([high, low], factor) = (halves(*vip.ip()), key.vip_factor());
+    let mixed = |word: u64| word ^ word >> 32;
+    let folded = (mixed(high.wrapping_mul(factor)) ^ low).wrapping_mul(factor);
+    mixed(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
 }
 
 /// Returns the addend of the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's
@@ -180,6 +204,23 @@ mod tests {
 
     fn tuple(client: u32, port: u16) -> FourTuple {
         FourTuple::ipv4((Ipv4Addr::from(client), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
+    }
+
+    #[test]
+    fn every_part_of_an_ipv6_tuple_changes_its_hash() {
+        let key = CookieKey { k0: 1, k1: 2 };
+        let (client, vip) = (Ipv6Addr::from(0x2001_0db8 << 96 | 7), Ipv6Addr::from(0x2001_0db8 << 96 | 1));
+        let plain = hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
+        let mut seen = std::collections::HashSet::from([plain]);
+        for bit in 0..128 {
+            let flipped = |address: Ipv6Addr| Ipv6Addr::from(u128::from(address) ^ 1 << bit);
+            assert!(seen.insert(hash(&key, &FourTuple::ipv6((flipped(client), 1024), (vip, 80)))));
+            assert!(seen.insert(hash(&key, &FourTuple::ipv6((client, 1024), (flipped(vip), 80)))));
+        }
+        for bit in 0..16 {
+            assert!(seen.insert(hash(&key, &FourTuple::ipv6((client, 1024 ^ 1 << bit), (vip, 80)))));
+            assert!(seen.insert(hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80 ^ 1 << bit)))));
+        }
     }
 
     fn keys(k: [u64; 4], second: bool) -> FleetKeys {

@@ -4,7 +4,7 @@ mod input;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::net::SocketAddrV4;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use coreward_intf as intf;
@@ -149,47 +149,48 @@ impl RssKey {
         ToeplitzTables { byte: self.byte_tables(), input: self.input }
     }
 
-    /// Returns one table per byte of IPv4 source address and source port, the bytes that differ between the packets of
-    /// one service: their contributions to [`destination_part`](Self::destination_part). With a transformed input, the
-    /// two bytes of a source byte depend on the service's byte at the same offset, which is constant: still one entry
-    /// per byte.
-    pub fn source_tables(&self, vip: SocketAddrV4) -> Box<intf::toeplitz_source_tables> {
-        let destination = halves(vip);
-        let mut tables = Box::<intf::toeplitz_source_tables>::default();
-        for ((table, (first, second)), vip_byte) in tables.byte.iter_mut().zip(SOURCE_BYTES).zip(destination) {
-            let without = self.pair_hash(first, second, 0, vip_byte);
-            for (source, entry) in table.iter_mut().enumerate() {
-                *entry = self.pair_hash(first, second, source as u8, vip_byte) ^ without;
-            }
-        }
-        tables
+    /// Returns one table per byte of source address and source port, the bytes that differ between the packets of one
+    /// service: their contributions to [`destination_part`](Self::destination_part). 6 tables for IPv4, 18 for IPv6.
+    /// With a transformed input, the two bytes of a source byte depend on the service's byte at the same offset, which
+    /// is constant: still one entry per byte.
+    pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
+        let table = |pair: BytePair| {
+            let without = self.pair_hash(&pair, 0);
+            std::array::from_fn(|source| self.pair_hash(&pair, source as u8) ^ without)
+        };
+        byte_pairs(vip).map(table).collect()
     }
 
-    /// Returns the constant part of an IPv4 service: the hash of a packet to it whose source is all zeros.
-    pub fn destination_part(&self, vip: SocketAddrV4) -> u32 {
-        let destination = halves(vip);
-        SOURCE_BYTES
-            .iter()
-            .zip(destination)
-            .fold(0, |hash, ((first, second), vip_byte)| hash ^ self.pair_hash(*first, *second, 0, vip_byte))
+    /// Returns the constant part of a service: the hash of a packet to it whose source is all zeros.
+    pub fn destination_part(&self, vip: SocketAddr) -> u32 {
+        byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_hash(&pair, 0))
     }
 
-    /// Returns the contribution of a source byte and the destination byte at the same offset to the hash; they are
-    /// bytes `first` and `second` of the input.
-    fn pair_hash(&self, first: usize, second: usize, source: u8, destination: u8) -> u32 {
-        let (source, destination) = self.input.transform(source, destination);
-        self.toeplitz_of_byte(first, source) ^ self.toeplitz_of_byte(second, destination)
+    /// Returns the contribution of a source byte and the destination byte at the same offset to the hash.
+    fn pair_hash(&self, pair: &BytePair, source: u8) -> u32 {
+        let (source, destination) = self.input.transform(source, pair.destination);
+        self.toeplitz_of_byte(pair.source_at, source) ^ self.toeplitz_of_byte(pair.destination_at, destination)
     }
 }
 
-/// Positions in the input of IPv4 of each source byte, and of the destination byte at the same place: addresses, then ports.
-const SOURCE_BYTES: [(usize, usize); 6] = [(0, 4), (1, 5), (2, 6), (3, 7), (8, 10), (9, 11)];
+/// A byte of the destination, and the positions in the input of it and of the source byte at the same place.
+struct BytePair {
+    source_at: usize,
+    destination_at: usize,
+    destination: u8,
+}
 
-/// Returns the destination bytes in the order of [`SOURCE_BYTES`].
-fn halves(vip: SocketAddrV4) -> [u8; 6] {
-    let [a, b, c, d] = vip.ip().octets();
-    let [high, low] = vip.port().to_be_bytes();
-    [a, b, c, d, high, low]
+/// Returns the bytes of address and port of a destination.
+fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
+    let address = match vip.ip() {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    };
+    let (length, port) = (address.len(), vip.port().to_be_bytes());
+    let pair = |source_at, half, destination| BytePair { source_at, destination_at: source_at + half, destination };
+    let of_address = address.into_iter().enumerate().map(move |(at, byte)| pair(at, length, byte));
+    let of_port = port.into_iter().enumerate().map(move |(at, byte)| pair(2 * length + at, size_of::<u16>(), byte));
+    of_address.chain(of_port)
 }
 
 /// Bytes of the longest input: IPv6 addresses and ports.
@@ -408,7 +409,7 @@ impl Rss {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
+    use std::net::{Ipv4Addr, Ipv6Addr};
 
     use proptest::prelude::*;
 
@@ -450,16 +451,21 @@ mod tests {
     proptest! {
         #[test]
         fn source_tables_and_destination_part_give_the_whole_hash(
-            seed: u64, client: [u8; 4], port: u16, vip: [u8; 4], vip_port: u16, input in any_input(),
+            seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input in any_input(),
         ) {
             let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input(input);
-            let (client, vip) = (Ipv4Addr::from(client), Ipv4Addr::from(vip));
-            let service = SocketAddrV4::new(vip, vip_port);
-            let tables = key.source_tables(service);
-            let source = [&client.octets()[..], &port.to_be_bytes()[..]].concat();
-            let parts = source.iter().zip(&tables.byte).fold(0, |hash, (byte, table)| hash ^ table[*byte as usize]);
-            let whole = key.toeplitz(&FourTuple::ipv4((client, port), (vip, vip_port)).bytes());
-            prop_assert_eq!(parts ^ key.destination_part(service), whole);
+            let ipv4 = |address: u128| Ipv4Addr::from(address as u32);
+            let tuples = [
+                FourTuple::ipv4((ipv4(client), port), (ipv4(vip), vip_port)),
+                FourTuple::ipv6((Ipv6Addr::from(client), port), (Ipv6Addr::from(vip), vip_port)),
+            ];
+            for tuple in tuples {
+                let tables = key.source_tables(tuple.vip());
+                let (input, address) = (tuple.bytes(), tables.len() - 2);
+                let source = input[..address].iter().chain(&input[2 * address..][..2]);
+                let parts = source.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
+                prop_assert_eq!(parts ^ key.destination_part(tuple.vip()), key.toeplitz(&input));
+            }
         }
 
         /// By the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, on whole words.

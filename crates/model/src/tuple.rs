@@ -130,6 +130,13 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
     std::array::from_fn(|word| u32::from_ne_bytes(octets[word * 4..word * 4 + 4].try_into().expect("four bytes")))
 }
 
+/// Returns the address of [`address_words`].
+pub fn address_of(words: [u32; 4]) -> IpAddr {
+    let mut octets = [0; 16];
+    octets.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
+    Ipv6Addr::from(octets).to_canonical()
+}
+
 impl ServiceAddress {
     /// Returns the service's key in the maps of the BPF programs.
     pub fn key(&self) -> intf::service_key {
@@ -227,6 +234,14 @@ impl std::ops::Deref for TupleBytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn addresses_are_read_as_they_are_written() {
+        for text in ["10.200.0.1", "2001:db8::1", "::1"] {
+            let address = text.parse().unwrap();
+            assert_eq!(address_of(address_words(address)), address);
+        }
+    }
 
     #[test]
     fn service_key_has_the_layout_of_the_packet() {

@@ -19,6 +19,11 @@ impl Block {
     pub fn holding(at: u32, bytes: u32) -> Self {
         Self { at, order: order_of(bytes) }
     }
+
+    /// Returns its size.
+    pub fn bytes(self) -> u32 {
+        1 << self.order
+    }
 }
 
 fn order_of(bytes: u32) -> u32 {
@@ -44,7 +49,7 @@ impl Blocks {
         let mut end = 0;
         for block in used {
             blocks.carve(end, block.at);
-            end = end.max(block.at + (1 << block.order));
+            end = end.max(block.at + block.bytes());
         }
         blocks.carve(end, bytes);
         blocks

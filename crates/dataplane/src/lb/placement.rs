@@ -10,7 +10,7 @@ use coreward_model::placement::PlacementTable;
 
 use super::program::Maps;
 use super::services::{Service, in_use};
-use super::tables::{Full, Hashing, Written};
+use super::tables::{Family, Full, Hashing, Written};
 use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, state_of, tables};
 
@@ -22,7 +22,7 @@ impl LoadBalancer {
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        self.install(service, Hashing::Keys(self.address(service)), table)?;
+        self.install(service, Hashing::Keys(self.address_of(service).socket), table)?;
         self.set_down(service, &table.down);
         Ok(())
     }
@@ -134,9 +134,12 @@ fn table_at(service: ServiceIndex) -> usize {
 /// Assigns the present tables to these services; to be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
     let at = |service: &Service| maps.state.load(table_at(service.index)) as u32;
-    let mut with_table: Vec<(u32, &mut Service)> =
-        services.values_mut().map(|service| (at(service), service)).filter(|(at, _)| *at != 0).collect();
-    let in_use: Vec<u32> = with_table.iter().map(|(at, _)| *at).collect();
+    let mut with_table: Vec<((u32, Family), &mut Service)> = services
+        .iter_mut()
+        .map(|(address, service)| ((at(service), Family::of(&address.socket)), service))
+        .filter(|((at, _), _)| *at != 0)
+        .collect();
+    let in_use: Vec<(u32, Family)> = with_table.iter().map(|(place, _)| *place).collect();
     let tables = maps.tables.adopt(maps.placement_memory_bytes(), &in_use);
     for ((_, service), table) in with_table.iter_mut().zip(tables) {
         service.table = Some(table);

@@ -502,6 +502,7 @@ fn open<'obj>(
     constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::Ticks;
     constants.packets_read_clock = variant.packets_read_clock;
     constants.udp_in_use = variant.in_use.udp;
+    constants.ipv6_in_use = variant.in_use.ipv6;
     constants.forwarding_in_use = or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);
     constants.traffic_in_use = variant.traffic;
     constants.counters_by_cpu = variant.counters_by_cpu;

@@ -2,13 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
-use std::net::Ipv4Addr;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::tuple::Protocol;
+use coreward_model::tuple::{Protocol, address_of};
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
@@ -55,6 +54,12 @@ pub enum ModeError {
     /// Answers of servers behind routers do not pass here.
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
+    /// Not built for IPv6 yet.
+    #[error(
+        "service {0}: an IPv6 VIP needs forwarding \"l2\", timestamps by the server or off, any consistency but \
+             \"stateful\", and no migration"
+    )]
+    NotForIpv6(ServiceAddress),
 }
 
 fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
@@ -72,7 +77,17 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
         return Err(ModeError::CannotTransfer(*address));
     }
+    if address.socket.is_ipv6() && !suits_ipv6(mode) {
+        return Err(ModeError::NotForIpv6(*address));
+    }
     Ok(())
+}
+
+fn suits_ipv6(mode: &ServiceMode) -> bool {
+    !mode.forwarding.encapsulates()
+        && mode.timestamps != Timestamps::LoadBalancer
+        && mode.consistency != Consistency::Stateful
+        && mode.transfer.is_none()
 }
 
 /// Returns a slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.
@@ -125,13 +140,14 @@ pub(super) fn in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFea
         other_balancer: service.mode.transfer.is_some(),
         udp: address.protocol == Protocol::Udp,
         forwarding: 1 << service.mode.forwarding.number(),
+        ipv6: address.socket.is_ipv6(),
     };
     services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::and)
 }
 
 impl LoadBalancer {
     /// Sets the services and their modes, and returns the index of each. A known service keeps its index, servers,
-    /// table and connections; a new one starts without. Fails when a service has no slot (too many, a duplicate, IPv6),
+    /// table and connections; a new one starts without. Fails when a service has no slot (too many, a duplicate),
     /// when a mode does not suit the service's protocol ([`ModeError`]), or when the kernel refuses the program for the
     /// modes. Nothing has changed then.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
@@ -324,7 +340,7 @@ pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
         let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
         let (index, mode) = parse_number(slot.number)?;
         let mode = ServiceMode { forwarding: forwarding_of(maps, index), ..mode };
-        let vip = Ipv4Addr::from(slot.key.address[3].to_ne_bytes());
+        let vip = address_of(slot.key.address);
         let address = ServiceAddress { socket: (vip, u16::from_be(slot.key.port)).into(), protocol };
         Some((address, index, mode))
     });

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::mem::offset_of;
-use std::net::SocketAddrV4;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
@@ -128,13 +128,35 @@ impl Written {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Hashing {
     /// The keys of its groups, at this VIP.
-    Keys(SocketAddrV4),
+    Keys(SocketAddr),
     /// The first group of the service's table so far.
     Kept,
 }
 
-/// Key of source tables: the RSS key, and the service where the NIC mixes source and destination before it hashes them.
-type SourceKey = (RssKey, Option<SocketAddrV4>);
+/// Key of source tables: the RSS key, the address family, and the service where the NIC mixes source and destination
+/// before it hashes them.
+type SourceKey = (RssKey, Family, Option<SocketAddr>);
+
+/// Address family of a service, which decides the size of its source tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Family {
+    Ipv4,
+    Ipv6,
+}
+
+impl Family {
+    /// Returns the family of a VIP.
+    pub fn of(vip: &SocketAddr) -> Self {
+        if vip.is_ipv4() { Self::Ipv4 } else { Self::Ipv6 }
+    }
+
+    fn source_bytes(self) -> u32 {
+        match self {
+            Self::Ipv4 => size_of::<intf::toeplitz_source_tables>() as u32,
+            Self::Ipv6 => size_of::<intf::toeplitz_source_tables_ipv6>() as u32,
+        }
+    }
+}
 
 /// Toeplitz tables in the memory.
 #[derive(Debug, Default)]
@@ -157,7 +179,6 @@ pub(super) struct Tables {
 }
 
 const HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
-const SOURCE_BYTES: u32 = size_of::<intf::toeplitz_source_tables>() as u32;
 
 /// Offset in bytes of a field of the table at `at`.
 macro_rules! field {
@@ -203,31 +224,30 @@ impl Tables {
         Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
     }
 
-    /// Starts with the tables of an earlier process, and returns them.
-    pub fn adopt(&mut self, bytes: u32, in_use: &[u32]) -> Vec<Written> {
-        let mut sources: HashMap<u32, usize> = HashMap::new();
+    /// Starts with the tables of an earlier process, at these offsets, and returns them.
+    pub fn adopt(&mut self, bytes: u32, in_use: &[(u32, Family)]) -> Vec<Written> {
+        let mut sources: HashMap<Block, usize> = HashMap::new();
         let header = |at: u32| self.memory.read::<intf::placement_table>(at as usize);
-        let of_table = |at: &u32| {
+        let of_table = |(at, family): &(u32, Family)| {
             let table = header(*at);
             let groups = (table.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
-            (*at, table.bytes, table.toeplitz_source_at[..groups].to_vec())
+            let source = |at: &u32| Block::holding(*at, family.source_bytes());
+            (*at, table.bytes, table.toeplitz_source_at[..groups].iter().map(source).collect())
         };
-        let tables: Vec<(u32, u32, Vec<u32>)> = in_use.iter().map(of_table).collect();
+        let tables: Vec<(u32, u32, Vec<Block>)> = in_use.iter().map(of_table).collect();
         for source in tables.iter().flat_map(|(_, _, sources)| sources) {
             *sources.entry(*source).or_default() += 1;
         }
         let used = tables.iter().map(|(at, bytes, _)| (*at, *bytes));
-        self.blocks = Blocks::new(bytes, used.chain(sources.keys().map(|at| (*at, SOURCE_BYTES))));
-        let source_block = |at: &u32| Block::holding(*at, SOURCE_BYTES);
+        self.blocks = Blocks::new(bytes, used.chain(sources.keys().map(|block| (block.at, block.bytes()))));
         let written = tables.iter().map(|(at, bytes, sources)| Written {
             block: Block::holding(*at, *bytes),
-            sources: sources.iter().map(source_block).collect(),
+            sources: sources.clone(),
             counted: CountedTable::default(),
             rule: rule_bit(&self.memory, *at),
         });
         let written = written.collect();
-        self.sources =
-            sources.iter().map(|(at, users)| (source_block(at), Source { key: None, users: *users })).collect();
+        self.sources = sources.into_iter().map(|(block, users)| (block, Source { key: None, users })).collect();
         written
     }
 
@@ -390,13 +410,14 @@ impl Tables {
 
     /// Returns the Toeplitz tables of a key: large, and shared by all tables with that key, unless its input is
     /// transformed.
-    fn source(&mut self, key: &RssKey, vip: SocketAddrV4) -> Result<Block, Full> {
-        let source_key = (key.clone(), (key.input() != InputTransform::None).then_some(vip));
+    fn source(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, Full> {
+        let family = Family::of(&vip);
+        let source_key = (key.clone(), family, (key.input() != InputTransform::None).then_some(vip));
         let block = match self.by_key.get(&source_key) {
             Some(block) => *block,
             None => {
-                let block = self.blocks.take(SOURCE_BYTES).ok_or(Full)?;
-                self.memory.write(block.at as usize, &key.source_tables(vip).byte);
+                let block = self.blocks.take(family.source_bytes()).ok_or(Full)?;
+                self.memory.write(block.at as usize, key.source_tables(vip).as_slice());
                 self.by_key.insert(source_key.clone(), block);
                 self.sources.insert(block, Source { key: Some(source_key), users: 0 });
                 block

@@ -19,6 +19,8 @@ pub(super) struct EnabledFeatures {
     pub udp: bool,
     /// Bits 1 << `enum forwarding`.
     pub forwarding: u32,
+    /// A service with an IPv6 VIP.
+    pub ipv6: bool,
 }
 
 impl EnabledFeatures {
@@ -32,6 +34,7 @@ impl EnabledFeatures {
             other_balancer: self.other_balancer || other.other_balancer,
             udp: self.udp || other.udp,
             forwarding: self.forwarding | other.forwarding,
+            ipv6: self.ipv6 || other.ipv6,
         }
     }
 }

@@ -15,6 +15,7 @@ mod lb_decisions;
 mod lb_flows;
 mod lb_forwarding;
 mod lb_icmp;
+mod lb_ipv6;
 mod lb_life;
 mod lb_malformed;
 mod lb_modes;

@@ -1,7 +1,7 @@
 //! A load balancer without a device, and what packets should become of it.
 
 use std::collections::HashMap;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 
 use coreward_dataplane::lb::{BroadcastRates, COUNTERS, LoadBalancer, Options, PacketRate, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
@@ -27,11 +27,11 @@ pub fn id(number: u64) -> ServerId {
     ServerId::try_from(number).unwrap()
 }
 
-pub fn service(vip: (Ipv4Addr, u16)) -> ServiceAddress {
+pub fn service(vip: impl Into<SocketAddr>) -> ServiceAddress {
     ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp }
 }
 
-/// Expected IP identification of a forwarded packet.
+/// Expected IP identification, or IPv6 flow label, of a forwarded packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Identification {
     Kept,
@@ -39,9 +39,14 @@ pub enum Identification {
     Before(Option<ServerId>),
 }
 
-/// `frame` with another IP identification, its header's checksum computed anew.
+/// `frame` with another IP identification, its header's checksum computed anew; of IPv6 with another flow label.
 fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     let mut frame = frame.to_vec();
+    if super::is_ipv6(&frame) {
+        frame[15] &= 0xf0;
+        frame[16..18].copy_from_slice(&identification.to_be_bytes());
+        return frame;
+    }
     let header = 14..super::tcp_offset(&frame);
     frame[18..20].copy_from_slice(&identification.to_be_bytes());
     frame[24..26].fill(0);

@@ -8,7 +8,7 @@ pub mod packet_socket;
 pub mod server_bed;
 pub mod stateful;
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
 use coreward_model::cookie::CookieKey;
 
@@ -162,6 +162,42 @@ pub fn ipv4_frame(
     frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
     frame.extend(transport);
     frame
+}
+
+/// Returns whether the frame is of IPv6.
+pub fn is_ipv6(frame: &[u8]) -> bool {
+    frame[12..14] == [0x86, 0xdd]
+}
+
+/// An IPv6 packet in a frame to the MAC address that [`Tcp`] is sent to; `headers`: protocol number and bytes of each
+/// extension header, whose first byte becomes the number of the next one. Its flow label is 0x12345.
+pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[(u8, Vec<u8>)], protocol: u8, transport: &[u8]) -> Vec<u8> {
+    let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
+    let length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
+    let mut frame = [&[0; 6][..], &[2, 0, 0, 0, 0, 9], &[0x86, 0xdd], &[0x60, 0x01, 0x23, 0x45]].concat();
+    frame.extend((length as u16).to_be_bytes());
+    frame.extend([numbers[0], 64]);
+    frame.extend(addresses.map(|address| address.octets()).concat());
+    for ((_, bytes), next) in headers.iter().zip(&numbers[1..]) {
+        frame.push(*next);
+        frame.extend(&bytes[1..]);
+    }
+    frame.extend(transport);
+    frame
+}
+
+impl Tcp {
+    /// The same segment in IPv6, with ports of this one, behind these extension headers.
+    pub fn ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[(u8, Vec<u8>)]) -> Vec<u8> {
+        let ipv4 = self.frame();
+        let mut segment = ipv4[tcp_offset(&ipv4)..].to_vec();
+        segment[16..18].fill(0);
+        let length = (segment.len() as u32).to_be_bytes();
+        let pseudo_header = [&client.octets()[..], &vip.octets(), &length, &[0, 0, 0, 6]].concat();
+        let checksum = !ones_complement_sum(&[&pseudo_header[..], &segment].concat());
+        segment[16..18].copy_from_slice(&checksum.to_be_bytes());
+        ipv6_frame([client, vip], headers, 6, &segment)
+    }
 }
 
 /// A timestamp option.

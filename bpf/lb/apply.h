@@ -1,0 +1,74 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/* Application of a decision to the frame, which is counted and forwarded, passed or dropped. */
+#ifndef COREWARD_LB_APPLY_H
+#define COREWARD_LB_APPLY_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/ip.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "decision.h"
+#include "emit.h"
+#include "parse.h"
+#include "rewrite.h"
+#include "stats.h"
+
+/* Forwards the packet to the server of the decision. */
+static __always_inline int forward_to_server(struct xdp_md *ctx, const struct packet *packet,
+					     const struct decision *decision)
+{
+	if (decision->opens)
+		count_opened(decision->service, decision->server_id);
+	if (decision->closes)
+		count_closed(decision->server_id);
+	if (is_ipv6(packet))
+		return emit_l2(ctx, decision->destination, decision->service, decision->server_id, decision->outcome);
+	return emit(ctx, decision->destination, decision->service, decision->server_id, decision->outcome,
+		    packet->client_address, packet->ports);
+}
+
+/* Applies the decision. Returns an XDP action. */
+static __always_inline int apply_decision(struct xdp_md *ctx, const struct packet *packet,
+					  const struct decision *decision)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (decision->outcome == LB_COUNTER_PASSED_NOT_SERVICE) {
+		count_packet(ctx, decision->service, decision->outcome, 0);
+		return XDP_PASS;
+	}
+	if (!is_forwarded(decision->outcome)) {
+		count_packet(ctx, decision->service, decision->outcome, 0);
+		return XDP_DROP;
+	}
+	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end) {
+		count_packet(ctx, decision->service, LB_COUNTER_DROP_INTERNAL, 0);
+		return XDP_DROP;
+	}
+	if (decision->before != KEEP_IDENTIFICATION && is_ipv6(packet))
+		rewrite_flow_label(data, decision->before);
+	else if (decision->before != KEEP_IDENTIFICATION)
+		rewrite_identification(data, decision->before);
+	if (decision->echo != KEEP_ECHO)
+		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
+	if (decision->server_id != NO_SERVER)
+		return forward_to_server(ctx, packet, decision);
+	rewrite_mac(data, decision->destination);
+	count_packet(ctx, decision->service, decision->outcome, data_end - data);
+	return XDP_TX;
+}
+
+#define UNDECIDED                                                                                                      \
+	((struct decision){                                                                                            \
+		.outcome = LB_COUNTER_DROP_INTERNAL,                                                                   \
+		.service = LB_COUNTERS_NO_SERVICE,                                                                     \
+		.server_id = NO_SERVER,                                                                                \
+		.before = KEEP_IDENTIFICATION,                                                                         \
+		.echo = KEEP_ECHO,                                                                                     \
+	})
+
+#endif

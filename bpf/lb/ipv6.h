@@ -1,0 +1,119 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/* The way of an IPv6 packet: fast path, and everything else. lb.bpf.c has that of IPv4. */
+#ifndef COREWARD_LB_IPV6_H
+#define COREWARD_LB_IPV6_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/in.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "apply.h"
+#include "decide.h"
+#include "emit.h"
+#include "parse_ipv6.h"
+#include "placement.h"
+#include "service_mode.h"
+
+/* Returns an XDP action, or -1: not for the fast path. */
+static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct service service;
+	__u32 ports, number, cookie;
+	server_entry_t server;
+
+	if (!is_fast_path_ipv6(data, data_end) || !sent_to_us(data))
+		return -1;
+	ports = PACKET_U32(data, IPV6_TRANSPORT);
+	number = service_of_ipv6(data, ports >> 16, IPPROTO_TCP);
+	if (!is_service(number))
+		return -1;
+	service = decode_service(number);
+	if (has_other_balancer(&service) || !has_cookies(&service))
+		return -1;
+	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_ECHO)), data, ports);
+	server = server_at(service.index, cookie);
+	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+		return -1;
+	return emit_l2(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED);
+}
+
+/* Reads the headers above IPv6 and decides. Returns 0, or the end of parsing. */
+static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, struct packet *packet,
+							   struct decision *decision)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	bool tcp = packet->protocol == IPPROTO_TCP;
+	__u32 number;
+	int ended;
+
+	if (packet->fragment)
+		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	ended = parse_ports(data, data_end, tcp ? LB_COUNTER_DROP_MALFORMED_TCP : LB_COUNTER_DROP_MALFORMED_UDP,
+			    packet);
+	if (ended)
+		return ended;
+	if (data + IPV6_TRANSPORT > data_end)
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	number = service_of_ipv6(data, packet->ports >> 16, packet->protocol);
+	if (!is_service(number))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	decision->service = decode_service(number).index;
+	ended = tcp ? parse_tcp(ctx, data, data_end, packet) : parse_udp(data, data_end, packet);
+	if (ended)
+		return ended;
+	if (packet->has_timestamp) {
+		data = (void *)(long)ctx->data;
+		data_end = (void *)(long)ctx->data_end;
+		if (data + IPV6_TRANSPORT > data_end)
+			return parse_ended(LB_COUNTER_DROP_INTERNAL);
+		packet->cookie = cookie_of_ipv6(packet->echo, data, packet->ports);
+	}
+	decide(ctx, number, packet, decision);
+	return 0;
+}
+
+/* Reads the packet and fills `decision`. Returns 0, or the end of parsing. */
+static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	int ended;
+
+	if (!is_ipv6_frame(data, data_end) || !sent_to_us(data))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (service_of_ipv6(data, 0, 0) != SERVICE_ADDRESS_ONLY)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	ended = parse_ipv6(ctx, data, data_end, packet);
+	if (ended)
+		return ended;
+	if (packet->protocol != IPPROTO_TCP && (!udp_in_use || packet->protocol != IPPROTO_UDP))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	return parse_and_decide_transport_ipv6(ctx, packet, decision);
+}
+
+/* Not inlined, as forward_other() is not. */
+static __noinline int forward_other_ipv6(struct xdp_md *ctx)
+{
+	struct decision decision = UNDECIDED;
+	struct packet packet = {};
+	int ended = parse_and_decide_ipv6(ctx, &packet, &decision);
+
+	if (ended)
+		decision.outcome = outcome_of(ended);
+	return apply_decision(ctx, &packet, &decision);
+}
+
+static __always_inline int forward_ipv6(struct xdp_md *ctx)
+{
+	int action = forward_fast_path_ipv6(ctx);
+
+	return action < 0 ? forward_other_ipv6(ctx) : action;
+}
+
+#endif

@@ -1,0 +1,172 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * Parsing of IPv6 frames, as parse.h does it for IPv4.
+ *
+ * Below it no step reads an address: struct packet has a word for the client (client_word_ipv6()) and, for packets with
+ * timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
+ *
+ * Extension headers (RFC 8200, Sect. 4.1) are walked over as far as the frame's first TRANSPORT_MASK bytes. Whatever
+ * needs more is dropped and counted, as are fragments.
+ */
+#ifndef COREWARD_LB_PARSE_IPV6_H
+#define COREWARD_LB_PARSE_IPV6_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/tcp.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "parse.h"
+#include "rewrite.h"
+#include "service.h"
+#include "state.h"
+
+/* RFC 8200, Sect. 3; <linux/ipv6.h> includes libc's headers, which this target lacks. */
+struct ipv6_header {
+	__be32 version_class_label;
+	__be16 payload_length;
+	__u8 next_header;
+	__u8 hop_limit;
+	__u32 source[4];
+	__u32 destination[4];
+};
+
+#define IPV6_AT(field) (ETH_HLEN + __builtin_offsetof(struct ipv6_header, field))
+#define IPV6_TRANSPORT (ETH_HLEN + sizeof(struct ipv6_header))
+_Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
+
+/* RFC 8200, Sect. 4.3 to 4.6, and RFC 4302, Sect. 2. */
+#define NEXT_HOP_BY_HOP 0
+#define NEXT_ROUTING 43
+#define NEXT_FRAGMENT 44
+#define NEXT_AUTHENTICATION 51
+#define NEXT_DESTINATION_OPTIONS 60
+/* Each occurs once at most, but for destination options, which may occur twice. */
+#define EXTENSION_HEADERS 6
+
+/* ---- frames of the fast path ------------------------------------------------------------------------------------ */
+
+#define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT + sizeof(struct tcphdr))
+#define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_LENGTH)
+#define FAST_PATH_IPV6_ECHO                                                                                            \
+	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
+	 __builtin_offsetof(struct timestamp_words, echo))
+/* Ethertype and version. Big-endian in the packet: 86 dd 6 (traffic class). */
+#define FAST_PATH_IPV6_ETHERTYPE_MASK 0x00f0ffffu
+#define FAST_PATH_IPV6_ETHERTYPE 0x0060dd86u
+
+static __always_inline bool is_ipv6_frame(const void *data, const void *data_end)
+{
+	return data + IPV6_TRANSPORT <= data_end && PACKET_U16(data, ETH_HLEN - 2) == bpf_htons(ETH_P_IPV6);
+}
+
+/* The packet is_fast_path_frame() looks for, in IPv6. */
+static __always_inline bool is_fast_path_ipv6(const void *data, const void *data_end)
+{
+	__u32 length, data_offset_byte;
+
+	if (data + FAST_PATH_IPV6_LENGTH > data_end)
+		return false;
+	if ((PACKET_U32(data, ETH_HLEN - 2) & FAST_PATH_IPV6_ETHERTYPE_MASK) != FAST_PATH_IPV6_ETHERTYPE)
+		return false;
+	if (PACKET_U8(data, IPV6_AT(next_header)) != IPPROTO_TCP ||
+	    (PACKET_U16(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) != FAST_PATH_FLAGS ||
+	    PACKET_U32(data, FAST_PATH_IPV6_OPTIONS) != OPTIONS_ALIGNED_TIMESTAMP)
+		return false;
+	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
+	data_offset_byte = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1);
+	return length >= (data_offset_byte >> 4) * 4 && IPV6_TRANSPORT + length <= (__u64)(data_end - data);
+}
+
+/* ---- any frame ------------------------------------------------------------------------------------------------- */
+
+/*
+ * The client's address in one word, for hashes of this load balancer alone: two rounds of multiply and shift by its
+ * secret (connection_hash() gives the reason). Two clients share a word once in 2^32.
+ */
+static __always_inline __u32 client_word_ipv6(const void *data)
+{
+	__u64 hash = PACKET_U64(data, IPV6_AT(source[0]));
+
+	hash = (hash ^ lb_state.connection_key.k0) * (lb_state.connection_key.k1 | 1);
+	hash ^= hash >> 32 ^ PACKET_U64(data, IPV6_AT(source[2]));
+	hash *= lb_state.connection_key.k0 | 1;
+	return hash >> 32;
+}
+
+/*
+ * Walks over the extension headers: fills protocol, transport and fragment. Returns 0, or the end of parsing. A
+ * fragment that is the whole packet (RFC 6946) is none.
+ */
+static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct packet *packet)
+{
+	__u32 at = IPV6_TRANSPORT, next = packet->protocol;
+
+	for (int i = 0; i < EXTENSION_HEADERS; i++) {
+		/* Next header; length in units of 8 bytes without the first, of 4 without two in AH; fragment offset. */
+		__u8 header[4];
+		__u32 length;
+
+		if (next != NEXT_HOP_BY_HOP && next != NEXT_ROUTING && next != NEXT_FRAGMENT &&
+		    next != NEXT_AUTHENTICATION && next != NEXT_DESTINATION_OPTIONS)
+			break;
+		if (at + sizeof(header) > packet->end || bpf_xdp_load_bytes(ctx, at, header, sizeof(header)))
+			return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
+		length = (header[1] + 1) * 8;
+		if (next == NEXT_AUTHENTICATION)
+			length = (header[1] + 2) * 4;
+		if (next == NEXT_FRAGMENT) {
+			length = 8;
+			packet->fragment = header[2] << 8 | (header[3] & ~0x6);
+		}
+		next = header[0];
+		at += length;
+		if (at > TRANSPORT_MASK - TCP_CHECKSUM_OFFSET)
+			return parse_ended(LB_COUNTER_DROP_EXTENSION_HEADERS);
+		if (packet->fragment)
+			break;
+	}
+	packet->protocol = next;
+	packet->transport = at;
+	return 0;
+}
+
+/* Reads the IPv6 header of a frame that is_ipv6_frame() accepted. Returns 0, or the end of parsing. */
+static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, const void *data_end, struct packet *packet)
+{
+	__u32 length;
+
+	if (data + IPV6_TRANSPORT > data_end)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
+	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 || IPV6_TRANSPORT + length > (__u64)(data_end - data))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
+	packet->family = ADDRESS_FAMILY_IPV6;
+	packet->client_address = client_word_ipv6(data);
+	packet->protocol = PACKET_U8(data, IPV6_AT(next_header));
+	packet->fragment = 0;
+	packet->end = IPV6_TRANSPORT + length;
+	return parse_extension_headers(ctx, packet);
+}
+
+/* Returns the number of the frame's service; port and protocol 0: of its VIP. */
+static __always_inline __u32 service_of_ipv6(const void *data, __u16 port, __u8 protocol)
+{
+	struct service_key_ipv6 key = service_key_ipv6(data + IPV6_AT(destination), port, protocol);
+
+	return find_lb_service_ipv6(&lb_state.directories, &key);
+}
+
+static __always_inline __u32 cookie_of_ipv6(__u32 echo, const void *data, __u32 ports)
+{
+	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
+	__u64 hash = cookie_hash_ipv6(key, data + IPV6_AT(source), data + IPV6_AT(destination), ports);
+
+	return reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
+}
+
+#endif

@@ -1,0 +1,223 @@
+//! `bpf/lb/lb.bpf.c` with IPv6 VIPs, against the model's tables and cookies.
+
+use std::net::{Ipv4Addr, Ipv6Addr};
+
+use coreward_dataplane::lb::Options;
+use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
+use coreward_model::placement::{PlacementState, Rule};
+use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_model::tuple::Protocol;
+use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use rand::Rng as _;
+
+use crate::support::balancer::{Balancer, Identification, XDP_DROP, before, random_table, service};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, may_load_bpf, timestamp};
+
+const VIP: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xc8, 1), 80);
+const IPV4_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+
+fn client(rng: &mut impl rand::Rng) -> (Ipv6Addr, u16) {
+    (Ipv6Addr::from(u128::from(rng.next_u64()) << 64 | u128::from(rng.next_u64())), rng.next_u32() as u16)
+}
+
+fn tuple(client: (Ipv6Addr, u16)) -> FourTuple {
+    FourTuple::ipv6(client, VIP)
+}
+
+/// A segment from the client behind these extension headers.
+fn frame_behind(headers: &[(u8, Vec<u8>)], client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
+    let ports_of = ((Ipv4Addr::UNSPECIFIED, client.1), (Ipv4Addr::UNSPECIFIED, VIP.1));
+    Tcp { flags, options, ..Tcp::new(ports_of.0, ports_of.1) }.ipv6_frame(client.0, VIP.0, headers)
+}
+
+fn frame(client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
+    frame_behind(&[], client, flags, options)
+}
+
+fn syn(client: (Ipv6Addr, u16)) -> Vec<u8> {
+    frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp(77, 0), &[1, 3, 3, 7]].concat())
+}
+
+/// A dual-stack balancer, whose service 0 is of IPv6.
+fn balancer(rng: &mut impl rand::Rng) -> Balancer {
+    let services = [service(VIP), service(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
+    Balancer::with(&services, Options::default(), rng)
+}
+
+/// Extension headers in front of TCP that are walked over.
+fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
+    let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+    // A fragment that is the whole packet (RFC 6946); an authentication header of 24 bytes.
+    let atomic = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
+    let authentication = (51, [&[0, 4][..], &[0; 22]].concat());
+    [vec![options(0)], vec![options(60)], vec![options(0), options(43), atomic], vec![authentication]]
+}
+
+#[test]
+fn first_packets_of_ipv6_go_where_the_model_says() {
+    if !may_load_bpf("first_packets_of_ipv6_go_where_the_model_says") {
+        return;
+    }
+    let mut rng = seeded_rng(61, 0);
+    let mut balancer = balancer(&mut rng);
+    for (generation, groups) in [1, 2, 4].into_iter().enumerate() {
+        let ids = balancer.replace_servers(0, 30, &mut rng);
+        for rule in Rule::ALL {
+            let table = random_table(rule, generation as u64 + 1, groups, &ids, &mut rng);
+            let mut state = PlacementState::for_table(&table);
+            state.round_robin = balancer.turns;
+            balancer.install(0, &table);
+            for _ in 0..200 {
+                let client = client(&mut rng);
+                let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
+                balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
+            }
+            balancer.turns = state.round_robin;
+        }
+    }
+}
+
+#[test]
+fn later_packets_of_ipv6_go_where_the_cookie_says() {
+    if !may_load_bpf("later_packets_of_ipv6_go_where_the_cookie_says") {
+        return;
+    }
+    let mut rng = seeded_rng(62, 0);
+    let mut balancer = balancer(&mut rng);
+    let ids = balancer.replace_servers(0, 300, &mut rng);
+    for round in 0..1000 {
+        if round % 250 == 0 {
+            balancer.new_keys(&mut rng);
+        }
+        let client = client(&mut rng);
+        let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
+        let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
+        let keys = FleetKeys { current, ..balancer.keys };
+        let echo = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let odd = [&[1][..], &timestamp(1, echo), &[0]].concat();
+        let flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
+        for options in [aligned_timestamp(1, echo), odd] {
+            balancer.expect_sent_to(0, &frame(client, flags, options.clone()), server, "established");
+            for headers in extension_headers() {
+                let behind = frame_behind(&headers, client, flags, options.clone());
+                balancer.expect_sent_to(0, &behind, server, "established");
+            }
+        }
+    }
+}
+
+#[test]
+fn ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before() {
+    if !may_load_bpf("ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before") {
+        return;
+    }
+    let mut rng = seeded_rng(63, 0);
+    let mut balancer = balancer(&mut rng);
+    let ids = balancer.replace_servers(0, 7, &mut rng);
+    let table = random_table(Rule::Table, 1, 2, &ids, &mut rng);
+    balancer.install(0, &table);
+    for _ in 0..300 {
+        let client = client(&mut rng);
+        let chosen = table.choose_consistent(&tuple(client)).expect("one per bucket");
+        let previous = Identification::Before(before(&table, &tuple(client)));
+        for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK | FIN, "flow_table")] {
+            balancer.expect_sent(0, &frame(client, flags, vec![]), chosen, previous, name);
+        }
+    }
+}
+
+#[test]
+fn a_dual_stack_balancer_keeps_families_apart() {
+    if !may_load_bpf("a_dual_stack_balancer_keeps_families_apart") {
+        return;
+    }
+    let mut rng = seeded_rng(64, 0);
+    let mut balancer = balancer(&mut rng);
+    let (ipv6, ipv4) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
+    balancer.install(0, &random_table(Rule::Table, 1, 1, &ipv6, &mut rng));
+    balancer.install(1, &random_table(Rule::Table, 1, 1, &ipv4, &mut rng));
+    balancer.expect_sent_to(0, &syn(client(&mut rng)), ipv6[0], "new_connection");
+    let of_ipv4 = Tcp { flags: SYN, options: timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(10, 1, 0, 7), 1), IPV4_VIP) };
+    balancer.expect_sent_to(1, &of_ipv4.frame(), ipv4[0], "new_connection");
+}
+
+#[test]
+fn malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes() {
+    if !may_load_bpf("malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes") {
+        return;
+    }
+    let mut rng = seeded_rng(65, 0);
+    let mut balancer = balancer(&mut rng);
+    let ids = balancer.replace_servers(0, 3, &mut rng);
+    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    let client = client(&mut rng);
+    let whole = syn(client);
+    let with = |at: usize, bytes: &[u8]| {
+        let mut frame = whole.clone();
+        frame[at..at + bytes.len()].copy_from_slice(bytes);
+        frame
+    };
+    let drop = |frame: &[u8], name| balancer.expect_without_service(frame, XDP_DROP, name);
+    drop(&with(14, &[0x50]), "drop_malformed_ipv6");
+    drop(&with(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
+    // The chain of extension headers ends beyond the packet, or beyond what is read.
+    drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
+    let long = (60, [&[0, 9][..], &[0; 78]].concat());
+    drop(&frame_behind(&[long], client, ACK, vec![]), "drop_extension_headers");
+    // Six headers are walked over, a seventh one is no protocol that is balanced.
+    let option = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+    balancer.expect_passed(&frame_behind(&[0, 60, 43, 60, 60, 60, 60].map(option), client, ACK, vec![]));
+    let fragment = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
+    drop(&frame_behind(&[fragment], client, ACK, vec![]), "drop_fragment");
+    balancer.expect(&with(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
+    balancer.expect(&with(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
+    // Another VIP, another port, a group's MAC address, ICMPv6.
+    balancer.expect_passed(&with(39, &[7]));
+    balancer.expect_passed(&with(56, &[7]));
+    balancer.expect_passed(&with(0, &[0x33, 0x33]));
+    balancer.expect_passed(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
+}
+
+#[test]
+fn ipv6_services_of_other_modes_are_rejected() {
+    if !may_load_bpf("ipv6_services_of_other_modes_are_rejected") {
+        return;
+    }
+    let mut balancer = balancer(&mut seeded_rng(66, 0));
+    let mode = ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() };
+    let error = balancer.lb.set_services(&[(service(VIP), mode)]).unwrap_err().to_string();
+    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP needs"), "{error}");
+}
+
+#[test]
+fn datagrams_of_ipv6_keep_their_server() {
+    if !may_load_bpf("datagrams_of_ipv6_keep_their_server") {
+        return;
+    }
+    let mut rng = seeded_rng(67, 0);
+    let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
+    let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let mut balancer = Balancer::with(&[(service, mode)], Options::default(), &mut rng);
+    let ids = balancer.replace_servers(0, 20, &mut rng);
+    let datagram = |client: (Ipv6Addr, u16), length: u16| {
+        let header = [client.1, VIP.1, 8 + length, 0].map(u16::to_be_bytes).concat();
+        ipv6_frame([client.0, VIP.0], &[], 17, &[&header[..], b"datagram"].concat())
+    };
+    let mut placed: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
+    for generation in 1..3 {
+        let table = random_table(Rule::Table, generation, 1, &ids, &mut rng);
+        let mut state = PlacementState::for_table(&table);
+        balancer.install(0, &table);
+        for (client, server) in &placed {
+            balancer.expect_sent_to(0, &datagram(*client, 8), *server, "flow_table");
+        }
+        for client in std::iter::repeat_with(|| client(&mut rng)).take(200) {
+            let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
+            balancer.expect_sent_to(0, &datagram(client, 8), chosen, "new_connection");
+            placed.push((client, chosen));
+        }
+    }
+    let client = client(&mut rng);
+    balancer.expect(&datagram(client, 9), XDP_DROP, 0, "drop_malformed_udp");
+}
