@@ -41,8 +41,7 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, const struct se
 			decide_by_rule(ctx, state, packet, placed_as(true), decision);
 		return;
 	}
-	cookie = is_ipv6(packet) ? packet->cookie
-				 : cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+	cookie = packet_cookie(packet);
 	if (is_index(service, cookie))
 		decide_connection(ctx, service, cookie, packet, decision);
 	else

@@ -55,6 +55,14 @@ static __always_inline __u32 cookie_of(__u32 echo, __u32 client_address, __u32 v
 		      COOKIE_HIDDEN_BITS);
 }
 
+/* Returns the cookie in TSecr of a packet with timestamps. */
+static __always_inline __u32 packet_cookie(const struct packet *packet)
+{
+	if (is_ipv6(packet))
+		return packet->cookie;
+	return cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+}
+
 static __always_inline __u32 find_service_of(const struct packet *packet)
 {
 	__u64 tail = service_tail_ipv4(packet->vip_address, packet->ports >> 16, packet->protocol);

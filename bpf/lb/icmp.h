@@ -135,7 +135,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 		}
 	}
 	if (quoted->has_timestamp && has_cookies(service)) {
-		__u32 cookie = cookie_of(quoted->echo, quoted->client_address, quoted->vip_address, quoted->ports);
+		__u32 cookie = packet_cookie(quoted);
 
 		if (is_index(service, cookie)) {
 			if (decide_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))

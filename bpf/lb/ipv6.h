@@ -13,6 +13,7 @@
 #include "apply.h"
 #include "decide.h"
 #include "emit.h"
+#include "icmp_ipv6.h"
 #include "parse_ipv6.h"
 #include "placement.h"
 #include "service_mode.h"
@@ -29,13 +30,14 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	if (!is_fast_path_ipv6(data, data_end) || !sent_to_us(data))
 		return -1;
 	ports = PACKET_U32(data, IPV6_TRANSPORT);
-	number = service_of_ipv6(data, ports >> 16, IPPROTO_TCP);
+	number = service_of_ipv6(data + IPV6_AT(destination), ports >> 16, IPPROTO_TCP);
 	if (!is_service(number))
 		return -1;
 	service = decode_service(number);
 	if (has_other_balancer(&service) || !has_cookies(&service))
 		return -1;
-	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_ECHO)), data, ports);
+	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_ECHO)), data + IPV6_AT(source),
+				data + IPV6_AT(destination), ports);
 	server = server_at(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
@@ -60,7 +62,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 		return ended;
 	if (data + IPV6_TRANSPORT > data_end)
 		return parse_ended(LB_COUNTER_DROP_INTERNAL);
-	number = service_of_ipv6(data, packet->ports >> 16, packet->protocol);
+	number = service_of_ipv6(data + IPV6_AT(destination), packet->ports >> 16, packet->protocol);
 	if (!is_service(number))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
@@ -72,7 +74,8 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 		data_end = (void *)(long)ctx->data_end;
 		if (data + IPV6_TRANSPORT > data_end)
 			return parse_ended(LB_COUNTER_DROP_INTERNAL);
-		packet->cookie = cookie_of_ipv6(packet->echo, data, packet->ports);
+		packet->cookie = cookie_of_ipv6(packet->echo, data + IPV6_AT(source), data + IPV6_AT(destination),
+						packet->ports);
 	}
 	decide(ctx, number, packet, decision);
 	return 0;
@@ -87,7 +90,7 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 
 	if (!is_ipv6_frame(data, data_end) || !sent_to_us(data))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (service_of_ipv6(data, 0, 0) != SERVICE_ADDRESS_ONLY)
+	if (service_of_ipv6(data + IPV6_AT(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv6(ctx, data, data_end, packet);
 	if (ended)
@@ -109,11 +112,29 @@ static __noinline int forward_other_ipv6(struct xdp_md *ctx)
 	return apply_decision(ctx, &packet, &decision);
 }
 
+static __noinline int forward_icmp_ipv6(struct xdp_md *ctx)
+{
+	struct packet packet = {.family = ADDRESS_FAMILY_IPV6};
+	struct decision decision = UNDECIDED;
+	int ended = parse_and_decide_icmp_ipv6(ctx, &decision);
+
+	if (ended)
+		decision.outcome = outcome_of(ended);
+	return apply_decision(ctx, &packet, &decision);
+}
+
 static __always_inline int forward_ipv6(struct xdp_md *ctx)
 {
 	int action = forward_fast_path_ipv6(ctx);
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
 
-	return action < 0 ? forward_other_ipv6(ctx) : action;
+	if (action >= 0)
+		return action;
+	/* Errors have no extension headers in front. */
+	if (is_ipv6_frame(data, data_end) && PACKET_U8(data, IPV6_AT(next_header)) == NEXT_ICMPV6)
+		return forward_icmp_ipv6(ctx);
+	return forward_other_ipv6(ctx);
 }
 
 #endif

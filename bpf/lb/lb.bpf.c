@@ -4,7 +4,7 @@
  *
  * 1. Packets of the load balancer: TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC address,
  *    of IPv4 and IPv6 (ipv6.h), and ICMP errors about packets of a service. All others pass to the kernel unchanged
- *    (XDP_PASS): other protocols, UDP without a UDP service, other ICMP to a VIP, ICMPv6, VLAN-tagged frames, and
+ *    (XDP_PASS): other protocols, UDP without a UDP service, other ICMP to a VIP, VLAN-tagged frames, and
  *    frames to a group address or another machine, so that no second load balancer on the wire takes the broadcasts of
  *    section 7.
  *

@@ -39,11 +39,12 @@ struct ipv6_header {
 #define IPV6_TRANSPORT (ETH_HLEN + sizeof(struct ipv6_header))
 _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 
-/* RFC 8200, Sect. 4.3 to 4.6, and RFC 4302, Sect. 2. */
+/* RFC 8200, Sect. 4.3 to 4.6, RFC 4302, Sect. 2, and RFC 4443, Sect. 1. */
 #define NEXT_HOP_BY_HOP 0
 #define NEXT_ROUTING 43
 #define NEXT_FRAGMENT 44
 #define NEXT_AUTHENTICATION 51
+#define NEXT_ICMPV6 58
 #define NEXT_DESTINATION_OPTIONS 60
 /* Each occurs once at most, but for destination options, which may occur twice. */
 #define EXTENSION_HEADERS 6
@@ -88,12 +89,12 @@ static __always_inline bool is_fast_path_ipv6(const void *data, const void *data
  * The client's address in one word, for hashes of this load balancer alone: two rounds of multiply and shift by its
  * secret (connection_hash() gives the reason). Two clients share a word once in 2^32.
  */
-static __always_inline __u32 client_word_ipv6(const void *data)
+static __always_inline __u32 client_word_ipv6(const void *address)
 {
-	__u64 hash = PACKET_U64(data, IPV6_AT(source[0]));
+	__u64 hash = PACKET_U64(address, 0);
 
 	hash = (hash ^ lb_state.connection_key.k0) * (lb_state.connection_key.k1 | 1);
-	hash ^= hash >> 32 ^ PACKET_U64(data, IPV6_AT(source[2]));
+	hash ^= hash >> 32 ^ PACKET_U64(address, 8);
 	hash *= lb_state.connection_key.k0 | 1;
 	return hash >> 32;
 }
@@ -146,25 +147,25 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 || IPV6_TRANSPORT + length > (__u64)(data_end - data))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
 	packet->family = ADDRESS_FAMILY_IPV6;
-	packet->client_address = client_word_ipv6(data);
+	packet->client_address = client_word_ipv6(data + IPV6_AT(source));
 	packet->protocol = PACKET_U8(data, IPV6_AT(next_header));
 	packet->fragment = 0;
 	packet->end = IPV6_TRANSPORT + length;
 	return parse_extension_headers(ctx, packet);
 }
 
-/* Returns the number of the frame's service; port and protocol 0: of its VIP. */
-static __always_inline __u32 service_of_ipv6(const void *data, __u16 port, __u8 protocol)
+/* Returns the number of a service; port and protocol 0: of its VIP. */
+static __always_inline __u32 service_of_ipv6(const void *vip, __u16 port, __u8 protocol)
 {
-	struct service_key_ipv6 key = service_key_ipv6(data + IPV6_AT(destination), port, protocol);
+	struct service_key_ipv6 key = service_key_ipv6(vip, port, protocol);
 
 	return find_lb_service_ipv6(&lb_state.directories, &key);
 }
 
-static __always_inline __u32 cookie_of_ipv6(__u32 echo, const void *data, __u32 ports)
+static __always_inline __u32 cookie_of_ipv6(__u32 echo, const void *client, const void *vip, __u32 ports)
 {
 	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
-	__u64 hash = cookie_hash_ipv6(key, data + IPV6_AT(source), data + IPV6_AT(destination), ports);
+	__u64 hash = cookie_hash_ipv6(key, client, vip, ports);
 
 	return reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
 }

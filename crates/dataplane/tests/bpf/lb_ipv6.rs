@@ -172,11 +172,55 @@ fn malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes() {
     drop(&frame_behind(&[fragment], client, ACK, vec![]), "drop_fragment");
     balancer.expect(&with(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
     balancer.expect(&with(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
-    // Another VIP, another port, a group's MAC address, ICMPv6.
+    // Another VIP, another port, a group's MAC address, an echo request.
     balancer.expect_passed(&with(39, &[7]));
     balancer.expect_passed(&with(56, &[7]));
     balancer.expect_passed(&with(0, &[0x33, 0x33]));
     balancer.expect_passed(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
+}
+
+/// An ICMPv6 error from `router` to the VIP about a packet from it, of which it quotes `quoted` bytes.
+fn error(kind: u8, router: Ipv6Addr, client: (Ipv6Addr, u16), options: Vec<u8>, quoted: usize) -> Vec<u8> {
+    let ports = ((Ipv4Addr::UNSPECIFIED, VIP.1), (Ipv4Addr::UNSPECIFIED, client.1));
+    let segment = Tcp { options, ..Tcp::new(ports.0, ports.1) }.ipv6_frame(VIP.0, client.0, &[]);
+    let quote = &segment[14..];
+    let icmp = [&[kind, 0, 0, 0, 0, 0, 5, 0][..], &quote[..quoted.min(quote.len())]].concat();
+    ipv6_frame([router, VIP.0], &[], 58, &icmp)
+}
+
+#[test]
+fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
+    if !may_load_bpf("icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names") {
+        return;
+    }
+    let mut rng = seeded_rng(68, 0);
+    let mut balancer = balancer(&mut rng);
+    let ids = balancer.replace_servers(0, 300, &mut rng);
+    let router = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
+    for kind in 1..=4 {
+        let client = client(&mut rng);
+        let server = ids[uniform_below(&mut rng, 300) as usize];
+        let value =
+            cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let whole = error(kind, router, client, aligned_timestamp(value, 7), usize::MAX);
+        balancer.expect_sent_to(0, &whole, server, "icmp_error");
+        // Without the timestamp it is broadcast.
+        let short = error(kind, router, client, aligned_timestamp(value, 7), 48);
+        balancer.expect_to_all_or(0, &short, Identification::Kept, "drop_broadcast_rate_limited");
+    }
+    let whole = error(2, router, client(&mut rng), vec![], usize::MAX);
+    balancer.expect_without_service(&error(2, router, client(&mut rng), vec![], 47), XDP_DROP, "drop_malformed_icmp");
+    // An echo request, a quote from another VIP, and one with extension headers.
+    let with = |at: usize, byte: u8| {
+        let mut frame = whole.clone();
+        frame[at] = byte;
+        frame
+    };
+    balancer.expect_passed(&with(54, 128));
+    balancer.expect_passed(&with(62 + 8 + 15, 99));
+    balancer.expect_passed(&with(62 + 6, 60));
+    balancer.expect_without_service(&with(62, 0x40), XDP_DROP, "drop_malformed_icmp");
+    balancer.expect_without_service(&with(18, 0x40), XDP_DROP, "drop_malformed_ipv6");
 }
 
 #[test]

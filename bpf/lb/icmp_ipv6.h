@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * ICMPv6 errors to a VIP (RFC 4443: "destination unreachable", "packet too big", "time exceeded", "parameter problem")
+ * about a packet from a server to a client: icmp.h in IPv6. They quote as much of the packet as fits (Sect. 3), so
+ * usually the timestamp, too.
+ */
+#ifndef COREWARD_LB_ICMP_IPV6_H
+#define COREWARD_LB_ICMP_IPV6_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "decide.h"
+#include "icmp.h"
+#include "parse.h"
+#include "parse_ipv6.h"
+#include "service_mode.h"
+
+/* RFC 4443, Sect. 2.1: the errors that are defined. */
+#define ICMPV6_FIRST_ERROR 1
+#define ICMPV6_LAST_ERROR 4
+
+#define QUOTE_IPV6_AT (IPV6_TRANSPORT + sizeof(struct icmp_header))
+#define QUOTED_IPV6_AT(field) (QUOTE_IPV6_AT + __builtin_offsetof(struct ipv6_header, field))
+#define QUOTED_IPV6_TRANSPORT (QUOTE_IPV6_AT + sizeof(struct ipv6_header))
+#define ICMPV6_ERROR_LENGTH (QUOTED_IPV6_TRANSPORT + QUOTED_BYTES)
+
+static __always_inline bool is_address_ipv6(const void *address, const void *other)
+{
+	return PACKET_U64(address, 0) == PACKET_U64(other, 0) && PACKET_U64(address, 8) == PACKET_U64(other, 8);
+}
+
+/*
+ * Fills `quoted` with the quoted packet, from VIP to client, as if it were the client's. Returns 0, or the end of
+ * parsing. A quoted packet with extension headers passes: servers send none.
+ */
+static __always_inline int parse_quote_ipv6(const void *data, const void *data_end, struct packet *quoted)
+{
+	__u32 type, length, ports;
+
+	if (data + IPV6_TRANSPORT + sizeof(struct icmp_header) > data_end)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+	type = PACKET_U8(data, IPV6_TRANSPORT);
+	if (type < ICMPV6_FIRST_ERROR || type > ICMPV6_LAST_ERROR)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
+	if (IPV6_TRANSPORT + length < ICMPV6_ERROR_LENGTH || data + ICMPV6_ERROR_LENGTH > data_end ||
+	    PACKET_U8(data, QUOTE_IPV6_AT) >> 4 != 6)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+	quoted->protocol = PACKET_U8(data, QUOTED_IPV6_AT(next_header));
+	if (!is_address_ipv6(data + QUOTED_IPV6_AT(source), data + IPV6_AT(destination)) ||
+	    (quoted->protocol != IPPROTO_TCP && quoted->protocol != IPPROTO_UDP))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	ports = PACKET_U32(data, QUOTED_IPV6_TRANSPORT);
+	quoted->family = ADDRESS_FAMILY_IPV6;
+	quoted->client_address = client_word_ipv6(data + QUOTED_IPV6_AT(destination));
+	quoted->ports = ports >> 16 | ports << 16;
+	quoted->transport = QUOTED_IPV6_TRANSPORT;
+	quoted->end = IPV6_TRANSPORT + length;
+	return 0;
+}
+
+/* Fills `decision`. Returns 0, or the end of parsing. */
+static __always_inline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, struct decision *decision)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct packet quoted = {};
+	struct service service;
+	__u32 number, sender;
+	int ended;
+
+	if (!is_ipv6_frame(data, data_end) || !sent_to_us(data) ||
+	    service_of_ipv6(data + IPV6_AT(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length))) > data_end - data - IPV6_TRANSPORT)
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
+	sender = client_word_ipv6(data + IPV6_AT(source));
+	ended = parse_quote_ipv6(data, data_end, &quoted);
+	if (ended)
+		return ended;
+	number = service_of_ipv6(data + IPV6_AT(destination), quoted.ports >> 16, quoted.protocol);
+	if (!is_service(number))
+		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
+	decision->service = decode_service(number).index;
+	if (quoted.protocol == IPPROTO_TCP) {
+		ended = parse_quoted_timestamp(ctx, &quoted);
+		if (ended)
+			return ended;
+	}
+	data = (void *)(long)ctx->data;
+	data_end = (void *)(long)ctx->data_end;
+	if (data + QUOTED_IPV6_TRANSPORT > data_end)
+		return parse_ended(LB_COUNTER_DROP_INTERNAL);
+	if (quoted.has_timestamp)
+		quoted.cookie = cookie_of_ipv6(quoted.echo, data + QUOTED_IPV6_AT(destination),
+					       data + QUOTED_IPV6_AT(source), quoted.ports);
+	service = decode_service(number);
+	decide_quoted(ctx, &service, sender, &quoted, decision);
+	return 0;
+}
+
+#endif
