@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{
-    DispatchedService, LoadBalancer, Rack, Reports, Server, ServerClock, ServerState, Service, Status,
+    DispatchedService, LoadBalancer, LoadBalancerState, Rack, Reports, Server, ServerClock, ServerState, Service,
+    Status,
 };
 use coreward_model::statistics::mean;
 
@@ -32,7 +33,7 @@ pub fn text(reply: &Status, now: Duration) -> String {
     }
     reply.racks.iter().for_each(|rack| text += &rack_text(rack, reply.servers.len()));
     for balancer in &reply.load_balancers {
-        text += &load_balancer_text(balancer);
+        text += &load_balancer_text(balancer, &reply.services);
     }
     if !reply.load_balancers.iter().any(|balancer| balancer.connected) {
         text += "\nno load balancer is connected\n";
@@ -227,7 +228,7 @@ fn dispatched_text(server: &str, service: &DispatchedService) -> String {
     text
 }
 
-fn load_balancer_text(balancer: &LoadBalancer) -> String {
+fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     let name = &balancer.name;
     let mut text = match (&balancer.state, balancer.connected, balancer.alive) {
         (_, false, true) => format!("\nload balancer {name}: disconnected a moment ago\n"),
@@ -254,6 +255,7 @@ fn load_balancer_text(balancer: &LoadBalancer) -> String {
     if state.connections > 0 {
         let _ = writeln!(text, "  table      {} connections", state.connections);
     }
+    warnings(&mut text, missing_configuration(state, services).as_slice());
     if !state.unresolved_load_balancers.is_empty() {
         let _ =
             writeln!(text, "  ! no MAC address known of load balancer {}", state.unresolved_load_balancers.join(", "));
@@ -264,6 +266,17 @@ fn load_balancer_text(balancer: &LoadBalancer) -> String {
     text += &clocks_text(&state.server_clocks);
     warnings(&mut text, &state.warnings);
     text
+}
+
+/// Returns the part of the configuration that is not in force. Until then no server is named as unresolved.
+fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Option<String> {
+    if state.configuration_generation == 0 {
+        return Some("no configuration of this controller is in force yet".to_owned());
+    }
+    let has_table = |service: &&Service| state.table_generations.contains_key(&service.name);
+    let missing: Vec<&str> =
+        services.iter().filter(|service| !has_table(service)).map(|service| service.name.as_str()).collect();
+    (!missing.is_empty()).then(|| format!("no table is in force yet for {}", missing.join(", ")))
 }
 
 /// Per service how many of its servers' clocks are known, and what is wrong with the others.

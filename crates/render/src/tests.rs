@@ -223,6 +223,28 @@ cookie keys: key 1 stamps, for 1 h 0 min now
     assert_eq!(status::text(&reply(), Duration::from_secs(1_003_600)), expected);
 }
 
+/// Returns the lines of `lb1` in the status.
+fn load_balancer_lines(state: LoadBalancerState) -> String {
+    let mut reply = reply();
+    reply.load_balancers[0].state = Some(state);
+    let text = status::text(&reply, Duration::ZERO);
+    text.split("\n\n").find(|part| part.starts_with("load balancer lb1")).unwrap().to_owned()
+}
+
+#[test]
+fn load_balancer_without_configuration_or_table_is_not_ready() {
+    let before = LoadBalancerState {
+        table_generations: BTreeMap::new(),
+        unresolved_servers: Vec::new(),
+        configuration_generation: 0,
+        ..load_balancer_state()
+    };
+    let configured = LoadBalancerState { configuration_generation: 3, ..before.clone() };
+    assert!(load_balancer_lines(before).contains("  ! no configuration of this controller is in force yet\n"));
+    assert!(load_balancer_lines(configured).contains("  ! no table is in force yet for web\n"));
+    assert!(!load_balancer_lines(load_balancer_state()).contains("in force yet"));
+}
+
 #[test]
 fn status_for_programs() {
     let json = serde_json::to_value(reply()).unwrap();

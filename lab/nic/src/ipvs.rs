@@ -56,16 +56,20 @@ virtual_server 10.200.0.1 80 {
 }
 ";
 /// $1: the group's name; $2: its connections, every fourth without TCP timestamps. For each line in its FIFO a request
-/// over each, and those that were not answered by their first server.
+/// over each: the slowest answer in ms, and the connections that their first server did not answer.
 const HOLD: &str = "
 connections=()
 first=()
 ask() {
 	printf 'GET / HTTP/1.1\\r\\nHost: test\\r\\n\\r\\n' >&$1
 	answer=none
-	while read -r -t 15 line <&$1; do
+	start=${EPOCHREALTIME/./}
+	while read -r -t 5 line <&$1; do
 		[[ $line == served-by-* ]] && answer=$line && break
 	done
+	took=$(((${EPOCHREALTIME/./} - start) / 1000))
+	((took > slowest)) && slowest=$took
+	[[ $answer == none ]] && bash /etc/test-diagnosis >> /run/test-diagnosis 2>&1
 }
 for ((number = 0; number < $2; number++)); do
 	echo $((number % 4 ? 1 : 0)) > /proc/sys/net/ipv4/tcp_timestamps
@@ -79,11 +83,33 @@ echo 1 > /proc/sys/net/ipv4/tcp_timestamps
 mkfifo /run/test-$1.in /run/test-$1.out
 while read -r _ < /run/test-$1.in; do
 	broken=none
+	slowest=0
 	for ((number = 0; number < $2; number++)); do
 		ask ${connections[number]}
 		[[ $answer == ${first[number]} ]] || broken=\"$broken $number:${first[number]}:$answer\"
 	done
-	echo $broken > /run/test-$1.out
+	echo $slowest $broken > /run/test-$1.out
+done
+";
+/// Prints, when an answer is late, the state of all hosts, and packets of connections that have unacknowledged data.
+const DIAGNOSIS: &str = "
+date
+tcp=\"ss -Htn -o state established ( sport = :80 or dport = :80 )\"
+for host in client director lb s1 s2; do
+	echo \"== $host\"
+	ip netns exec $host $tcp -i
+	ip -n $host route
+	ip -n $host neighbour
+	ip netns exec $host nstat -a | grep -iE 'retrans|paws|timeout|reset|InErrors|InDiscards|TSEcr'
+done
+ip netns exec director ipvsadm -Lcn | grep ESTABLISHED
+ip netns exec controller coreward status
+ports=$(for host in client s1 s2; do
+	ip netns exec $host $tcp | awk '$2 > 0 { print $3, $4 }' | sed 's/10.200.0.1:80//; s/.*://'
+done | sort -u)
+for port in $ports; do
+	echo \"== port $port, at the ports of the switch\"
+	tcpdump -ttnner /run/test.pcap port $port 2> /dev/null | tail -n 40
 done
 ";
 const CONTROLLER: &str = "
@@ -113,7 +139,7 @@ name = \"lb1\"
 controller = \"10.2.0.9:7400\"
 interface = \"eth0\"
 pin_directory = \"/sys/fs/bpf/coreward/lb\"
-state_directory = \"/run/coreward-lb\"
+state_directory = \"/var/lib/coreward/lb\"
 ";
 
 fn agent(server: &str) -> String {
@@ -135,6 +161,7 @@ fn files() -> Vec<File> {
     let fixed = [
         ("etc/test-network", NETWORK),
         ("etc/test-hold", HOLD),
+        ("etc/test-diagnosis", DIAGNOSIS),
         ("etc/test-request", units::REQUEST),
         ("etc/test-load", units::LOAD),
         ("etc/keepalived/test.conf", KEEPALIVED),
@@ -190,21 +217,29 @@ fn open(guest: &mut Guest, group: &str) -> Result<()> {
 }
 
 /// Fails when a connection of the groups, or a new one since the last call, was broken.
-fn unbroken(guest: &mut Guest, groups: &[&str]) -> Result<()> {
+/// Returns the time of the slowest answer in ms.
+fn unbroken(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
+    let mut slowest_of_all = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
         let (_, broken) = guest.try_run(&command, SETTLE_LIMIT)?;
-        ensure!(broken.trim() == "none", "of connections {group} (number:server:answered by): {}", broken.trim());
+        let (slowest, broken) = broken.trim().split_once(' ').context(broken.clone())?;
+        if broken != "none" {
+            println!("{}", guest.run("cat /run/test-diagnosis")?);
+            bail!("of connections {group} (number:server:answered by): {broken}; the slowest answer took {slowest} ms");
+        }
+        slowest_of_all = slowest_of_all.max(slowest.parse()?);
     }
     let failed = guest.run("grep -c failed /run/test-load || true")?;
     ensure!(failed.trim() == "0", "{} new connections failed", failed.trim());
-    Ok(())
+    Ok(slowest_of_all)
 }
 
 fn summary(guest: &mut Guest, groups: &[&str]) -> Result<String> {
-    unbroken(guest, groups)?;
+    let slowest = unbroken(guest, groups)?;
     let served = guest.run("grep -c served /run/test-load")?;
-    Ok(format!("0 broken of {} held connections and {} new ones", groups.len() * HELD, served.trim()))
+    let held = groups.len() * HELD;
+    Ok(format!("0 broken of {held} held connections (slowest answer {slowest} ms) and {} new ones", served.trim()))
 }
 
 fn status_has(guest: &mut Guest, pattern: &str) -> Result<()> {
@@ -219,6 +254,7 @@ fn balance(guest: &mut Guest) -> Result<String> {
     start(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
     let request = "ip netns exec client timeout 10 bash /etc/test-request 80";
     eventually(SETTLE_LIMIT, || guest.run(request))?;
+    start(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
     start(guest, "test-load", "client", "bash /etc/test-load")?;
     open(guest, "oldest")?;
     let table = guest.run("ip netns exec director ipvsadm -Ln")?;
@@ -240,8 +276,8 @@ fn adopt(guest: &mut Guest) -> Result<String> {
     unbroken(guest, &["oldest"]).context("after the agents' start")?;
     open(guest, "older")?;
     start(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
-    let ready = "ip netns exec controller coreward status > /run/status; grep -q 'lb1: XDP' /run/status && \
-                 ! grep -q 'no MAC address' /run/status";
+    let ready = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > /run/status; \
+                 grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
     eventually(SETTLE_LIMIT, || guest.run(ready)).with_context(|| shown(guest))?;
     guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
     unbroken(guest, &["oldest", "older"]).context("after the VIP's move")?;
