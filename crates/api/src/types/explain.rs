@@ -50,16 +50,25 @@ fn tcp() -> Protocol {
     Protocol::Tcp
 }
 
-/// For the schema: an IPv4 address and a port from 1 on.
+/// For the schema: an IPv4 address, or an IPv6 address in brackets, and a port from 1 on.
 pub struct Socket;
 
 impl PartialSchema for Socket {
     fn schema() -> RefOr<Schema> {
         let octet = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
+        let ipv4 = format!("({octet}\\.){{3}}{octet}");
         let port = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])";
-        let pattern = format!("^({octet}\\.){{3}}{octet}:{port}$");
+        let pattern = format!("^({ipv4}|\\[({})\\]):{port}$", ipv6_pattern());
         ObjectBuilder::new().schema_type(Type::String).pattern(Some(pattern)).into()
     }
+}
+
+/// Returns the pattern of IPv6 addresses in hexadecimal digits: eight groups, or fewer around "::".
+fn ipv6_pattern() -> String {
+    let group = "[0-9A-Fa-f]{1,4}";
+    let ends = [format!("({group}:){{7}}{group}"), format!("({group}:){{1,7}}:"), format!(":(:{group}){{1,7}}")];
+    let between = (1..=6).map(|after| format!("({group}:){{1,{}}}(:{group}){{1,{after}}}", 7 - after));
+    ends.into_iter().chain(between).collect::<Vec<_>>().join("|")
 }
 
 impl ToSchema for Socket {
@@ -122,4 +131,33 @@ pub struct ExplainedServer {
     pub core_load: Option<f64>,
     /// Whether the server takes new connections.
     pub eligible: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn schema_accepts_the_addresses_that_parse() {
+        let schema = serde_json::to_value(Socket::schema()).unwrap();
+        let schema = jsonschema::validator_for(&schema).unwrap();
+        for text in [
+            "10.200.0.1:80",
+            "[2001:db8::1]:80",
+            "[::1]:80",
+            "[2001:db8::]:65535",
+            "[1:2:3:4:5:6:7:8]:1",
+            "[1:2:3:4:5:6::8]:1",
+            "[1::3:4:5:6:7:8]:1",
+            "2001:db8::1:80",
+            "[1:2:3:4:5:6:7::8]:1",
+            "[1:2:3:4:5:6:7:8:9]:1",
+            "[1::2::3]:80",
+            "[2001:db8::1]:65536",
+            "[10.200.0.1]:80",
+        ] {
+            let accepted = schema.is_valid(&serde_json::Value::from(text));
+            assert_eq!(accepted, text.parse::<SocketAddr>().is_ok(), "{text}");
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
+use coreward_model::consistency::{Consistency, NotForIpv6, ServiceMode, Timestamps, Transfer};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::tuple::{Protocol, address_of};
 use coreward_model::{ServerId, ServiceAddress};
@@ -55,11 +55,8 @@ pub enum ModeError {
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
     /// Not built for IPv6 yet.
-    #[error(
-        "service {0}: an IPv6 VIP needs forwarding \"l2\", timestamps by the server or off, any consistency but \
-             \"stateful\", and no migration"
-    )]
-    NotForIpv6(ServiceAddress),
+    #[error("service {0}: an IPv6 VIP with {1}")]
+    NotForIpv6(ServiceAddress, NotForIpv6),
 }
 
 fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
@@ -77,17 +74,10 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
         return Err(ModeError::CannotTransfer(*address));
     }
-    if address.socket.is_ipv6() && !suits_ipv6(mode) {
-        return Err(ModeError::NotForIpv6(*address));
+    match mode.not_for_ipv6().next().filter(|_| address.socket.is_ipv6()) {
+        Some(setting) => Err(ModeError::NotForIpv6(*address, setting)),
+        None => Ok(()),
     }
-    Ok(())
-}
-
-fn suits_ipv6(mode: &ServiceMode) -> bool {
-    !mode.forwarding.encapsulates()
-        && mode.timestamps != Timestamps::LoadBalancer
-        && mode.consistency != Consistency::Stateful
-        && mode.transfer.is_none()
 }
 
 /// Returns a slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.

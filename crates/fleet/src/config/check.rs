@@ -141,12 +141,17 @@ impl Services<'_> {
             let pool = self.pool(service, &positions, reader);
             let Some(protocol) = service.protocol.value else { continue };
             let mode = mode::of(service, protocol, reader);
-            let check = service.health.as_ref().and_then(|table| health::check(table, protocol, mode, reader));
             let address = service.vip.value.map(|vip| vip.with(protocol));
             vips.take(address, &service.vip.span, reader);
             if let Some(address) = address {
                 self.no_server_has(address.socket.ip(), &service.vip.span, reader);
             }
+            if address.is_some_and(|address| address.socket.is_ipv6()) {
+                mode::check_ipv6(service, mode, reader);
+            }
+            let check =
+                |table| health::check(table, protocol, mode, address.map(|address| address.socket.ip()), reader);
+            let check = service.health.as_ref().and_then(check);
             let (Some(name), Some(address), Some(policy)) = (name, address, service.policy.value) else { continue };
             if mode.timestamps == Timestamps::LoadBalancer {
                 can_be_named(name, pool.iter().map(|position| &self.servers[*position]), reader);

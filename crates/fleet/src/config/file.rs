@@ -1,6 +1,6 @@
 //! The files: their keys, and what one value must be.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
@@ -17,6 +17,7 @@ use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
+use super::address::{is_host_ipv4, why_unusable};
 use super::health::Health;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
@@ -83,7 +84,7 @@ config_struct! {
     pub struct Service {
         /// Used once.
         pub name: Field<Name>,
-        /// IPv4 address and port that clients connect to; used once, and no server's own address.
+        /// IPv4 or IPv6 address and port that clients connect to; used once, and no server's own address.
         pub vip: Field<Vip>,
         /// Protocol of the service.
         pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
@@ -151,29 +152,31 @@ string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.
 
 /// VIP and port of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Vip(pub SocketAddrV4);
+pub struct Vip(pub SocketAddr);
 
 impl Vip {
     /// With what it speaks.
     pub fn with(self, protocol: Protocol) -> ServiceAddress {
-        ServiceAddress { socket: self.0.into(), protocol }
+        ServiceAddress { socket: self.0, protocol }
     }
 }
 
 impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
-            let vip = written.parse::<SocketAddrV4>().ok().filter(|vip| is_host(*vip.ip()) && vip.port() != 0);
-            vip.map(Vip).ok_or_else(|| format!("VIP {written:?}: expected {}", Self::expected()))
+            let vip = written.parse::<SocketAddr>().map_err(|_| "");
+            let usable = vip.and_then(|vip| why_unusable(vip).map_or(Ok(vip), Err));
+            usable.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
         })
     }
 
     fn expected() -> String {
-        "an IPv4 address that one host can have and a port from 1 on, as \"10.200.0.1:80\"".to_owned()
+        "an address that one host can have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
+            .to_owned()
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "pattern": r"^[0-9]+(\.[0-9]+){3}:[0-9]+$" })
+        json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|\[[0-9A-Fa-f:.]+\]):[0-9]+$" })
     }
 }
 
@@ -184,7 +187,7 @@ pub struct ServerAddress(pub IpAddr);
 impl FromToml for ServerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
-            let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host(*address));
+            let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host_ipv4(*address));
             let expected = || format!("server address {written:?}: expected {}", Self::expected());
             address.map(|v4| ServerAddress(v4.into())).ok_or_else(expected)
         })
@@ -197,8 +200,4 @@ impl FromToml for ServerAddress {
     fn schema() -> Value {
         Ipv4Addr::schema()
     }
-}
-
-fn is_host(address: Ipv4Addr) -> bool {
-    !(address.is_unspecified() || address.is_broadcast() || address.is_multicast())
 }

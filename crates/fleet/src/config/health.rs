@@ -1,5 +1,7 @@
 //! Health checks of a service's servers: its table `[service.health]`.
 
+use std::net::IpAddr;
+
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
     FromToml, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, config_struct, parsed, serde_json,
@@ -154,27 +156,18 @@ impl FromToml for Authorities {
     }
 }
 
-/// Returns the check of the table; contradictions go to the reader's list. `None`: no check.
-pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, reader: &mut Reader<'_>) -> Option<Check> {
+/// Returns the check of the table; contradictions go to the reader's list. `None`: no check. `vip`: `None` after a
+/// mistake in it.
+pub fn check(
+    table: &Spanned<Health>,
+    protocol: Protocol,
+    mode: ServiceMode,
+    vip: Option<IpAddr>,
+    reader: &mut Reader<'_>,
+) -> Option<Check> {
     let health = table.get_ref();
     refuse_strangers(health, reader);
-    let stamped_here = mode.timestamps == Timestamps::LoadBalancer;
-    if let Some(at) = health.at.as_ref().filter(|at| stamped_here && *at.get_ref() == ProbeAddress::Vip) {
-        reader.mistake(
-            at.span(),
-            "checks at the VIP of a service with `timestamps = \"lb\"`, where the load balancer would stamp its own \
-             connections: expected \"server\"",
-        );
-    }
-    let routed = mode.forwarding.encapsulates();
-    if let Some(at) = health.at.as_ref().filter(|at| routed && *at.get_ref() == ProbeAddress::Vip) {
-        let message = format!(
-            "checks at the VIP of a service with forwarding {:?}, where routers would send them to a load balancer: \
-             expected \"server\"",
-            mode.forwarding.name()
-        );
-        reader.mistake(at.span(), message);
-    }
+    let probe_address = probe_address(health, why_not_at_vip(mode, vip), reader);
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
@@ -197,16 +190,37 @@ pub fn check(table: &Spanned<Health>, protocol: Protocol, mode: ServiceMode, rea
     let results = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(Check {
         probe,
-        probe_address: health
-            .at
-            .as_ref()
-            .map_or(if stamped_here || routed { ProbeAddress::Server } else { ProbeAddress::Vip }, |at| *at.get_ref()),
+        probe_address,
         port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
         interval: health.interval.0,
         timeout: health.timeout.0,
         thresholds: Thresholds::new(results(health.rise), results(health.fall))?,
         jitter: health.jitter,
     })
+}
+
+/// Returns the reason why the service's servers cannot be checked at the VIP.
+fn why_not_at_vip(mode: ServiceMode, vip: Option<IpAddr>) -> Option<String> {
+    if mode.timestamps == Timestamps::LoadBalancer {
+        let reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
+        return Some(format!("a service with {reason}"));
+    }
+    if mode.forwarding.encapsulates() {
+        let name = mode.forwarding.name();
+        let reason = "where routers would send them to a load balancer";
+        return Some(format!("a service with forwarding {name:?}, {reason}"));
+    }
+    vip.is_some_and(|vip| vip.is_ipv6()).then(|| "an IPv6 service, whose servers have IPv4 addresses".to_owned())
+}
+
+/// Returns the address of the checks: by default the VIP, if that is possible.
+fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
+    let default = if why_not_at_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
+    let Some(at) = &health.at else { return default };
+    if let Some(reason) = why_not_at_vip.filter(|_| *at.get_ref() == ProbeAddress::Vip) {
+        reader.mistake(at.span(), format!("checks at the VIP of {reason}: expected \"server\""));
+    }
+    *at.get_ref()
 }
 
 /// Keys that mean nothing to this kind of check.

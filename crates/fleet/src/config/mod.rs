@@ -3,10 +3,13 @@
 //! [`file`] describes single values, [`check`] and [`mode`] check combinations. Every mistake has the place of its
 //! value. [`difference`] compares two documents.
 
+mod address;
 mod check;
 mod difference;
 pub mod file;
 mod health;
+#[cfg(test)]
+mod ipv6_tests;
 mod mode;
 mod once;
 mod racks;

@@ -159,9 +159,9 @@ fn single_values() {
         ("\"s1\"", "\"s 1\"", "fleet.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks"),
         (
             "10.200.0.1:80",
-            "[::1]:80",
-            "fleet.toml:19:7: key `service.vip`: VIP \"[::1]:80\": expected an IPv4 address that one host can \
-             have and a port from 1 on, as \"10.200.0.1:80\"",
+            "2001:db8::1:80",
+            "fleet.toml:19:7: key `service.vip`: VIP \"2001:db8::1:80\": expected an address that one host \
+             can have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\"",
         ),
         (
             "policy = \"pow2\"",

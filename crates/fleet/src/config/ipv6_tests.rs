@@ -1,0 +1,91 @@
+use coreward_config::Source;
+use coreward_model::health::ProbeAddress;
+
+use super::FleetConfig;
+
+fn parse(vip: &str, keys: &str) -> Result<FleetConfig, String> {
+    let server = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.11\"\n";
+    let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"{vip}\"\n{keys}\n");
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
+}
+
+#[test]
+fn service_may_have_an_ipv6_vip() {
+    for keys in [
+        "",
+        "timestamps = \"off\"",
+        "consistency = \"hash-table\"",
+        "consistency = \"beamer\"",
+        "protocol = \"udp\"",
+        "consistency = \"none\"\npolicy = \"maglev\"",
+    ] {
+        let config = parse("[2001:DB8:0::1]:80", keys).unwrap();
+        assert_eq!(config.services[0].address.socket, "[2001:db8::1]:80".parse().unwrap(), "{keys}");
+    }
+}
+
+#[test]
+fn same_vip_in_two_notations_is_used_twice() {
+    let second = "[[service]]\nname = \"api\"\nvip = \"[2001:db8:0:0::1]:80\"";
+    let error = parse("[2001:db8::1]:80", second).unwrap_err();
+    assert!(error.contains("VIP [2001:db8::1]:80/tcp is used twice (first in line 6)"), "{error}");
+}
+
+#[test]
+fn vip_that_no_client_reaches_is_rejected_with_its_kind() {
+    for (vip, reason) in [
+        ("[::]:80", "is the unspecified address"),
+        ("[::1]:80", "is the loopback address"),
+        ("[ff02::1]:80", "is a multicast address"),
+        ("[fe80::1]:80", "is a link-local address"),
+        ("[febf::1]:80", "is a link-local address"),
+        ("[2001:db8::1%3]:80", "has a zone"),
+        ("[::ffff:10.200.0.1]:80", "is an IPv4-mapped address"),
+        ("[2001:db8::1]:0", "has port 0"),
+        ("10.200.0.1:0", "has port 0"),
+        ("224.0.0.1:80", "is no address of one host"),
+    ] {
+        let expected = format!(
+            "fleet.toml:6:7: key `service.vip`: VIP {vip:?} {reason}: expected an address that one host can \
+             have and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\""
+        );
+        assert_eq!(parse(vip, "").unwrap_err(), expected);
+    }
+}
+
+#[test]
+fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
+    for (keys, message) in [
+        (
+            "forwarding = \"gue\"",
+            "7:14: key `service.forwarding`: an IPv6 VIP with forwarding \"gue\": expected \"l2\"",
+        ),
+        (
+            "timestamps = \"lb\"",
+            "7:14: key `service.timestamps`: an IPv6 VIP with timestamps by \"lb\": expected \"server\" or \"off\"",
+        ),
+        (
+            "consistency = \"stateful\"",
+            "7:15: key `service.consistency`: an IPv6 VIP with consistency \"stateful\": expected \"stateless\", \
+             \"hash-table\", \"beamer\" or \"none\"",
+        ),
+        (
+            "migrate_to = \"10.2.0.9\"",
+            "7:14: key `service.migrate_to`: an IPv6 VIP with a migration: expected neither `migrate_from` nor \
+             `migrate_to`",
+        ),
+        (
+            "health = { at = \"vip\" }",
+            "7:17: key `service.health.at`: checks at the VIP of an IPv6 service, whose servers have IPv4 addresses: \
+             expected \"server\"",
+        ),
+    ] {
+        assert_eq!(parse("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
+    }
+}
+
+#[test]
+fn servers_of_an_ipv6_service_are_checked_at_their_own_address() {
+    let config = parse("[2001:db8::1]:80", "[service.health]").unwrap();
+    assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
+}
