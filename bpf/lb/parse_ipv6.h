@@ -20,34 +20,11 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "parse.h"
 #include "rewrite.h"
 #include "service.h"
 #include "state.h"
-
-/* RFC 8200, Sect. 3; <linux/ipv6.h> includes libc's headers, which this target lacks. */
-struct ipv6_header {
-	__be32 version_class_label;
-	__be16 payload_length;
-	__u8 next_header;
-	__u8 hop_limit;
-	__u32 source[4];
-	__u32 destination[4];
-};
-
-#define IPV6_AT(field) (ETH_HLEN + __builtin_offsetof(struct ipv6_header, field))
-#define IPV6_TRANSPORT (ETH_HLEN + sizeof(struct ipv6_header))
-_Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
-
-/* RFC 8200, Sect. 4.3 to 4.6, RFC 4302, Sect. 2, and RFC 4443, Sect. 1. */
-#define NEXT_HOP_BY_HOP 0
-#define NEXT_ROUTING 43
-#define NEXT_FRAGMENT 44
-#define NEXT_AUTHENTICATION 51
-#define NEXT_ICMPV6 58
-#define NEXT_DESTINATION_OPTIONS 60
-/* Each occurs once at most, but for destination options, which may occur twice. */
-#define EXTENSION_HEADERS 6
 
 /* ---- frames of the fast path ------------------------------------------------------------------------------------ */
 
@@ -108,24 +85,16 @@ static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct pa
 	__u32 at = IPV6_TRANSPORT, next = packet->protocol;
 
 	for (int i = 0; i < EXTENSION_HEADERS; i++) {
-		/* Next header; length in units of 8 bytes without the first, of 4 without two in AH; fragment offset. */
-		__u8 header[4];
-		__u32 length;
+		struct extension_header header;
 
-		if (next != NEXT_HOP_BY_HOP && next != NEXT_ROUTING && next != NEXT_FRAGMENT &&
-		    next != NEXT_AUTHENTICATION && next != NEXT_DESTINATION_OPTIONS)
+		if (!is_extension_header(next))
 			break;
-		if (at + sizeof(header) > packet->end || bpf_xdp_load_bytes(ctx, at, header, sizeof(header)))
+		if (at + sizeof(header) > packet->end || bpf_xdp_load_bytes(ctx, at, &header, sizeof(header)))
 			return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
-		length = (header[1] + 1) * 8;
-		if (next == NEXT_AUTHENTICATION)
-			length = (header[1] + 2) * 4;
-		if (next == NEXT_FRAGMENT) {
-			length = 8;
-			packet->fragment = header[2] << 8 | (header[3] & ~0x6);
-		}
-		next = header[0];
-		at += length;
+		if (next == NEXT_FRAGMENT)
+			packet->fragment = fragment_of(&header);
+		at += extension_header_length(next, &header);
+		next = header.next;
 		if (at > TRANSPORT_MASK - TCP_CHECKSUM_OFFSET)
 			return parse_ended(LB_COUNTER_DROP_EXTENSION_HEADERS);
 		if (packet->fragment)
