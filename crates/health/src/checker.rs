@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -31,9 +31,9 @@ pub struct Service<K> {
     /// Kind, interval and expectation.
     pub check: Arc<Check>,
     /// Address that clients connect to.
-    pub vip: SocketAddrV4,
+    pub vip: SocketAddr,
     /// Servers with their own addresses; a key occurs once among all services.
-    pub servers: Vec<(K, Ipv4Addr)>,
+    pub servers: Vec<(K, IpAddr)>,
     /// NAT table; required for checks at the VIP.
     pub paths: Option<Arc<dyn NatTable>>,
 }
@@ -67,8 +67,8 @@ impl Found {
 #[derive(Clone, PartialEq)]
 struct Task {
     check: Arc<Check>,
-    vip: SocketAddrV4,
-    server: Ipv4Addr,
+    vip: SocketAddr,
+    server: IpAddr,
 }
 
 struct Running<K> {
@@ -180,7 +180,7 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
     }
 }
 
-async fn check_target<K: Ord + Copy>(key: K, server: Ipv4Addr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
+async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
     let draw = || UnwrapErr(SysRng).random::<f64>();
     let check = prober.check();
     let mut due = Instant::now() + check.interval.min(FIRST_WITHIN).mul_f64(draw());

@@ -1,7 +1,7 @@
 //! Connection to a server, with the NAT entry that sends its packets to the VIP.
 
 use std::io;
-use std::net::SocketAddrV4;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -18,9 +18,9 @@ pub(crate) struct ServerConnection {
 }
 
 impl ServerConnection {
-    pub(crate) async fn open(socket: TcpSocket, to: SocketAddrV4, path: Option<OpenPath>) -> io::Result<Self> {
+    pub(crate) async fn open(socket: TcpSocket, to: SocketAddr, path: Option<OpenPath>) -> io::Result<Self> {
         // Cancellation drops the future of `connect`, and its socket, before `path`.
-        let stream = socket.connect(to.into()).await?;
+        let stream = socket.connect(to).await?;
         Ok(Self { stream, _path: path })
     }
 }

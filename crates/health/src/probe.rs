@@ -1,7 +1,7 @@
 //! One check of one server.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -75,7 +75,7 @@ fn is_local(error: &std::io::Error) -> bool {
 /// Probes of the servers of one service.
 pub struct Prober {
     check: Arc<Check>,
-    vip: SocketAddrV4,
+    vip: SocketAddr,
     /// HTTPS only; the error of its setup.
     tls: Option<Result<TlsConnector, String>>,
     paths: Option<Arc<dyn NatTable>>,
@@ -83,7 +83,7 @@ pub struct Prober {
 
 impl Prober {
     /// `paths` is required for checks at the VIP.
-    pub fn new(check: Arc<Check>, vip: SocketAddrV4, paths: Option<Arc<dyn NatTable>>) -> Self {
+    pub fn new(check: Arc<Check>, vip: SocketAddr, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(ca::client(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
@@ -95,12 +95,12 @@ impl Prober {
         &self.check
     }
 
-    pub async fn ask(&self, server: Ipv4Addr) -> Result<(), ProbeError> {
+    pub async fn ask(&self, server: IpAddr) -> Result<(), ProbeError> {
         let limit = self.check.timeout;
         tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(ProbeError::Silent(limit)))
     }
 
-    async fn ask_without_limit(&self, server: Ipv4Addr) -> Result<(), ProbeError> {
+    async fn ask_without_limit(&self, server: IpAddr) -> Result<(), ProbeError> {
         let connection = self.connect(server).await?;
         match (&self.check.probe, &self.tls) {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),
@@ -120,16 +120,29 @@ impl Prober {
         self.check.port.unwrap_or(self.vip.port())
     }
 
-    fn address(&self, server: Ipv4Addr) -> SocketAddrV4 {
+    fn address(&self, server: IpAddr) -> SocketAddr {
         match self.check.probe_address {
-            ProbeAddress::Vip => SocketAddrV4::new(*self.vip.ip(), self.port()),
-            ProbeAddress::Server => SocketAddrV4::new(server, self.port()),
+            ProbeAddress::Vip => SocketAddr::new(self.vip.ip(), self.port()),
+            ProbeAddress::Server => SocketAddr::new(server, self.port()),
         }
     }
 
-    fn name(&self, http: &HttpProbe, server: Ipv4Addr) -> Result<ServerName<'static>, ProbeError> {
+    /// Adds the NAT entry of a check at the VIP, from this socket's port.
+    fn path_to_vip(&self, socket: &TcpSocket, server: IpAddr, nat: &Arc<dyn NatTable>) -> Result<OpenPath, ProbeError> {
+        let local = |error: std::io::Error| ProbeError::of(&error, ProbeError::Network);
+        let (IpAddr::V4(server), IpAddr::V4(vip)) = (server, self.vip.ip()) else {
+            let reason = format!("server {server} at VIP {}: expected IPv4 addresses", self.vip.ip());
+            return Err(ProbeError::Local(reason));
+        };
+        socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(local)?;
+        let own_port = socket.local_addr().map_err(local)?.port();
+        let path = Path { server, vip, port: self.port(), own_port };
+        OpenPath::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))
+    }
+
+    fn name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
         let Some(host) = &http.host else {
-            return Ok(ServerName::from(IpAddr::from(*self.address(server).ip())));
+            return Ok(ServerName::from(self.address(server).ip()));
         };
         // "www.example.org:8443"
         let name = host.rsplit_once(':').map_or(host.as_str(), |(name, _)| name);
@@ -137,35 +150,30 @@ impl Prober {
     }
 
     /// Opens a connection that ends with a reset, so neither end keeps state.
-    async fn connect(&self, server: Ipv4Addr) -> Result<ServerConnection, ProbeError> {
+    async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
             _ => ProbeError::of(&error, ProbeError::Network),
         };
-        let socket = TcpSocket::new_v4().map_err(network)?;
+        let socket = if server.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(network)?;
         socket.set_zero_linger().map_err(network)?;
         let path = match (&self.paths, self.check.probe_address) {
-            (Some(paths), ProbeAddress::Vip) => {
-                socket.bind((Ipv4Addr::UNSPECIFIED, 0).into()).map_err(network)?;
-                let own_port = socket.local_addr().map_err(network)?.port();
-                let path = Path { server, vip: *self.vip.ip(), port: self.port(), own_port };
-                Some(OpenPath::add(path, paths).map_err(|error| ProbeError::Local(format!("{error:#}")))?)
-            }
+            (Some(nat), ProbeAddress::Vip) => Some(self.path_to_vip(&socket, server, nat)?),
             _ => None,
         };
-        ServerConnection::open(socket, SocketAddrV4::new(server, self.port()), path).await.map_err(network)
+        ServerConnection::open(socket, SocketAddr::new(server, self.port()), path).await.map_err(network)
     }
 
     async fn request<C: AsyncRead + AsyncWrite + Unpin>(
         &self,
         connection: C,
         http: &HttpProbe,
-        server: Ipv4Addr,
+        server: IpAddr,
     ) -> Result<(), ProbeError> {
         let unwell = |error: hyper::Error| ProbeError::of(&error, ProbeError::Http);
         let address = self.address(server);
         let host = http.host.clone().unwrap_or_else(|| match address.port() {
-            80 => address.ip().to_string(),
+            80 => address.to_string().trim_end_matches(":80").to_owned(),
             _ => address.to_string(),
         });
         let request = Request::get(&http.path)

@@ -1,7 +1,7 @@
 //! A machine that has run out of files cannot check, and says nothing of servers for it. A process of its own, whose limit
 //! it lowers.
 
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use coreward_health::checker::{Checker, Found, Service};
 use coreward_model::health::{Check, Jitter, Probe, ProbeAddress, Thresholds, Verdict};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-fn service(vip: SocketAddrV4) -> Service<u32> {
+fn service(vip: SocketAddr) -> Service<u32> {
     let check = Check {
         probe: Probe::Tcp,
         probe_address: ProbeAddress::Server,
@@ -19,7 +19,7 @@ fn service(vip: SocketAddrV4) -> Service<u32> {
         thresholds: Thresholds::new(1, 3).expect("not 0"),
         jitter: Jitter::new(0.0).expect("from 0 to 1"),
     };
-    Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST)], paths: None }
+    Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], paths: None }
 }
 
 fn until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&Found) -> bool) -> Found {
@@ -37,7 +37,7 @@ fn until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&Found) -> bool) -> 
 #[test]
 fn a_machine_without_a_free_file_calls_no_server_down() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let Ok(SocketAddr::V4(address)) = listener.local_addr() else { panic!("an IPv4 address") };
+    let address = listener.local_addr().unwrap();
     let checker = Checker::start().unwrap();
     checker.check(vec![service(address)]);
     until(&checker, "a server that listens is up", |found| found.verdict() == Some(Verdict::Up));

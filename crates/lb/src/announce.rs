@@ -6,7 +6,7 @@
 //! as the data plane does. A restarted routing daemon finds them again, which it would not with a control socket.
 
 use std::collections::BTreeSet;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -27,7 +27,7 @@ const READ_INTERVAL: Duration = Duration::from_secs(10);
 pub struct Announcer {
     handle: Handle,
     table: u32,
-    announced: BTreeSet<Ipv4Addr>,
+    announced: BTreeSet<IpAddr>,
     read: Instant,
     answers: AbortHandle,
 }
@@ -36,7 +36,7 @@ pub struct Announcer {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnnounceState {
     /// VIPs whose packets can be forwarded.
-    pub announceable: BTreeSet<Ipv4Addr>,
+    pub announceable: BTreeSet<IpAddr>,
     /// Reasons for the others.
     pub blocked: Vec<String>,
 }
@@ -57,20 +57,20 @@ impl Announcer {
     }
 
     /// Announces these VIPs alone. Fails when the kernel rejects a route.
-    pub async fn announce(&mut self, wanted: &BTreeSet<Ipv4Addr>) -> anyhow::Result<()> {
+    pub async fn announce(&mut self, wanted: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
         if self.read.elapsed() >= READ_INTERVAL {
             self.read().await?;
         }
-        let gone: Vec<Ipv4Addr> = self.announced.difference(wanted).copied().collect();
+        let gone: Vec<IpAddr> = self.announced.difference(wanted).copied().collect();
         for vip in gone {
-            let deleted = self.handle.route().del(self.route(vip)).execute().await;
+            let deleted = self.handle.route().del(route(vip, self.table)?).execute().await;
             deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
             self.announced.remove(&vip);
             tracing::info!(event = "vip-withdrawn", %vip, "VIP is withdrawn");
         }
-        let new: Vec<Ipv4Addr> = wanted.difference(&self.announced).copied().collect();
+        let new: Vec<IpAddr> = wanted.difference(&self.announced).copied().collect();
         for vip in new {
-            let added = self.handle.route().add(self.route(vip)).replace().execute().await;
+            let added = self.handle.route().add(route(vip, self.table)?).replace().execute().await;
             added.with_context(|| format!("VIP {vip} cannot be announced"))?;
             self.announced.insert(vip);
             tracing::info!(event = "vip-announced", %vip, "VIP is announced");
@@ -87,26 +87,28 @@ impl Announcer {
     }
 
     async fn read(&mut self) -> anyhow::Result<()> {
-        let question = RouteMessageBuilder::<Ipv4Addr>::new().build();
-        let routes = self.handle.route().get(question).execute();
-        let mut routes = std::pin::pin!(routes);
+        let requests = [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()];
         let mut found = BTreeSet::new();
-        while let Some(route) = routes.next().await {
-            let route = route.context("the kernel does not show its routes")?;
-            found.extend(vip_of(&route, self.table));
+        for request in requests {
+            let routes = self.handle.route().get(request).execute();
+            let mut routes = std::pin::pin!(routes);
+            while let Some(route) = routes.next().await {
+                let route = route.context("the kernel does not show its routes")?;
+                found.extend(vip_of(&route, self.table));
+            }
         }
         (self.announced, self.read) = (found, Instant::now());
         Ok(())
     }
+}
 
-    fn route(&self, vip: Ipv4Addr) -> RouteMessage {
-        RouteMessageBuilder::<Ipv4Addr>::new()
-            .destination_prefix(vip, 32)
-            .table_id(self.table)
-            .protocol(PROTOCOL)
-            .kind(RouteType::BlackHole)
-            .build()
-    }
+fn prefix_length(vip: IpAddr) -> u8 {
+    if vip.is_ipv4() { 32 } else { 128 }
+}
+
+fn route(vip: IpAddr, table: u32) -> anyhow::Result<RouteMessage> {
+    let route = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, prefix_length(vip))?;
+    Ok(route.table_id(table).protocol(PROTOCOL).kind(RouteType::BlackHole).build())
 }
 
 impl Drop for Announcer {
@@ -115,19 +117,21 @@ impl Drop for Announcer {
     }
 }
 
-fn vip_of(route: &RouteMessage, table: u32) -> Option<Ipv4Addr> {
+fn vip_of(route: &RouteMessage, table: u32) -> Option<IpAddr> {
     let in_attribute = route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Table(table) => Some(*table),
         _ => None,
     });
     let its_table = in_attribute.unwrap_or(route.header.table.into());
-    if its_table != table || route.header.protocol != PROTOCOL || route.header.destination_prefix_length != 32 {
+    if its_table != table || route.header.protocol != PROTOCOL {
         return None;
     }
-    route.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Destination(RouteAddress::Inet(vip)) => Some(*vip),
+    let destination = route.attributes.iter().find_map(|attribute| match attribute {
+        RouteAttribute::Destination(RouteAddress::Inet(vip)) => Some(IpAddr::from(*vip)),
+        RouteAttribute::Destination(RouteAddress::Inet6(vip)) => Some(IpAddr::from(*vip)),
         _ => None,
-    })
+    });
+    destination.filter(|vip| route.header.destination_prefix_length == prefix_length(*vip))
 }
 
 #[cfg(test)]
@@ -136,14 +140,18 @@ mod tests {
 
     #[test]
     fn only_routes_of_our_own_in_our_table_are_vips() {
-        let vip = Ipv4Addr::new(10, 200, 0, 1);
-        let route = |table, protocol, length| {
-            let builder = RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(vip, length);
-            vip_of(&builder.table_id(table).protocol(protocol).build(), 7400)
-        };
-        assert_eq!(route(7400, PROTOCOL, 32), Some(vip));
-        assert_eq!(route(7401, PROTOCOL, 32), None);
-        assert_eq!(route(7400, RouteProtocol::Static, 32), None);
-        assert_eq!(route(7400, PROTOCOL, 24), None);
+        for (vip, network_length) in [("10.200.0.1", 24), ("2001:db8::1", 32)] {
+            let vip: IpAddr = vip.parse().unwrap();
+            let vip_in = |table, protocol, length| {
+                let builder = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, length).unwrap();
+                vip_of(&builder.table_id(table).protocol(protocol).build(), 7400)
+            };
+            let length = prefix_length(vip);
+            assert_eq!(vip_in(7400, PROTOCOL, length), Some(vip));
+            assert_eq!(vip_of(&route(vip, 7400).unwrap(), 7400), Some(vip));
+            assert_eq!(vip_in(7401, PROTOCOL, length), None);
+            assert_eq!(vip_in(7400, RouteProtocol::Static, length), None);
+            assert_eq!(vip_in(7400, PROTOCOL, network_length), None);
+        }
     }
 }

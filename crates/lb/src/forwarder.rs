@@ -462,7 +462,7 @@ impl Forwarder {
         let mut state = AnnounceState::default();
         let mut blocked = BTreeMap::new();
         for (service, index) in self.services.values() {
-            let Some(vip) = ipv4(service.address.socket.ip()) else { continue };
+            let vip = service.address.socket.ip();
             if self.balancer.table_generation(*index).is_none() {
                 blocked.insert(vip, "its services have no table yet");
             } else if self.balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {

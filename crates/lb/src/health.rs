@@ -1,7 +1,6 @@
 //! Health checks of the services' servers, and their messages to the controller.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -93,18 +92,13 @@ impl Health {
     /// Returns the service's check; `None`: none, or impossible.
     fn wanted(&self, service: &Service) -> Option<checker::Service<Target>> {
         let check = service.check.clone()?;
-        let std::net::SocketAddr::V4(vip) = service.address.socket else { return None };
         let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn NatTable>);
         if check.probe_address == ProbeAddress::Vip && paths.is_none() {
             return None;
         }
-        let address = |address: IpAddr| match address {
-            IpAddr::V4(address) => Some(address),
-            IpAddr::V6(_) => None,
-        };
         let servers = service.servers.iter().filter(|server| !server.left);
-        let servers = servers.filter_map(|server| Some(((service.index, server.id), address(server.address)?)));
-        Some(checker::Service { check, vip, servers: servers.collect(), paths })
+        let servers = servers.map(|server| ((service.index, server.id), server.address)).collect();
+        Some(checker::Service { check, vip: service.address.socket, servers, paths })
     }
 
     pub fn begin_stream(&mut self) {

@@ -1,7 +1,7 @@
 //! Each kind of check against servers of this machine's loopback, and the checker's thread with them.
 
 use std::io::Write as _;
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
@@ -31,12 +31,14 @@ fn http(host: Option<&str>) -> HttpProbe {
     HttpProbe { path: "/healthz".to_owned(), host: host.map(str::to_owned), expect: StatusRange::good() }
 }
 
-fn listen() -> (TcpListener, SocketAddrV4) {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    match listener.local_addr().unwrap() {
-        SocketAddr::V4(address) => (listener, address),
-        SocketAddr::V6(address) => panic!("{address}"),
-    }
+fn listen() -> (TcpListener, SocketAddr) {
+    listen_at(Ipv4Addr::LOCALHOST.into())
+}
+
+fn listen_at(address: IpAddr) -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind((address, 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
 }
 
 /// Answers every request on a connection from `accept` with this status, as it is then.
@@ -61,10 +63,10 @@ fn serve<C: std::io::Read + std::io::Write>(
     });
 }
 
-fn ask(probe: Probe, vip: SocketAddrV4) -> Result<(), ProbeError> {
+fn ask(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(check(probe), vip, None);
-    runtime.block_on(prober.ask(*vip.ip()))
+    runtime.block_on(prober.ask(vip.ip()))
 }
 
 #[test]
@@ -74,8 +76,24 @@ fn tcp() {
     // Taken, so that no other test gets the port, and nobody listens there.
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
-    let SocketAddr::V4(nobody) = taken.local_addr().unwrap() else { unreachable!("bound to an IPv4 address") };
-    assert_eq!(ask(Probe::Tcp, nobody), Err(ProbeError::ConnectionRefused));
+    assert_eq!(ask(Probe::Tcp, taken.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
+}
+
+#[test]
+fn server_with_an_ipv6_address() {
+    let (listener, address) = listen_at(Ipv6Addr::LOCALHOST.into());
+    serve(listener, Arc::new(AtomicU16::new(200)), |stream| stream);
+    assert_eq!(ask(Probe::Tcp, address), Ok(()));
+    assert_eq!(ask(Probe::Http(http(None)), address), Ok(()));
+}
+
+#[test]
+fn ipv4_server_of_an_ipv6_vip_is_checked_at_its_own_address() {
+    let (_listener, address) = listen();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let vip = SocketAddr::new("2001:db8::1".parse().unwrap(), address.port());
+    let prober = Prober::new(check(Probe::Tcp), vip, None);
+    assert_eq!(runtime.block_on(prober.ask(address.ip())), Ok(()));
 }
 
 #[test]
@@ -98,7 +116,7 @@ fn silent_server_times_out() {
     let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(Arc::new(quick), address, None);
-    assert_eq!(runtime.block_on(prober.ask(*address.ip())), Err(ProbeError::Silent(Duration::from_millis(50))));
+    assert_eq!(runtime.block_on(prober.ask(address.ip())), Err(ProbeError::Silent(Duration::from_millis(50))));
 }
 
 #[test]
@@ -163,7 +181,7 @@ fn the_checker_follows_what_servers_say() {
     let checker: Checker<u8> = Checker::start().unwrap();
     let check = check(Probe::Http(http(None)));
     let service = |keys: &[u8]| {
-        let servers = keys.iter().map(|key| (*key, *address.ip())).collect();
+        let servers = keys.iter().map(|key| (*key, address.ip())).collect();
         vec![Service { check: check.clone(), vip: address, servers, paths: None }]
     };
     let verdict = |key: u8| {
