@@ -78,9 +78,9 @@ static __always_inline __u64 fold_vip_ipv6(const struct cookie_key *key, const v
 }
 
 /*
- * The hash of IPv6: SipHash-1-3 of 18 bytes in three blocks, client address and port, whose first half is XORed with
- * the folded VIP. Addresses: 16 bytes as in the packet. The client's whole address is hashed, as it may choose 2^64 of
- * them.
+ * The hash of IPv6: SipHash-1-3 of 23 bytes in three blocks, client address, and client port XOR the upper 56 bits of
+ * the folded VIP, which is ready when the first two blocks are done. Addresses: 16 bytes as in the packet. The client's
+ * whole address is hashed, as it may choose 2^64 of them.
  */
 static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, const void *client, const void *vip,
 					      __u32 ports)
@@ -89,8 +89,8 @@ static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, cons
 	__u64 k0 = key->k0, k1 = key->k1;
 	__u64 v0 = k0 ^ 0x736f6d6570736575ull, v1 = k1 ^ 0x646f72616e646f6dull;
 	__u64 v2 = k0 ^ 0x6c7967656e657261ull, v3 = k1 ^ 0x7465646279746573ull;
-	__u64 first = half[0] ^ fold_vip_ipv6(key, vip, ports >> 16), second = half[1];
-	__u64 last = 18ull << 56 | (ports & 0xffff);
+	__u64 first = half[0], second = half[1];
+	__u64 last = 23ull << 56 | ((ports & 0xffff) ^ fold_vip_ipv6(key, vip, ports >> 16) >> 8);
 
 	v3 ^= first;
 	SIP_ROUND(v0, v1, v2, v3);

@@ -18,6 +18,45 @@
 #include "placement.h"
 #include "service_mode.h"
 
+/* forward_fast_path_decided() of IPv6. */
+static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 number, __u32 echo_at)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct decision decision = UNDECIDED;
+	struct packet packet = {
+		.family = ADDRESS_FAMILY_IPV6,
+		.has_timestamp = 1,
+		.protocol = IPPROTO_TCP,
+		.echo_offset = echo_at,
+		.transport = IPV6_TRANSPORT,
+	};
+
+	if (data + FAST_PATH_IPV6_LENGTH > data_end)
+		return XDP_DROP;
+	packet.client_address = client_word_ipv6(data + IPV6_AT(source));
+	packet.ports = PACKET_U32(data, IPV6_TRANSPORT);
+	packet.flags = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET);
+	echo_at &= OPTION_MASK;
+	if (data + echo_at + sizeof(packet.echo) <= data_end)
+		packet.echo = bpf_ntohl(PACKET_U32(data, echo_at));
+	decide(ctx, number, &packet, &decision);
+	return apply_decision(ctx, &packet, &decision);
+}
+
+/* A SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
+static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	__u32 echo_at = fast_path_syn_echo_ipv6(data, data_end), number;
+
+	if (!echo_at || data + FAST_PATH_IPV6_LENGTH > data_end || !sent_to_us(data))
+		return -1;
+	number = service_of_ipv6(data + IPV6_AT(destination), PACKET_U32(data, IPV6_TRANSPORT) >> 16, IPPROTO_TCP);
+	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, echo_at) : -1;
+}
+
 /* Returns an XDP action, or -1: not for the fast path. */
 static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 {
@@ -34,8 +73,10 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	if (!is_service(number))
 		return -1;
 	service = decode_service(number);
-	if (has_other_balancer(&service) || !has_cookies(&service))
+	if (has_other_balancer(&service))
 		return -1;
+	if (!has_cookies(&service))
+		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_ECHO);
 	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_ECHO)), data + IPV6_AT(source),
 				data + IPV6_AT(destination), ports);
 	server = server_at(service.index, cookie);
@@ -69,7 +110,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	ended = tcp ? parse_tcp(ctx, data, data_end, packet) : parse_udp(data, data_end, packet);
 	if (ended)
 		return ended;
-	if (packet->has_timestamp) {
+	if (packet->has_timestamp && !(packet->flags & TCP_SYN)) {
 		data = (void *)(long)ctx->data;
 		data_end = (void *)(long)ctx->data_end;
 		if (data + IPV6_TRANSPORT > data_end)
@@ -129,6 +170,8 @@ static __always_inline int forward_ipv6(struct xdp_md *ctx)
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
+	if (action < 0)
+		action = forward_fast_path_syn_ipv6(ctx);
 	if (action >= 0)
 		return action;
 	/* Errors have no extension headers in front. */

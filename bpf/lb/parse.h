@@ -145,11 +145,10 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define SYN_OPTIONS_NOP_SCALE 0x00030301u
 #define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
 #define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
-/* Offsets of TSecr in both. */
-#define SYN_LINUX_ECHO (FAST_PATH_OPTIONS + 12)
-#define SYN_BSD_ECHO (FAST_PATH_OPTIONS + 16)
-#define FAST_PATH_SYN_LENGTH (SYN_BSD_ECHO + sizeof(__u32))
-#define FAST_PATH_SYN_HEADER (FAST_PATH_SYN_LENGTH - FAST_PATH_TCP)
+/* Offsets of TSecr in both, from the TCP header on. */
+#define SYN_LINUX_ECHO (sizeof(struct tcphdr) + 12)
+#define SYN_BSD_ECHO (sizeof(struct tcphdr) + 16)
+#define FAST_PATH_SYN_HEADER (SYN_BSD_ECHO + sizeof(__u32))
 
 /*
  * Returns whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a complete TCP segment.
@@ -177,27 +176,38 @@ static __always_inline bool is_fast_path_frame(const void *data, const void *dat
 	return PACKET_U32(data, FAST_PATH_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP && is_fast_path_tcp(data, data_end);
 }
 
-/* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
-static __always_inline __u32 fast_path_syn_echo(const void *data, const void *data_end)
+/*
+ * Returns the offset of TSecr in the TCP header, of which FAST_PATH_SYN_HEADER bytes are there, of a SYN with the first
+ * options above; 0 for any other segment.
+ */
+static __always_inline __u32 usual_syn_echo(const void *tcp)
 {
+	const void *options = tcp + sizeof(struct tcphdr);
 	__u32 second, third;
 
-	if (data + FAST_PATH_SYN_LENGTH > data_end)
+	if ((PACKET_U16(tcp, TCP_FLAGS_OFFSET - 1) & FAST_PATH_SYN_FLAGS_MASK) != FAST_PATH_SYN_FLAGS ||
+	    PACKET_U16(options, 0) != SYN_OPTIONS_MSS ||
+	    (PACKET_U8(tcp, TCP_FLAGS_OFFSET - 1) >> 4) * 4 < FAST_PATH_SYN_HEADER)
 		return 0;
-	if ((PACKET_U16(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1) & FAST_PATH_SYN_FLAGS_MASK) != FAST_PATH_SYN_FLAGS)
-		return 0;
-	if (PACKET_U16(data, FAST_PATH_OPTIONS) != SYN_OPTIONS_MSS || !is_fast_path_tcp(data, data_end))
-		return 0;
-	if ((PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1) >> 4) * 4 < FAST_PATH_SYN_HEADER)
-		return 0;
-	second = PACKET_U32(data, FAST_PATH_OPTIONS + 4);
+	second = PACKET_U32(options, 4);
 	if (second == SYN_OPTIONS_LINUX)
 		return SYN_LINUX_ECHO;
-	third = PACKET_U32(data, FAST_PATH_OPTIONS + 8);
+	third = PACKET_U32(options, 8);
 	if ((second & SYN_OPTIONS_NOP_SCALE_MASK) == SYN_OPTIONS_NOP_SCALE &&
 	    (third == SYN_OPTIONS_SACK_TIMESTAMP || third == SYN_OPTIONS_NOPS_TIMESTAMP))
 		return SYN_BSD_ECHO;
 	return 0;
+}
+
+/* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
+static __always_inline __u32 fast_path_syn_echo(const void *data, const void *data_end)
+{
+	__u32 echo_at;
+
+	if (data + FAST_PATH_TCP + FAST_PATH_SYN_HEADER > data_end)
+		return 0;
+	echo_at = usual_syn_echo(data + FAST_PATH_TCP);
+	return echo_at && is_fast_path_tcp(data, data_end) ? FAST_PATH_TCP + echo_at : 0;
 }
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */

@@ -20,47 +20,12 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "fast_path_ipv6.h"
 #include "ipv6_header.h"
 #include "parse.h"
 #include "rewrite.h"
 #include "service.h"
 #include "state.h"
-
-/* ---- frames of the fast path ------------------------------------------------------------------------------------ */
-
-#define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT + sizeof(struct tcphdr))
-#define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_LENGTH)
-#define FAST_PATH_IPV6_ECHO                                                                                            \
-	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
-	 __builtin_offsetof(struct timestamp_words, echo))
-/* Ethertype and version. Big-endian in the packet: 86 dd 6 (traffic class). */
-#define FAST_PATH_IPV6_ETHERTYPE_MASK 0x00f0ffffu
-#define FAST_PATH_IPV6_ETHERTYPE 0x0060dd86u
-
-static __always_inline bool is_ipv6_frame(const void *data, const void *data_end)
-{
-	return data + IPV6_TRANSPORT <= data_end && PACKET_U16(data, ETH_HLEN - 2) == bpf_htons(ETH_P_IPV6);
-}
-
-/* The packet is_fast_path_frame() looks for, in IPv6. */
-static __always_inline bool is_fast_path_ipv6(const void *data, const void *data_end)
-{
-	__u32 length, data_offset_byte;
-
-	if (data + FAST_PATH_IPV6_LENGTH > data_end)
-		return false;
-	if ((PACKET_U32(data, ETH_HLEN - 2) & FAST_PATH_IPV6_ETHERTYPE_MASK) != FAST_PATH_IPV6_ETHERTYPE)
-		return false;
-	if (PACKET_U8(data, IPV6_AT(next_header)) != IPPROTO_TCP ||
-	    (PACKET_U16(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) != FAST_PATH_FLAGS ||
-	    PACKET_U32(data, FAST_PATH_IPV6_OPTIONS) != OPTIONS_ALIGNED_TIMESTAMP)
-		return false;
-	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
-	data_offset_byte = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1);
-	return length >= (data_offset_byte >> 4) * 4 && IPV6_TRANSPORT + length <= (__u64)(data_end - data);
-}
-
-/* ---- any frame ------------------------------------------------------------------------------------------------- */
 
 /*
  * The client's address in one word, for hashes of this load balancer alone: two rounds of multiply and shift by its

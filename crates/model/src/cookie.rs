@@ -7,7 +7,7 @@
 mod permutation;
 
 use std::hash::Hasher as _;
-use std::net::{Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::net::{SocketAddr, SocketAddrV4, SocketAddrV6};
 
 use coreward_intf as intf;
 use rand::Rng;
@@ -114,10 +114,9 @@ pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
             hasher.write(&word.to_le_bytes()[..7]);
         }
         (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
-            let [high, low] = halves(*client.ip());
-            hasher.write(&(high ^ folded(key, vip)).to_le_bytes());
-            hasher.write(&low.to_le_bytes());
-            hasher.write(&client.port().to_be_bytes());
+            let word = u64::from(client.port().to_be()) ^ folded(key, vip) >> 8;
+            hasher.write(&client.ip().octets());
+            hasher.write(&word.to_le_bytes()[..7]);
         }
         _ => unreachable!("a tuple has one address family"),
     }
@@ -129,15 +128,10 @@ fn word(of: SocketAddrV4) -> u64 {
     u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
 }
 
-/// The halves of an address, in packet byte order.
-fn halves(address: Ipv6Addr) -> [u64; 2] {
-    let both = u128::from_le_bytes(address.octets());
-    [both as u64, (both >> 64) as u64]
-}
-
 /// Folds a VIP and its port into one word by a factor that clients do not know.
 fn folded(key: &CookieKey, vip: SocketAddrV6) -> u64 {
-    let ([high, low], factor) = (halves(*vip.ip()), key.vip_factor());
+    let (both, factor) = (u128::from_le_bytes(vip.ip().octets()), key.vip_factor());
+    let [high, low] = [both as u64, (both >> 64) as u64];
     let mixed = |word: u64| word ^ word >> 32;
     let folded = (mixed(high.wrapping_mul(factor)) ^ low).wrapping_mul(factor);
     mixed(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
@@ -196,7 +190,7 @@ pub fn restore(time: u16, now_ms: u32) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
+    use std::net::{Ipv4Addr, Ipv6Addr};
 
     use proptest::prelude::*;
 

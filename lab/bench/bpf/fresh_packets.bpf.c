@@ -35,6 +35,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "feed.h"
+#include "lb/fast_path_ipv6.h"
 #include "lb/parse.h"
 
 /* All 0. As large as an entry of the connection table, and as many: user space sets the number. */
@@ -57,6 +58,8 @@ const volatile __u64 second_word;
 const volatile __u32 frame_length;
 /* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
 const volatile __u32 echo_at;
+/* Offset of the ports. */
+const volatile __u32 ports_at;
 /* Upper half of `ports` from fresh_source(). */
 const volatile __u32 destination_port;
 
@@ -67,11 +70,11 @@ static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_addres
 	void *data_end = (void *)(long)ctx->data_end;
 
 	if (data + FAST_PATH_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end ||
-	    data + client_at + sizeof(client_address) > data_end)
+	    data + client_at + sizeof(client_address) > data_end || data + ports_at + sizeof(ports) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, 0) = first_word;
 	PACKET_U32(data, client_at) = client_address;
-	PACKET_U32(data, FAST_PATH_TCP) = ports;
+	PACKET_U32(data, ports_at) = ports;
 	PACKET_U32(data, echo_at) = echo;
 	bpf_tail_call_static(ctx, &measured, 0);
 	return XDP_ABORTED;
@@ -155,6 +158,21 @@ int empty(struct xdp_md *ctx)
 	return XDP_TX;
 }
 
+static __always_inline bool is_tcp_ipv4(const void *data, const void *data_end)
+{
+	const struct ethhdr *ethernet = data;
+	const struct iphdr *ip = data + sizeof(*ethernet);
+
+	return data + FAST_PATH_OPTIONS <= data_end && ethernet->h_proto == bpf_htons(ETH_P_IP) && ip->ihl == 5 &&
+	       ip->protocol == IPPROTO_TCP;
+}
+
+static __always_inline bool is_tcp_ipv6(const void *data, const void *data_end)
+{
+	return data + FAST_PATH_IPV6_OPTIONS <= data_end && is_ipv6_frame(data, data_end) &&
+	       PACKET_U8(data, IPV6_AT(next_header)) == IPPROTO_TCP;
+}
+
 /* The other floor: the work of any forwarder, without a decision. */
 SEC("xdp")
 int parse_and_swap_macs(struct xdp_md *ctx)
@@ -162,12 +180,9 @@ int parse_and_swap_macs(struct xdp_md *ctx)
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 	struct ethhdr *ethernet = data;
-	struct iphdr *ip = data + sizeof(*ethernet);
-	struct tcphdr *tcp = (void *)(ip + 1);
 	__u8 mac[ETH_ALEN];
 
-	if ((void *)(tcp + 1) > data_end || ethernet->h_proto != bpf_htons(ETH_P_IP) || ip->ihl != 5 ||
-	    ip->protocol != IPPROTO_TCP)
+	if (!is_tcp_ipv4(data, data_end) && !is_tcp_ipv6(data, data_end))
 		return XDP_PASS;
 	__builtin_memcpy(mac, ethernet->h_dest, ETH_ALEN);
 	__builtin_memcpy(ethernet->h_dest, ethernet->h_source, ETH_ALEN);

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
@@ -15,7 +15,7 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
-use coreward_model::{FourTuple, ServerId, ServiceAddress};
+use coreward_model::{ServerId, ServiceAddress};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
@@ -35,6 +35,11 @@ pub const FLOW_TABLE_ENTRIES: u32 = PACKETS as u32 * 16;
 
 /// Enough entries for all connections: 512 of a partition's 1024 are taken in the mean, so none is ever full.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKETS as u64;
+
+/// The load balancer's service, which is not that of [`Case::NotForAVip`].
+fn service_of(case: Case) -> SocketAddr {
+    if case == Case::NotForAVip { VIP.into() } else { case.destination() }
+}
 
 /// A load balancer for the packets of one case.
 pub struct Balancer {
@@ -59,7 +64,7 @@ impl Setup {
     fn of(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
             Case::First(First { rule, groups, .. }) => (rule, groups),
-            Case::Established(..) | Case::Encapsulated(..) | Case::LbStamped(_) | Case::NotForAVip => (Rule::Table, 1),
+            _ => (Rule::Table, 1),
         };
         let entries = match case {
             Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
@@ -97,7 +102,7 @@ impl Balancer {
             ..Options::default()
         })?;
         lb.set_own_mac(OWN_MAC);
-        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
+        let address = ServiceAddress { socket: service_of(case), protocol: Protocol::Tcp };
         let timestamps = if case.is_lb_stamped() { Timestamps::LoadBalancer } else { Timestamps::Server };
         let (consistency, forwarding) = (case.consistency(), case.forwarding());
         let mode = ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() };
@@ -147,7 +152,7 @@ impl Balancer {
     }
 
     fn packet(&self, client: &SocketAddrV4, echo: u32) -> Packet {
-        let mut ports = [client.port().to_be_bytes(), self.case.destination().1.to_be_bytes()];
+        let mut ports = [client.port().to_be_bytes(), self.case.destination().port().to_be_bytes()];
         if self.case == Case::LbStamped(Direction::ToClient) {
             ports.reverse();
         }
@@ -168,7 +173,7 @@ impl Balancer {
         let clients = clients(self.case.connections());
         let packets = clients.iter().map(|client| {
             let stamped = match self.case {
-                Case::First(_) => return Ok(self.packet(client, 0)),
+                Case::First(_) | Case::FirstIpv6 => return Ok(self.packet(client, 0)),
                 Case::LbStamped(Direction::ToClient) => return Ok(self.packet(client, rng.next_u32())),
                 Case::LbStamped(Direction::ToServer) => {
                     return Ok(self.packet(client, self.lb_stamped(client, &mut rng)));
@@ -179,7 +184,7 @@ impl Balancer {
                 }
                 _ => Cookie::Server(self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize]),
             };
-            let tuple = FourTuple::ipv4((*client.ip(), client.port()), self.case.destination());
+            let tuple = self.case.tuple(client);
             let echo = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, stamped, rng.next_u32());
             Ok(self.packet(client, echo))
         });
@@ -189,8 +194,7 @@ impl Balancer {
     /// TSecr of a packet to a random server.
     fn lb_stamped(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let server = self.servers[uniform_below(rng, self.servers.len() as u32) as usize];
-        let tuple = FourTuple::ipv4((*client.ip(), client.port()), VIP);
-        lb_stamping::stamp(&self.keys, &self.keys.keys[1], &tuple, server, rng.next_u32())
+        lb_stamping::stamp(&self.keys, &self.keys.keys[1], &self.case.tuple(client), server, rng.next_u32())
     }
 
     /// Index of each client's entry in the connection table.

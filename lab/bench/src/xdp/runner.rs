@@ -38,8 +38,9 @@ pub struct Packet {
 #[derive(Debug, Clone)]
 pub struct Frame {
     pub bytes: Vec<u8>,
-    /// Offset of the client's address.
+    /// Offset of the client's address; of IPv6 its last four bytes.
     pub client_at: u32,
+    pub ports_at: u32,
     /// Offset of TSecr, or of a reply's TSval.
     pub echo_at: u32,
     pub destination_port: u16,
@@ -85,6 +86,7 @@ impl Runner {
         constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
         constants.frame_length = frame.bytes.len() as u32;
         constants.client_at = frame.client_at;
+        constants.ports_at = frame.ports_at;
         constants.echo_at = frame.echo_at;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;

@@ -1,10 +1,11 @@
 //! The packets that are measured.
 
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
+use coreward_model::FourTuple;
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::Rule;
@@ -18,6 +19,8 @@ const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
+/// The IPv6 service.
+pub const VIP_IPV6: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1), VIP.1);
 /// A port without a service.
 const OTHER_PORT: u16 = 81;
 /// Address of the load balancer's device.
@@ -27,6 +30,8 @@ pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 pub const FIRST_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 1, 0, 0]);
 /// Offset of the source address behind an Ethernet header.
 const CLIENT_AT: u32 = 14 + 12;
+/// Offset of the TCP header behind an IPv4 header.
+const TCP_AT: usize = 14 + 20;
 
 /// Flags byte of a TCP header.
 const SYN: u8 = 0x02;
@@ -41,6 +46,10 @@ pub enum Case {
     Encapsulated(Forwarding, usize),
     /// SYNs of different connections.
     First(First),
+    /// Packets of that many open connections of IPv6, with cookies.
+    EstablishedIpv6(usize),
+    /// SYNs of different connections of IPv6.
+    FirstIpv6,
     /// Packets of open connections that the load balancer stamps (`timestamps = "lb"`).
     LbStamped(Direction),
     /// TCP to a port that is no service.
@@ -91,6 +100,8 @@ impl Case {
                     .into_iter()
                     .flat_map(|forwarding| [1, PACKETS].map(|connections| Case::Encapsulated(forwarding, connections))),
             )
+            .chain([1, PACKETS].map(Case::EstablishedIpv6))
+            .chain([Case::FirstIpv6])
             .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
             .chain([Case::NotForAVip])
     }
@@ -99,15 +110,20 @@ impl Case {
         match self {
             Case::Established(_, connections)
             | Case::Encapsulated(_, connections)
+            | Case::EstablishedIpv6(connections)
             | Case::First(First { connections, .. }) => connections,
-            Case::LbStamped(_) | Case::NotForAVip => PACKETS,
+            Case::FirstIpv6 | Case::LbStamped(_) | Case::NotForAVip => PACKETS,
         }
     }
 
     pub fn consistency(self) -> Consistency {
         match self {
             Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
-            Case::Encapsulated(..) | Case::LbStamped(_) | Case::NotForAVip => Consistency::Stateless,
+            Case::Encapsulated(..)
+            | Case::EstablishedIpv6(_)
+            | Case::FirstIpv6
+            | Case::LbStamped(_)
+            | Case::NotForAVip => Consistency::Stateless,
         }
     }
 
@@ -142,11 +158,12 @@ impl Case {
             Case::Established(Consistency::Beamer, _) | Case::First(First { consistency: Consistency::Beamer, .. }) => {
                 intf::LB_COUNTER_BUCKET_HASH
             }
-            Case::Established(..) | Case::Encapsulated(..) | Case::LbStamped(Direction::ToServer) => {
-                intf::LB_COUNTER_ESTABLISHED
-            }
+            Case::Established(..)
+            | Case::Encapsulated(..)
+            | Case::EstablishedIpv6(_)
+            | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
             Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
-            Case::First(_) => intf::LB_COUNTER_NEW_CONNECTION,
+            Case::First(_) | Case::FirstIpv6 => intf::LB_COUNTER_NEW_CONNECTION,
             Case::NotForAVip => intf::LB_COUNTER_PASSED_NOT_SERVICE,
         };
         counter as usize
@@ -163,8 +180,21 @@ impl Case {
     }
 
     /// Destination of the packets.
-    pub fn destination(self) -> (Ipv4Addr, u16) {
-        if self == Case::NotForAVip { (VIP.0, OTHER_PORT) } else { VIP }
+    pub fn destination(self) -> SocketAddr {
+        match self {
+            Case::NotForAVip => (VIP.0, OTHER_PORT).into(),
+            Case::EstablishedIpv6(_) | Case::FirstIpv6 => VIP_IPV6.into(),
+            _ => VIP.into(),
+        }
+    }
+
+    /// Returns the connection of a client of [`clients`].
+    pub fn tuple(self, client: &SocketAddrV4) -> FourTuple {
+        let client = match self.destination() {
+            SocketAddr::V4(_) => (*client).into(),
+            SocketAddr::V6(_) => (client_ipv6(*client.ip()), client.port()).into(),
+        };
+        FourTuple::new(client, self.destination()).expect("of one family")
     }
 
     /// Whether the load balancer stamps the connections.
@@ -177,7 +207,10 @@ impl Case {
         match self {
             Case::First(_) => syn(),
             Case::LbStamped(Direction::ToClient) => response(),
-            _ => established(self.destination()),
+            Case::EstablishedIpv6(_) => in_ipv6(&established(VIP)),
+            Case::FirstIpv6 => in_ipv6(&syn()),
+            Case::NotForAVip => established((VIP.0, OTHER_PORT)),
+            _ => established(VIP),
         }
     }
 }
@@ -199,6 +232,8 @@ impl fmt::Display for Case {
                 }
                 if *connections < PACKETS { write!(f, ", {connections} entries") } else { Ok(()) }
             }
+            Case::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
+            Case::FirstIpv6 => f.write_str("first, IPv6, stateless, table"),
             Case::LbStamped(Direction::ToServer) => f.write_str("timestamps by the load balancer, to the server"),
             Case::LbStamped(Direction::ToClient) => f.write_str("timestamps by the load balancer, to the client"),
             Case::NotForAVip => f.write_str("not for a VIP"),
@@ -232,7 +267,25 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> 
     bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
     let echo_at = bytes.len() as u32 + echo;
     bytes.extend(options);
-    Frame { bytes, client_at: CLIENT_AT, echo_at, destination_port: port }
+    Frame { bytes, client_at: CLIENT_AT, ports_at: TCP_AT as u32, echo_at, destination_port: port }
+}
+
+/// The segment of a frame to [`VIP`], to [`VIP_IPV6`].
+fn in_ipv6(ipv4: &Frame) -> Frame {
+    let segment = &ipv4.bytes[TCP_AT..];
+    let mut bytes = [&ipv4.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, segment.len() as u8, 6, 64]].concat();
+    bytes.extend(client_ipv6(Ipv4Addr::UNSPECIFIED).octets());
+    let client_at = bytes.len() - size_of::<u32>();
+    bytes.extend(VIP_IPV6.0.octets());
+    let ports_at = bytes.len();
+    bytes.extend(segment);
+    let echo_at = ipv4.echo_at + (ports_at - TCP_AT) as u32;
+    Frame { bytes, client_at: client_at as u32, ports_at: ports_at as u32, echo_at, ..*ipv4 }
+}
+
+/// A client of IPv6, by one of IPv4.
+fn client_ipv6(client: Ipv4Addr) -> Ipv6Addr {
+    Ipv6Addr::from(0x2001_0db8_0001 << 80 | u128::from(client.to_bits()))
 }
 
 /// A server's ACK. TSval is the first of the two timestamps.

@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/* IPv6 frames of the fast path: the packets of is_fast_path_frame() (parse.h), in IPv6 without extension headers. */
+#ifndef COREWARD_LB_FAST_PATH_IPV6_H
+#define COREWARD_LB_FAST_PATH_IPV6_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/tcp.h>
+#include <bpf/bpf_endian.h>
+
+#include "ipv6_header.h"
+#include "parse.h"
+#include "timestamp.h"
+
+#define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT + sizeof(struct tcphdr))
+#define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_LENGTH)
+#define FAST_PATH_IPV6_ECHO                                                                                            \
+	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
+	 __builtin_offsetof(struct timestamp_words, echo))
+/* Ethertype and version. Big-endian in the packet: 86 dd 6 (traffic class). */
+#define FAST_PATH_IPV6_ETHERTYPE_MASK 0x00f0ffffu
+#define FAST_PATH_IPV6_ETHERTYPE 0x0060dd86u
+
+static __always_inline bool is_ipv6_frame(const void *data, const void *data_end)
+{
+	return data + IPV6_TRANSPORT <= data_end && PACKET_U16(data, ETH_HLEN - 2) == bpf_htons(ETH_P_IPV6);
+}
+
+/* Returns whether the frame, of at least FAST_PATH_IPV6_OPTIONS bytes, is IPv6 with a complete TCP segment. */
+static __always_inline bool is_fast_path_tcp_ipv6(const void *data, const void *data_end)
+{
+	__u32 length, data_offset_byte;
+
+	if ((PACKET_U32(data, ETH_HLEN - 2) & FAST_PATH_IPV6_ETHERTYPE_MASK) != FAST_PATH_IPV6_ETHERTYPE ||
+	    PACKET_U8(data, IPV6_AT(next_header)) != IPPROTO_TCP)
+		return false;
+	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
+	data_offset_byte = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1);
+	return length >= (data_offset_byte >> 4) * 4 && IPV6_TRANSPORT + length <= (__u64)(data_end - data);
+}
+
+static __always_inline bool is_fast_path_ipv6(const void *data, const void *data_end)
+{
+	if (data + FAST_PATH_IPV6_LENGTH > data_end)
+		return false;
+	return (PACKET_U16(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) == FAST_PATH_FLAGS &&
+	       PACKET_U32(data, FAST_PATH_IPV6_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP &&
+	       is_fast_path_tcp_ipv6(data, data_end);
+}
+
+/* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
+static __always_inline __u32 fast_path_syn_echo_ipv6(const void *data, const void *data_end)
+{
+	__u32 echo_at;
+
+	if (data + IPV6_TRANSPORT + FAST_PATH_SYN_HEADER > data_end)
+		return 0;
+	echo_at = usual_syn_echo(data + IPV6_TRANSPORT);
+	return echo_at && is_fast_path_tcp_ipv6(data, data_end) ? IPV6_TRANSPORT + echo_at : 0;
+}
+
+#endif
