@@ -50,6 +50,17 @@ async fn let_signals_go() -> anyhow::Result<std::convert::Infallible> {
     std::future::pending().await
 }
 
+/// Runs work that blocks the runtime for longer than the watchdog's interval, within `limit`. So the kernel's verifier
+/// may take its time with a program on a slow machine: a restart would only repeat it.
+pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
+    let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
+    let set = |limit: Duration| tell(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
+    set(limit);
+    let outcome = work();
+    set(interval);
+    outcome
+}
+
 /// Notifies the watchdog at half of its interval.
 async fn tell_watchdog() -> std::convert::Infallible {
     let Some(patience) = sd_notify::watchdog_enabled() else { return std::future::pending().await };

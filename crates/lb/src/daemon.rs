@@ -39,6 +39,8 @@ const TICK_INTERVAL: Duration = Duration::from_millis(100);
 const STATE_GAP: Duration = Duration::from_millis(20);
 /// Queue of messages to the controller: a state, counts and socket queries.
 const MESSAGES: usize = 64;
+/// Time limit of a configuration, which may need another program: loading it took 10 s in a loaded, emulated machine.
+const CONFIGURATION_LIMIT: Duration = Duration::from_secs(60);
 const UNRESOLVED: &str = "MAC addresses are not resolved";
 
 /// Runs until SIGTERM or SIGINT; pinned objects stay at work. Fails when the file is invalid, another process is at
@@ -361,7 +363,9 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
     match update.update {
         Some(Update::Configuration(configuration)) => {
             let taken = match FleetConfiguration::decode(configuration) {
-                Ok((number, configuration, refused)) => forwarder.take_configuration(number, configuration, &refused),
+                Ok((number, configuration, refused)) => coreward_daemon::block_within(CONFIGURATION_LIMIT, || {
+                    forwarder.take_configuration(number, configuration, &refused)
+                }),
                 Err(error) => {
                     let error = anyhow::Error::from(error);
                     forwarder.refuse_all(0, &error);
@@ -372,7 +376,9 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         }
         Some(Update::Change(change)) => {
             let taken = match FleetChange::decode(change) {
-                Ok((change, refused)) => forwarder.take_change(change, &refused),
+                Ok((change, refused)) => {
+                    coreward_daemon::block_within(CONFIGURATION_LIMIT, || forwarder.take_change(change, &refused))
+                }
                 Err(error) => {
                     let error = anyhow::Error::from(error);
                     forwarder.refuse_all(0, &error);

@@ -242,10 +242,14 @@ pub fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> R
     }
 }
 
-/// Lines of the journal that name a fault of the daemons or of their units.
+/// Returns the state of the daemons' units, and lines of the journal that name a fault of them.
 fn journal(guest: &mut Guest) -> String {
-    let command = "journalctl --no-pager -q -o cat -n 60 -u 'coreward-*' -u 'test-*'";
-    guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))
+    const COMMANDS: [&str; 3] = [
+        "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
+        "journalctl --no-pager -q -b _PID=1 -p notice -n 30",
+        "journalctl --no-pager -q -b -o short-monotonic -n 60 -u 'coreward-*' -u 'test-*'",
+    ];
+    COMMANDS.map(|command| guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))).join("\n")
 }
 
 /// Runs `apt-get`; its output.
@@ -289,21 +293,35 @@ fn confined(guest: &mut Guest) -> Result<String> {
     guest.run("touch /home/visible")?;
     let mut found = Vec::new();
     for daemon in DAEMONS {
-        let pid = main_pid(guest, daemon)?;
-        let [capabilities, user] = show(guest, daemon, ["CapabilityBoundingSet", "User"])?;
-        let status = guest.run(&format!("cat /proc/{pid}/status"))?;
-        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim();
-        ensure!(field("NoNewPrivs:") == "1" && field("Seccomp:") == "2", "{daemon}: {status}");
-        let bounding = u64::from_str_radix(field("CapBnd:"), 16)?.count_ones() as usize;
-        ensure!(bounding == capabilities.split_whitespace().count(), "{daemon}: {capabilities:?}, but {status}");
-        ensure!(user.is_empty() == field("Uid:").starts_with('0'), "{daemon}: user {user:?}, but {status}");
-        for attempt in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
-            let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_LIMIT)?;
-            ensure!(status != 0, "{daemon} may {attempt}: {output}");
-        }
-        found.push(format!("{daemon} {bounding}"));
+        let capabilities = confined_daemon(guest, daemon).with_context(|| unit(daemon))?;
+        found.push(format!("{daemon} {capabilities}"));
     }
     Ok(format!("capabilities: {}", found.join(", ")))
+}
+
+/// Returns the number of capabilities in the daemon's bounding set.
+fn confined_daemon(guest: &mut Guest, daemon: &str) -> Result<usize> {
+    let pid = main_pid(guest, daemon)?;
+    let [capabilities, user] = show(guest, daemon, ["CapabilityBoundingSet", "User"])?;
+    let status = guest.run(&format!("cat /proc/{pid}/status"))?;
+    let field = |name: &str| {
+        let value = status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        value.with_context(|| format!("process {pid} has no field {name} in {status:?}"))
+    };
+    ensure!(field("NoNewPrivs:")? == "1", "process {pid} may gain privileges, expected NoNewPrivs 1: {status}");
+    ensure!(field("Seccomp:")? == "2", "process {pid} has no system call filter, expected Seccomp 2: {status}");
+    let bounding = u64::from_str_radix(field("CapBnd:")?, 16).with_context(|| status.clone())?.count_ones() as usize;
+    let expected = capabilities.split_whitespace().count();
+    ensure!(bounding == expected, "{bounding} capabilities, expected {expected} ({capabilities}): {status}");
+    ensure!(user.is_empty() == field("Uid:")?.starts_with('0'), "expected user {user:?}, found {status}");
+    for attempt in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
+        let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_LIMIT)?;
+        ensure!(status != 0, "process {pid} may {attempt}: {output}");
+        // A process that has ended has no namespace to enter.
+        let now = main_pid(guest, daemon)?;
+        ensure!(now == pid, "process {pid} became {now} meanwhile");
+    }
+    Ok(bounding)
 }
 
 fn connect(guest: &mut Guest) -> Result<String> {
