@@ -231,7 +231,7 @@ fn ipv6_services_of_other_modes_are_rejected() {
     let mut balancer = balancer(&mut seeded_rng(66, 0));
     let mode = ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() };
     let error = balancer.lb.set_services(&[(service(VIP), mode)]).unwrap_err().to_string();
-    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP needs"), "{error}");
+    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP with consistency"), "{error}");
 }
 
 #[test]
