@@ -44,9 +44,11 @@ static __always_inline bool plain_clock(__u32 milliseconds)
 }
 
 /* Multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4): spread is enough, because a collision costs a look-up. */
-static __always_inline __u32 clamp_group(__u32 client_address, __u16 client_port)
+static __always_inline __u32 clamp_group(const struct flow_key *flow)
 {
-	return ((client_address ^ client_port) * 2654435769u) >> (32 - HOLD_GROUP_BITS);
+	__u32 client = flow->client_address[1] ^ flow->client_address[3] ^ flow->client_port;
+
+	return (client * 2654435769u) >> (32 - HOLD_GROUP_BITS);
 }
 
 /*
@@ -65,9 +67,8 @@ static __always_inline bool clamped_lately(__u32 group, __u32 milliseconds)
  */
 static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_echo, struct time_part *time)
 {
-	struct flow_key flow = flow_of(segment->destination_address, segment->source_address, swapped(segment->ports));
-	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow), next = {};
-	__u32 milliseconds = time->original, group = clamp_group(segment->destination_address, segment->ports >> 16);
+	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow), next = {};
+	__u32 milliseconds = time->original, group = clamp_group(&segment->flow);
 	__u16 recent = last_echo;
 
 	if (held && held->confirmed && held->original == last_echo) {
@@ -87,7 +88,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 	next.sent_before = recent;
 	next.original = milliseconds;
 	next.original_before = last_echo;
-	bpf_map_update_elem(&held_timestamps, &flow, &next, BPF_ANY);
+	bpf_map_update_elem(&held_timestamps, &segment->flow, &next, BPF_ANY);
 	time->sent = next.sent;
 	state.last_hold_ms[group] = milliseconds;
 	count(SERVER_COUNTER_TSVAL_CLAMPED);
@@ -101,7 +102,7 @@ static __always_inline struct time_part time_to_send(const struct segment *segme
 {
 	struct time_part time = {.sent = milliseconds, .original = milliseconds};
 	__u32 elapsed = milliseconds - last_echo;
-	__u32 group = clamp_group(segment->destination_address, segment->ports >> 16);
+	__u32 group = clamp_group(&segment->flow);
 
 	/* Restored values are never ahead by more than the slack: this one was forged, and changes nothing. */
 	if (last_echo && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
@@ -121,8 +122,7 @@ static __always_inline __u32 restored_by_clock(__u16 time, __u32 now)
 /* Restores a value that may be a clamped time part. */
 static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
 {
-	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
-	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &flow);
+	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow);
 	__u16 time = time_bits, step, behind;
 
 	if (!held)
@@ -136,7 +136,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 	}
 	if (held->confirmed) {
 		/* The client has advanced: these 16 bits may come from the clock again. */
-		bpf_map_delete_elem(&held_timestamps, &flow);
+		bpf_map_delete_elem(&held_timestamps, &segment->flow);
 		return restored_by_clock(time, now);
 	}
 	/* Sent before the clamped one, so less than a largest step after the client's TSecr of that time. */
@@ -152,7 +152,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 /* Returns the server's own TSval of a TSecr's time part. Never 0, which the kernel reads as "no TSecr". */
 static __always_inline __u32 restored(const struct segment *segment, __u16 time)
 {
-	__u32 now = clock_ms(), group = clamp_group(segment->source_address, segment->ports);
+	__u32 now = clock_ms(), group = clamp_group(&segment->flow);
 	__u32 original =
 		clamped_lately(group, now) ? restored_by_clamp(segment, now, time) : restored_by_clock(time, now);
 

@@ -26,11 +26,26 @@ static __always_inline bool carries_server_before(__u32 number, const struct seg
 	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp == NO_TIMESTAMP);
 }
 
+/* Writes NO_SERVER in place of the previous server. Returns 0 or an error. */
+static __always_inline long remove_previous_server(struct __sk_buff *skb, const struct segment *segment)
+{
+	__be16 before = bpf_htons(segment->previous_server), none = bpf_htons(NO_SERVER);
+	long error;
+
+	/* No checksum covers the flow label, of which these are the last two bytes. */
+	if (segment->family == ADDRESS_FAMILY_IPV6)
+		return bpf_skb_store_bytes(skb, IPV6_AT(version_class_label) + 2, &none, sizeof(none), 0);
+	error = bpf_l3_csum_replace(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, check), before, none,
+				    sizeof(none));
+	return error
+		       ?: bpf_skb_store_bytes(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, id), &none, sizeof(none),
+					      0);
+}
+
 /* TC_ACT_UNSPEC: the packet is for this host. */
 static __noinline int forward_to_previous(struct __sk_buff *skb, const struct segment *segment, __u32 own_id)
 {
-	__u32 before = bpf_ntohs(segment->identification), offset = ETH_HLEN + __builtin_offsetof(struct iphdr, check);
-	__be16 none = bpf_htons(NO_SERVER);
+	__u32 before = segment->previous_server;
 	__u8 addresses[2 * ETH_ALEN];
 	struct server_entry *server;
 
@@ -50,9 +65,7 @@ static __noinline int forward_to_previous(struct __sk_buff *skb, const struct se
 	if (bpf_skb_load_bytes(skb, 0, &addresses[ETH_ALEN], ETH_ALEN))
 		return TC_ACT_UNSPEC;
 	__builtin_memcpy(addresses, server->mac_address, ETH_ALEN);
-	if (bpf_skb_store_bytes(skb, 0, addresses, sizeof(addresses), 0) ||
-	    bpf_l3_csum_replace(skb, offset, segment->identification, none, sizeof(none)) ||
-	    bpf_skb_store_bytes(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, id), &none, sizeof(none), 0)) {
+	if (bpf_skb_store_bytes(skb, 0, addresses, sizeof(addresses), 0) || remove_previous_server(skb, segment)) {
 		count(SERVER_COUNTER_DROP_NO_MEMORY);
 		return TC_ACT_SHOT;
 	}

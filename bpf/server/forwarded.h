@@ -10,25 +10,25 @@
 #include "intf.h"
 #include "state.h"
 
-static __always_inline __u64 *forwarded_slot(__u64 tail)
+static __always_inline __u64 *forwarded_slot(__u64 word)
 {
-	return &state.forwarded_services[tail * FORWARDED_SERVICE_FACTOR >> FORWARDED_SERVICE_SHIFT];
+	return &state.forwarded_services[word * FORWARDED_SERVICE_FACTOR >> FORWARDED_SERVICE_SHIFT];
 }
 
 /* Keeps whether a SYN-ACK of the service came through this host or from it. */
-static __always_inline void note_handshake(__u64 tail, bool forwarded)
+static __always_inline void note_handshake(__u64 word, bool forwarded)
 {
-	volatile __u64 *slot = forwarded_slot(tail);
+	volatile __u64 *slot = forwarded_slot(word);
 
-	if (forwarded && *slot != tail)
-		*slot = tail;
-	else if (!forwarded && *slot == tail)
+	if (forwarded && *slot != word)
+		*slot = word;
+	else if (!forwarded && *slot == word)
 		*slot = 0;
 }
 
-static __always_inline bool is_forwarded_service(__u64 tail)
+static __always_inline bool is_forwarded_service(__u64 word)
 {
-	return *(volatile __u64 *)forwarded_slot(tail) == tail;
+	return *(volatile __u64 *)forwarded_slot(word) == word;
 }
 
 #endif

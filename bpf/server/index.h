@@ -37,14 +37,13 @@ struct {
 static __noinline int learn_index(struct __sk_buff *skb, const struct segment *segment)
 {
 	__u32 echo = segment->timestamp == NO_TIMESTAMP ? 0 : bpf_ntohl(segment->echo);
-	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
 	__u16 index = echo & COOKIE_ID_MASK;
 
 	if ((echo & ~COOKIE_ID_MASK) != (SYN_ECHO_HOLDS_COOKIE | COOKIE_KIND_BIT)) {
-		bpf_map_delete_elem(&half_open_indexes, &flow);
+		bpf_map_delete_elem(&half_open_indexes, &segment->flow);
 		return TC_ACT_UNSPEC;
 	}
-	bpf_map_update_elem(&half_open_indexes, &flow, &index, BPF_ANY);
+	bpf_map_update_elem(&half_open_indexes, &segment->flow, &index, BPF_ANY);
 	count(SERVER_COUNTER_INDEX_LEARNT);
 	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->echo, 0);
 }
@@ -75,14 +74,13 @@ static __always_inline struct connection_index *index_of_socket(const struct flo
  */
 static __always_inline __u32 index_to_send(const struct segment *segment, struct tcp_sock *socket, __u32 milliseconds)
 {
-	struct flow_key flow = flow_of(segment->destination_address, segment->source_address, swapped(segment->ports));
 	struct connection_index *kept = NULL;
 	__u16 *half_open;
 
 	if (socket)
-		kept = index_of_socket(&flow, socket);
+		kept = index_of_socket(&segment->flow, socket);
 	if (!kept) {
-		half_open = bpf_map_lookup_elem(&half_open_indexes, &flow);
+		half_open = bpf_map_lookup_elem(&half_open_indexes, &segment->flow);
 		return half_open ? *half_open : NO_CONNECTION_INDEX;
 	}
 	if (kept->given_up)
@@ -121,12 +119,11 @@ static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segmen
 /* Gives up the index that no load balancer knows any more: later packets carry the server's id. */
 static __noinline void give_up_index(struct __sk_buff *skb, const struct segment *segment, __u32 index)
 {
-	struct flow_key flow = flow_of(segment->source_address, segment->destination_address, segment->ports);
 	struct connection_index first = {.index = index, .newest_ms = clock_ms()}, *kept;
 	struct bpf_sock *sk = find_socket(skb, segment);
 	struct tcp_sock *socket;
 
-	bpf_map_delete_elem(&half_open_indexes, &flow);
+	bpf_map_delete_elem(&half_open_indexes, &segment->flow);
 	if (!sk)
 		return;
 	if (sk->state != SOCKET_LISTEN) {

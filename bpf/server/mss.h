@@ -21,9 +21,16 @@
 /* Kind 2, length 4 (RFC 9293, Sect. 3.2). */
 #define MSS_OPTION 0x02040000u
 #define MSS_MASK 0xffffu
-/* The longer one of the outer headers, GUE's; IPv4 and TCP without options. */
-#define ENCAPSULATED_HEADERS                                                                                           \
-	(sizeof(struct iphdr) + sizeof(struct udphdr) + sizeof(struct iphdr) + sizeof(struct tcphdr))
+/* The longer one of the outer headers, GUE's. */
+#define OUTER_HEADER_MAX (sizeof(struct iphdr) + sizeof(struct udphdr))
+
+/* Returns the length of all headers without options. */
+static __always_inline __u32 encapsulated_headers(const struct segment *segment)
+{
+	__u32 inner = segment->family == ADDRESS_FAMILY_IPV6 ? sizeof(struct ipv6_header) : sizeof(struct iphdr);
+
+	return OUTER_HEADER_MAX + inner + sizeof(struct tcphdr);
+}
 
 /*
  * Bounds the MSS of a SYN-ACK by the device's MTU. Linux writes this option first (tcp_options_write(),
@@ -32,17 +39,17 @@
  */
 static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment *segment)
 {
-	__u32 mtu = 0, option;
+	__u32 mtu = 0, headers = encapsulated_headers(segment), option;
 	__be32 old;
 
-	if (bpf_check_mtu(skb, 0, &mtu, 0, 0) < 0 || mtu < ENCAPSULATED_HEADERS ||
+	if (bpf_check_mtu(skb, 0, &mtu, 0, 0) < 0 || mtu < headers ||
 	    bpf_skb_load_bytes(skb, segment->tcp_offset + sizeof(struct tcphdr), &old, sizeof(old)))
 		return TC_ACT_UNSPEC;
 	option = bpf_ntohl(old);
-	if ((option & ~MSS_MASK) != MSS_OPTION || (option & MSS_MASK) <= mtu - ENCAPSULATED_HEADERS)
+	if ((option & ~MSS_MASK) != MSS_OPTION || (option & MSS_MASK) <= mtu - headers)
 		return TC_ACT_UNSPEC;
 	count(SERVER_COUNTER_MSS_CLAMPED);
-	return rewrite(skb, segment, sizeof(struct tcphdr), old, bpf_htonl(MSS_OPTION | (mtu - ENCAPSULATED_HEADERS)));
+	return rewrite(skb, segment, sizeof(struct tcphdr), old, bpf_htonl(MSS_OPTION | (mtu - headers)));
 }
 
 #endif

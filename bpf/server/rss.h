@@ -15,13 +15,22 @@
 #include "segment.h"
 #include "state.h"
 
+static __always_inline __u32 predicted_queue_of(const struct segment *segment, __u32 *hash)
+{
+	const struct flow_key *flow = &segment->flow;
+
+	if (segment->family != ADDRESS_FAMILY_IPV4)
+		return QUEUE_UNKNOWN;
+	return predicted_queue(flow->client_address[3], flow->vip_address[3], ports_of(flow), hash);
+}
+
 /* Compares the actual queue of a SYN with the predicted one (server.bpf.c, section 10). */
 static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *segment)
 {
 	__u32 hash = 0, sequence, predicted;
 	struct rss_sample *sample;
 
-	predicted = predicted_queue(segment->source_address, segment->destination_address, segment->ports, &hash);
+	predicted = predicted_queue_of(segment, &hash);
 	/* skb_record_rx_queue() keeps queue + 1; 0: none was recorded. */
 	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping) {
 		count(SERVER_COUNTER_RSS_UNPREDICTED);
@@ -30,10 +39,10 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_MATCHED : SERVER_COUNTER_RSS_MISMATCHED);
 	sequence = __sync_fetch_and_add(&state.sample_sequence, 1);
 	sample = &state.samples[sequence & (RSS_SAMPLES - 1)];
-	sample->source_address = segment->source_address;
-	sample->destination_address = segment->destination_address;
-	sample->source_port = segment->ports;
-	sample->destination_port = high_half(segment->ports);
+	sample->source_address = segment->flow.client_address[3];
+	sample->destination_address = segment->flow.vip_address[3];
+	sample->source_port = segment->flow.client_port;
+	sample->destination_port = segment->flow.vip_port;
 	sample->hash = hash;
 	sample->predicted_queue = predicted;
 	sample->actual_queue = skb->queue_mapping - 1;
@@ -46,7 +55,7 @@ static __noinline void sample_established(struct __sk_buff *skb, const struct se
 {
 	__u32 hash = 0, predicted;
 
-	predicted = predicted_queue(segment->source_address, segment->destination_address, segment->ports, &hash);
+	predicted = predicted_queue_of(segment, &hash);
 	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping)
 		return;
 	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_ESTABLISHED_MATCHED

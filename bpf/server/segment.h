@@ -13,28 +13,38 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "state.h"
 #include "timestamp.h"
 
 #define IPV4_MORE_FRAGMENTS 0x2000
 #define IPV4_FRAGMENT_BITS 0x3fff /* "more fragments" and the offset; not "don't fragment" */
-/* The longest Ethernet, IPv4 and TCP headers together. */
-#define HEADERS_MAX (ETH_HLEN + 60 + 60)
+/* Offsets of TCP headers are at most this: 14 bytes of Ethernet and 60 of IPv4, or 73 of IPv6's extension headers. */
+#define TCP_OFFSET_MASK 0x7f
+/* The longest headers together. */
+#define HEADERS_MAX (TCP_OFFSET_MASK + 60)
 
-/* A parsed TCP packet without pointers: helpers that write invalidate those. */
+enum segment_direction {
+	FROM_CLIENT,
+	FROM_SERVER,
+};
+
+/*
+ * A parsed TCP packet without pointers: helpers that write invalidate those. The flow is aligned for reads of half an
+ * IPv6 address.
+ */
 struct segment {
-	__u32 source_address;
-	__u32 destination_address;
-	/* In the order of the TCP header: source, then destination. */
-	__u32 ports;
+	struct flow_key flow __attribute__((aligned(8)));
 	/* Offset of the TCP header in the frame. */
 	__u32 tcp_offset;
 	/* Offset of TSval in the TCP header, or NO_TIMESTAMP. */
 	__u32 timestamp;
 	__be32 value;
 	__be32 echo;
-	/* IP identification, in network byte order. */
-	__be16 identification;
+	/* IP identification, or the lower 16 bits of the flow label. */
+	__u16 previous_server;
+	/* ADDRESS_FAMILY_*. */
+	__u8 family;
 	__u8 syn;
 	__u8 ack;
 	__u8 has_payload;
@@ -49,18 +59,33 @@ enum located {
 	LOCATED_BEYOND_LINEAR,
 };
 
-static __always_inline __u16 high_half(__u32 ports)
+/* Returns the word at the start of the client's TCP header: its port, and the service's. */
+static __always_inline __u32 ports_of(const struct flow_key *flow)
 {
-	return ports >> 16;
+	return flow->client_port | (__u32)flow->vip_port << 16;
 }
 
-static __always_inline __u32 swapped(__u32 ports)
+static __always_inline void map_address(__u32 mapped[4], __u32 address)
 {
-	return ports << 16 | ports >> 16;
+	mapped[0] = 0;
+	mapped[1] = 0;
+	mapped[2] = bpf_htonl(0xffff);
+	mapped[3] = address;
+}
+
+static __always_inline void take_tcp_header(struct __sk_buff *skb, const struct tcphdr *tcp, struct segment *segment,
+					    enum segment_direction direction)
+{
+	segment->flow.client_port = direction == FROM_CLIENT ? tcp->source : tcp->dest;
+	segment->flow.vip_port = direction == FROM_CLIENT ? tcp->dest : tcp->source;
+	segment->syn = tcp->syn;
+	segment->ack = tcp->ack;
+	segment->has_payload = skb->len > segment->tcp_offset + tcp->doff * 4;
 }
 
 /* Finds the TCP header of a whole IPv4 packet. locate_timestamp() parses its options. */
-static __always_inline enum located locate(struct __sk_buff *skb, struct segment *segment)
+static __always_inline enum located locate_ipv4(struct __sk_buff *skb, struct segment *segment,
+						enum segment_direction direction)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
 	const struct iphdr *ip = data + ETH_HLEN;
@@ -73,18 +98,57 @@ static __always_inline enum located locate(struct __sk_buff *skb, struct segment
 	if (ip->protocol != IPPROTO_TCP || ip->version != 4 || ip_length < sizeof(*ip) ||
 	    (ip->frag_off & bpf_htons(IPV4_FRAGMENT_BITS)))
 		return LOCATED_OTHER;
+	segment->family = ADDRESS_FAMILY_IPV4;
 	segment->tcp_offset = ETH_HLEN + ip_length;
-	segment->source_address = ip->saddr;
-	segment->destination_address = ip->daddr;
-	segment->identification = ip->id;
+	map_address(segment->flow.client_address, direction == FROM_CLIENT ? ip->saddr : ip->daddr);
+	map_address(segment->flow.vip_address, direction == FROM_CLIENT ? ip->daddr : ip->saddr);
+	segment->previous_server = bpf_ntohs(ip->id);
 
 	tcp = data + segment->tcp_offset;
 	if ((void *)(tcp + 1) > data_end)
 		return skb->len < segment->tcp_offset + sizeof(*tcp) ? LOCATED_OTHER : LOCATED_BEYOND_LINEAR;
-	segment->ports = *(const __u32 *)tcp;
-	segment->syn = tcp->syn;
-	segment->ack = tcp->ack;
-	segment->has_payload = skb->len > segment->tcp_offset + tcp->doff * 4;
+	take_tcp_header(skb, tcp, segment, direction);
+	return LOCATED_TCP;
+}
+
+/*
+ * Returns the offset of the TCP header behind an IPv6 header and its extension headers, as far as the load balancer
+ * walks over them; 0: another protocol, or a fragment. `next`: of the IPv6 header.
+ */
+static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
+{
+	struct extension_header header;
+	__u32 at = IPV6_TRANSPORT;
+
+	for (int i = 0; i < EXTENSION_HEADERS && is_extension_header(next); i++) {
+		if (at > TCP_OFFSET_MASK || bpf_skb_load_bytes(skb, at, &header, sizeof(header)) ||
+		    (next == NEXT_FRAGMENT && fragment_of(&header)))
+			return 0;
+		at += extension_header_length(next, &header);
+		next = header.next;
+	}
+	return next == IPPROTO_TCP && at <= TCP_OFFSET_MASK ? at : 0;
+}
+
+/* Finds the TCP header of a whole IPv6 packet. Not inlined: IPv4 keeps the registers. */
+static __noinline enum located locate_ipv6(struct __sk_buff *skb, struct segment *segment,
+					   enum segment_direction direction)
+{
+	struct ipv6_header ip;
+	struct tcphdr tcp;
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || bpf_ntohl(ip.version_class_label) >> 28 != 6)
+		return LOCATED_OTHER;
+	segment->tcp_offset = tcp_offset_ipv6(skb, ip.next_header);
+	if (!segment->tcp_offset || bpf_skb_load_bytes(skb, segment->tcp_offset, &tcp, sizeof(tcp)))
+		return LOCATED_OTHER;
+	segment->family = ADDRESS_FAMILY_IPV6;
+	__builtin_memcpy(segment->flow.client_address, direction == FROM_CLIENT ? ip.source : ip.destination,
+			 sizeof(ip.source));
+	__builtin_memcpy(segment->flow.vip_address, direction == FROM_CLIENT ? ip.destination : ip.source,
+			 sizeof(ip.source));
+	segment->previous_server = bpf_ntohl(ip.version_class_label);
+	take_tcp_header(skb, &tcp, segment, direction);
 	return LOCATED_TCP;
 }
 
@@ -96,16 +160,17 @@ static __always_inline void take_timestamp(struct segment *segment, __u32 offset
 	segment->echo = ((const struct timestamp_words *)(option + 2))->echo;
 }
 
-/* Finds the timestamp option of a segment of locate(), on a packet that may have been pulled since. */
+/* Finds the timestamp option of a segment of locate_pulled(), on a packet that may have been pulled since. */
 static __always_inline enum located locate_timestamp(struct __sk_buff *skb, struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
-	const struct tcphdr *tcp = data + (segment->tcp_offset & 0x7f);
+	const struct tcphdr *tcp = data + (segment->tcp_offset & TCP_OFFSET_MASK);
 	struct tcp_options options = {};
 	__u32 length, words;
 	int offset;
 
 	segment->timestamp = NO_TIMESTAMP;
+	segment->value = segment->echo = 0;
 	if ((void *)(tcp + 1) > data_end)
 		return LOCATED_BEYOND_LINEAR;
 	if (tcp->doff * 4 < sizeof(*tcp) || segment->tcp_offset + tcp->doff * 4 > skb->len)
@@ -140,20 +205,23 @@ static __always_inline int pull_headers(struct __sk_buff *skb)
 	return failed;
 }
 
-/* Calls locate(), and pulls headers that are not linear. A packet that cannot be pulled passes. */
-static __always_inline enum located locate_pulled(struct __sk_buff *skb, struct segment *segment)
+/* Finds the TCP header, and pulls headers that are not linear. A packet that cannot be pulled passes. */
+static __always_inline enum located locate_pulled(struct __sk_buff *skb, struct segment *segment,
+						  enum segment_direction direction)
 {
 	enum located located;
 
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return locate_ipv6(skb, segment, direction);
 	if (skb->protocol != bpf_htons(ETH_P_IP))
 		return LOCATED_OTHER;
-	located = locate(skb, segment);
+	located = locate_ipv4(skb, segment, direction);
 	if (located == LOCATED_BEYOND_LINEAR)
-		located = pull_headers(skb) ? LOCATED_OTHER : locate(skb, segment);
+		located = pull_headers(skb) ? LOCATED_OTHER : locate_ipv4(skb, segment, direction);
 	return located;
 }
 
-/* Calls locate_timestamp() likewise. */
+/* Calls locate_timestamp(), and pulls headers that are not linear. */
 static __always_inline enum located locate_timestamp_pulled(struct __sk_buff *skb, struct segment *segment)
 {
 	enum located located = locate_timestamp(skb, segment);
@@ -183,18 +251,6 @@ static __always_inline int rewrite(struct __sk_buff *skb, const struct segment *
 		return TC_ACT_SHOT;
 	}
 	return TC_ACT_UNSPEC;
-}
-
-static __always_inline struct flow_key flow_of(__u32 client_address, __u32 vip_address, __u32 client_ports)
-{
-	struct flow_key flow = {
-		.client_address = {0, 0, bpf_htonl(0xffff), client_address},
-		.vip_address = {0, 0, bpf_htonl(0xffff), vip_address},
-		.client_port = client_ports,
-		.vip_port = client_ports >> 16,
-	};
-
-	return flow;
 }
 
 #endif

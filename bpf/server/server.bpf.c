@@ -50,14 +50,14 @@
  *    errors likewise (icmp.h), by the packet that they quote.
  *
  * 8. Daisy chaining (daisy_chain.h). Packets without a cookie follow the bucket, which may have changed hands since the
- *    connection began. The load balancer writes the previous server into the IP identification. A packet without a
- *    socket here is forwarded to that server's MAC address by the same device, with NO_SERVER instead, so once at most.
- *    SYNs never are, nor is the end of a handshake with a SYN cookie: the kernel checks whether the cookie is its own.
- *    An unknown packet reaches the previous server, which rejects it. Without that one's MAC address the packet is
- *    dropped: a reset could end a connection that exists there. Forwarded services (forwarded.h): behind DNAT or a
- *    bridge a service's sockets are not of this host. A forwarded SYN-ACK shows it, and from then on the service's
- *    packets stay here: new connections work, and those of the previous server end. Such a connection carries the
- *    server's id instead of an index, which could neither be kept nor restored.
+ *    connection began. The load balancer writes the previous server into the IP identification, or the IPv6 flow
+ *    label. A packet without a socket here is forwarded to that server's MAC address by the same device, with NO_SERVER
+ *    instead, so once at most. SYNs never are, nor is the end of a handshake with a SYN cookie: the kernel checks
+ *    whether the cookie is its own. An unknown packet reaches the previous server, which rejects it. Without that one's
+ *    MAC address the packet is dropped: a reset could end a connection that exists there. Forwarded services
+ *    (forwarded.h): behind DNAT or a bridge a service's sockets are not of this host. A forwarded SYN-ACK shows it, and
+ *    from then on the service's packets stay here: new connections work, and those of the previous server end. Such a
+ *    connection carries the server's id instead of an index, which could neither be kept nor restored.
  *
  * 9. Stalls (stall.h). Something between client and server may drop what does not look like a timestamp. SYN-ACKs
  *    sent four times and segments sent five times are counted, and the agent compares them with the handshakes.
@@ -66,6 +66,10 @@
  *    by: what a NIC displays is not always what is in force.
  *
  * 11. MSS (mss.h). Packets of some services arrive with an outer header (decap.bpf.c), for which SYN-ACKs leave room.
+ *
+ * 12. IPv6. A dual-stack server has services of both families; only the parser (segment.h), the hash and look-ups
+ *    differ. Extension headers are walked over as at the load balancer; a packet with more of them passes, as fragments
+ *    do.
  *
  * Errors: a header beyond the linear part is pulled in first. A contradictory TCP header is dropped and counted; a
  * malformed list of options ends at the fault, as in the kernel, and the packet passes. Fragments pass unchanged. A
@@ -101,6 +105,38 @@ _Static_assert(__builtin_offsetof(struct server_state, keys.current) % 8 == 0, "
 /* For `coreward agent rss`: every TCP SYN is sampled, even without a service. */
 const volatile __u8 sample_every_syn = 0;
 
+/* Not inlined: IPv4 keeps the registers. */
+static __noinline __u64 flow_hash_ipv6(const struct cookie_key *key, const struct segment *segment)
+{
+	const struct flow_key *flow = &segment->flow;
+
+	return cookie_hash_ipv6(key, flow->client_address, flow->vip_address, ports_of(flow));
+}
+
+static __always_inline __u64 flow_hash(const struct cookie_key *key, const struct segment *segment)
+{
+	const struct flow_key *flow = &segment->flow;
+
+	if (segment->family == ADDRESS_FAMILY_IPV6)
+		return flow_hash_ipv6(key, segment);
+	return cookie_hash(key, flow->client_address[3], flow->vip_address[3], ports_of(flow));
+}
+
+/* Returns the number of the segment's service, or NO_SERVICE, and the word by which it was found. */
+static __always_inline __u32 service_of(const struct segment *segment, __u64 *word)
+{
+	const struct flow_key *flow = &segment->flow;
+	struct service_key_ipv6 key;
+
+	if (segment->family == ADDRESS_FAMILY_IPV4) {
+		*word = service_tail_ipv4(flow->vip_address[3], flow->vip_port, IPPROTO_TCP);
+		return find_service(&state.directories, *word);
+	}
+	key = service_key_ipv6(flow->vip_address, flow->vip_port, IPPROTO_TCP);
+	*word = key.word;
+	return find_service_ipv6(&state.directories, &key);
+}
+
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
 
 /*
@@ -125,9 +161,9 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
  */
 static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
 {
-	__u32 index = stamping_key(time.original), ports = swapped(segment->ports);
-	__u64 hash = cookie_hash(&state.keys.key[index], segment->destination_address, segment->source_address, ports);
-	__u64 time_hash = cookie_hash(&state.time_key, segment->destination_address, segment->source_address, ports);
+	__u32 index = stamping_key(time.original);
+	__u64 hash = flow_hash(&state.keys.key[index], segment);
+	__u64 time_hash = flow_hash(&state.time_key, segment);
 	__u32 low = hide(hash, cookie & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS) | index * COOKIE_KEY_BIT;
 	__u32 stamped = (time.sent + cookie_time_mask(time_hash)) << COOKIE_TIME_SHIFT | low;
 
@@ -154,23 +190,22 @@ static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32
 SEC("tc")
 int server_egress(struct __sk_buff *skb)
 {
-	struct segment segment = {};
+	struct segment segment;
 	struct tcp_sock *socket = NULL;
 	struct bpf_sock *sk;
 	__u32 milliseconds, last_echo = 0, number, cookie;
 	struct time_part time;
-	__u64 tail;
+	__u64 word;
 	/* A SYN-ACK of a SYN cookie has no socket either, but came from no device. */
 	bool forwarded = !skb->sk && skb->ingress_ifindex;
 
-	if (locate_pulled(skb, &segment) != LOCATED_TCP)
+	if (locate_pulled(skb, &segment, FROM_SERVER) != LOCATED_TCP)
 		return TC_ACT_UNSPEC;
-	tail = service_tail_ipv4(segment.source_address, segment.ports, IPPROTO_TCP);
-	number = find_service(&state.directories, tail);
+	number = service_of(&segment, &word);
 	if (number >= SERVICE_ADDRESS_ONLY)
 		return TC_ACT_UNSPEC;
 	if (segment.syn)
-		note_handshake(tail, forwarded);
+		note_handshake(word, forwarded);
 	if (segment.syn && number & SERVER_NUMBER_ENCAPSULATED && clamp_mss(skb, &segment) != TC_ACT_UNSPEC)
 		return TC_ACT_SHOT;
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
@@ -225,8 +260,7 @@ static __always_inline bool stamped_here(struct __sk_buff *skb, const struct seg
 static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 number, bool sent_to_all)
 {
 	__u32 echo = bpf_ntohl(segment->echo);
-	__u64 hash = cookie_hash(&state.keys.key[cookie_key_index(echo)], segment->source_address,
-				 segment->destination_address, segment->ports);
+	__u64 hash = flow_hash(&state.keys.key[cookie_key_index(echo)], segment);
 	__u32 cookie = reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
 	__u64 time_hash;
 
@@ -236,14 +270,14 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 	}
 	if (sent_to_all && cookie & COOKIE_KIND_BIT)
 		give_up_index(skb, segment, cookie & COOKIE_ID_MASK);
-	time_hash = cookie_hash(&state.time_key, segment->source_address, segment->destination_address, segment->ports);
+	time_hash = flow_hash(&state.time_key, segment);
 	count(SERVER_COUNTER_RESTORED);
 	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->echo,
 		       bpf_htonl(restored(segment, (echo >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
 }
 
 /* Processes TCP for a service. */
-static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u64 tail, __u32 number,
+static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u64 word, __u32 number,
 					  bool sent_to_all)
 {
 	int verdict;
@@ -252,7 +286,7 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
 		return TC_ACT_SHOT;
 	}
-	if (!segment->syn && !sent_to_all && carries_server_before(number, segment) && !is_forwarded_service(tail)) {
+	if (!segment->syn && !sent_to_all && carries_server_before(number, segment) && !is_forwarded_service(word)) {
 		verdict = forward_to_previous(skb, segment, number & SERVER_NUMBER_ID_MASK);
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
@@ -269,18 +303,17 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 SEC("tc")
 int server_ingress(struct __sk_buff *skb)
 {
-	struct segment segment = {};
+	struct segment segment;
 	bool sent_to_all;
 	__u32 number;
-	__u64 tail;
+	__u64 word;
 
 	sent_to_all = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
-	if (locate_pulled(skb, &segment) != LOCATED_TCP)
+	if (locate_pulled(skb, &segment, FROM_CLIENT) != LOCATED_TCP)
 		return sent_to_all ? accept_icmp_error(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
-	tail = service_tail_ipv4(segment.destination_address, high_half(segment.ports), IPPROTO_TCP);
-	number = find_service(&state.directories, tail);
+	number = service_of(&segment, &word);
 	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	if (sent_to_all) {
@@ -296,7 +329,7 @@ int server_ingress(struct __sk_buff *skb)
 		count_established(skb, &segment);
 	else if (segment.syn && !sample_every_syn && !segment.ack && !(number & SERVER_NUMBER_ENCAPSULATED))
 		sample_rss(skb, &segment);
-	return accept_segment(skb, &segment, tail, number, sent_to_all);
+	return accept_segment(skb, &segment, word, number, sent_to_all);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -56,24 +56,21 @@ static __always_inline bool has_other_clock(struct tcp_sock *socket)
 	       (bpf_core_field_exists(socket->tcp_usec_ts) && BPF_CORE_READ_BITFIELD(socket, tcp_usec_ts));
 }
 
-/* Returns the arriving packet's 4-tuple for look-ups. */
-static __always_inline struct bpf_sock_tuple tuple_of(const struct segment *segment)
-{
-	struct bpf_sock_tuple tuple = {
-		.ipv4.saddr = segment->source_address,
-		.ipv4.daddr = segment->destination_address,
-		.ipv4.sport = segment->ports,
-		.ipv4.dport = segment->ports >> 16,
-	};
+_Static_assert(sizeof(struct flow_key) == sizeof(((struct bpf_sock_tuple *)0)->ipv6),
+	       "a client's packet has its flow as 4-tuple");
 
-	return tuple;
-}
-
-/* Returns the receiving socket, to be released; a listening one if there is no other. */
+/* Returns the socket that receives a client's packet, to be released; a listening one if there is no other. */
 static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const struct segment *segment)
 {
-	struct bpf_sock_tuple tuple = tuple_of(segment);
+	const struct flow_key *flow = &segment->flow;
+	struct bpf_sock_tuple tuple;
 
+	if (segment->family == ADDRESS_FAMILY_IPV6)
+		return bpf_skc_lookup_tcp(skb, (struct bpf_sock_tuple *)flow, sizeof(*flow), BPF_F_CURRENT_NETNS, 0);
+	tuple.ipv4.saddr = flow->client_address[3];
+	tuple.ipv4.daddr = flow->vip_address[3];
+	tuple.ipv4.sport = flow->client_port;
+	tuple.ipv4.dport = flow->vip_port;
 	return bpf_skc_lookup_tcp(skb, &tuple, sizeof(tuple.ipv4), BPF_F_CURRENT_NETNS, 0);
 }
 
@@ -98,12 +95,16 @@ static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct 
 						  const struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
-	struct iphdr *ip = data + ETH_HLEN;
-	struct tcphdr *tcp = data + (segment->tcp_offset & 0x7f);
+	struct tcphdr *tcp = data + (segment->tcp_offset & TCP_OFFSET_MASK);
+	struct ipv6_header *ipv6 = data + ETH_HLEN;
+	struct iphdr *ipv4 = data + ETH_HLEN;
 
-	if ((void *)(ip + 1) > data_end || (void *)(tcp + 1) > data_end)
+	if ((void *)(tcp + 1) > data_end || (void *)(ipv4 + 1) > data_end)
 		return false;
-	return !bpf_tcp_check_syncookie(listener, ip, sizeof(*ip), tcp, sizeof(*tcp));
+	if (segment->family == ADDRESS_FAMILY_IPV4)
+		return !bpf_tcp_check_syncookie(listener, ipv4, sizeof(*ipv4), tcp, sizeof(*tcp));
+	return (void *)(ipv6 + 1) <= data_end &&
+	       !bpf_tcp_check_syncookie(listener, ipv6, sizeof(*ipv6), tcp, sizeof(*tcp));
 }
 
 /* socket_is_here(), or the segment creates one. */

@@ -224,7 +224,7 @@ impl ServerPrograms {
     }
 
     /// Sets the services of this server, each with its id there and its mode, all at once. Fails when there are too
-    /// many, one is listed twice, or one is not IPv4.
+    /// many, or one is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
         let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
         let directory = service_slots::directory(&numbered)?;
@@ -237,9 +237,9 @@ impl ServerPrograms {
 
     /// Returns whether the service's last SYN-ACK was forwarded: its sockets are in another network namespace.
     pub fn is_forwarded(&self, service: &ServiceAddress) -> bool {
-        let tail = service_slots::tail(&service.key());
-        let slot = service_slots::forwarded_slot(tail) * size_of::<u64>();
-        self.state.load(offset_of!(intf::server_state, forwarded_services) + slot) == tail
+        let word = service_slots::word(&service.key());
+        let slot = service_slots::forwarded_slot(word) * size_of::<u64>();
+        self.state.load(offset_of!(intf::server_state, forwarded_services) + slot) == word
     }
 
     fn active_half(&self) -> u64 {

@@ -32,12 +32,12 @@ pub enum DirectoryError {
 }
 
 /// Returns the 64 bits that identify an IPv4 service (`struct service_key` of `bpf/include/intf.h`).
-pub(crate) fn tail(key: &intf::service_key) -> u64 {
+fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
 /// Returns the word by which a service's slot is found: the tail, for IPv6 with the rest of the address mixed in.
-fn word(key: &intf::service_key) -> u64 {
+pub(crate) fn word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
         return tail(key);
     }
@@ -46,9 +46,9 @@ fn word(key: &intf::service_key) -> u64 {
     tail(key) ^ mixed ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
-/// Returns the place of a service with that tail in `forwarded_services` of `bpf/include/server.h`.
-pub(crate) fn forwarded_slot(tail: u64) -> usize {
-    (tail.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
+/// Returns the place of a service with that word in `forwarded_services` of `bpf/include/server.h`.
+pub(crate) fn forwarded_slot(word: u64) -> usize {
+    (word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
 fn slot(word: u64, seed: u64) -> usize {

@@ -9,17 +9,15 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
 use coreward_intf as intf;
-use coreward_model::ServiceAddress;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{Cookie, FleetKeys, KeyIndex};
-use coreward_model::tuple::Protocol;
 use socket2::SockRef;
 
-use crate::support::network::{CLIENT, Pair, VIP};
+use crate::support::network::Pair;
 use crate::support::server_bed::{
-    Bed, PORT, Sniffer, TIMEOUT, attach, cookie_of, flags, id, keys, pattern, send_and_receive,
+    Bed, Sniffer, TIMEOUT, attach, client, cookie_of, flags, id, keys, pattern, send_and_receive, set_services, vip,
 };
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, may_load_bpf, now_ms, timestamp_offset, word};
+use crate::support::{self, ACK, FIN, Family, RST, SYN, Tcp, may_load_bpf, now_ms, timestamp_offset, word};
 
 /// Handshake, data both ways in large segments, and an end by the server, then by the client.
 fn exchange(bed: &Bed, listener: &TcpListener) {
@@ -53,19 +51,23 @@ fn exchange(bed: &Bed, listener: &TcpListener) {
 #[test]
 fn connections_carry_the_cookie_from_first_to_last_packet() {
     if may_load_bpf("connections_carry_the_cookie_from_first_to_last_packet") {
-        let bed = Bed::new();
-        exchange(&bed, &bed.listen());
+        for family in Family::BOTH {
+            let bed = Bed::of(family, ServiceMode::default());
+            exchange(&bed, &bed.listen());
+        }
     }
 }
 
 #[test]
 fn syn_cookies_work() {
     if may_load_bpf("syn_cookies_work") {
-        let bed = Bed::new();
-        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
-        exchange(&bed, &bed.listen());
-        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4);
-        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0);
+        for family in Family::BOTH {
+            let bed = Bed::of(family, ServiceMode::default());
+            bed.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
+            exchange(&bed, &bed.listen());
+            assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
+            assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
+        }
     }
 }
 
@@ -80,8 +82,7 @@ fn below_kernel_6_6_clsact_does_the_same() {
     std::mem::swap(&mut programs, &mut bed.programs);
     bed.pair.server.within(|| programs.remove()).unwrap();
     bed.programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
-    let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
-    bed.programs.set_services(&[(address, id(), ServiceMode::default())]).unwrap();
+    set_services(&mut bed.programs, ServiceMode::default());
     for direction in [Direction::Ingress, Direction::Egress] {
         // Twice: the second one replaces the first.
         for _ in 0..2 {
@@ -102,10 +103,13 @@ fn below_kernel_6_6_clsact_does_the_same() {
 
 #[test]
 fn answers_without_a_socket_and_resets_are_stamped() {
-    if !may_load_bpf("answers_without_a_socket_and_resets_are_stamped") {
-        return;
+    if may_load_bpf("answers_without_a_socket_and_resets_are_stamped") {
+        Family::BOTH.into_iter().for_each(expect_stamped_answers_without_socket);
     }
-    let bed = Bed::new();
+}
+
+fn expect_stamped_answers_without_socket(family: Family) {
+    let bed = Bed::of(family, ServiceMode::default());
     let listener = bed.listen();
     let sniffer = Sniffer::new(&bed);
 
@@ -139,7 +143,7 @@ fn answers_without_a_socket_and_resets_are_stamped() {
     let last = frames.pop().unwrap();
     let tcp = support::tcp_offset(&last);
     // The client's FIN once more, made from the server's last acknowledgement.
-    let mut again = Tcp::new((CLIENT, port), (VIP, PORT));
+    let mut again = Tcp::between(self::client(family, port), vip(family));
     again.flags = FIN | ACK;
     again.payload.clear();
     again.destination_mac = last[6..12].try_into().unwrap();
@@ -156,10 +160,13 @@ fn answers_without_a_socket_and_resets_are_stamped() {
 
 #[test]
 fn connections_older_than_the_clock_are_left_alone() {
-    if !may_load_bpf("connections_older_than_the_clock_are_left_alone") {
-        return;
+    if may_load_bpf("connections_older_than_the_clock_are_left_alone") {
+        Family::BOTH.into_iter().for_each(expect_older_connections_unchanged);
     }
-    let bed = Bed::new();
+}
+
+fn expect_older_connections_unchanged(family: Family) {
+    let bed = Bed::of(family, ServiceMode::default());
     bed.pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
     let listener = bed.listen();
     let (mut client, mut server) = bed.connection(&listener);
@@ -174,16 +181,19 @@ fn connections_older_than_the_clock_are_left_alone() {
 
 #[test]
 fn broadcast_reaches_only_the_connection() {
-    if !may_load_bpf("broadcast_reaches_only_the_connection") {
-        return;
+    if may_load_bpf("broadcast_reaches_only_the_connection") {
+        Family::BOTH.into_iter().for_each(expect_broadcast_at_connection);
     }
-    let bed = Bed::new();
+}
+
+fn expect_broadcast_at_connection(family: Family) {
+    let bed = Bed::of(family, ServiceMode::default());
     let listener = bed.listen();
     let sniffer = Sniffer::new(&bed);
     let (client, mut server) = bed.connection(&listener);
     let handshake = sniffer.received_from_vip();
     let tcp = support::tcp_offset(&handshake[0]);
-    let mut reset = Tcp::new((CLIENT, client.local_addr().unwrap().port()), (VIP, PORT));
+    let mut reset = Tcp::between(client.local_addr().unwrap(), vip(family));
     reset.destination_mac = [0xff; 6];
     reset.flags = RST;
     reset.payload.clear();
@@ -361,10 +371,20 @@ fn go_on_after(bed: &Bed, silences: &[u64], keep_alives: &[bool]) {
 /// Longer than half the circle of the time part (32.8 s).
 #[test]
 fn an_idle_connection_goes_on() {
-    if !may_load_bpf("an_idle_connection_goes_on") {
-        return;
+    if may_load_bpf("an_idle_connection_goes_on") {
+        expect_idle_connections_continue(Family::Ipv4);
     }
-    let bed = Bed::new();
+}
+
+#[test]
+fn an_idle_ipv6_connection_continues() {
+    if may_load_bpf("an_idle_ipv6_connection_continues") {
+        expect_idle_connections_continue(Family::Ipv6);
+    }
+}
+
+fn expect_idle_connections_continue(family: Family) {
+    let bed = Bed::of(family, ServiceMode::default());
     go_on_after(&bed, &[33, 36, 40], &[false]);
     // Before the first echo several segments may be held.
     let held = bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);

@@ -15,11 +15,12 @@ use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::support::hand_client::{HandClient, send_to_all, set_identification, syn_echo};
+use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, syn_echo};
 use crate::support::network::{CLIENT, VIP};
-use crate::support::server_bed::{Bed, PORT, TIMEOUT, flags, id, keys};
+use crate::support::server_bed::{Bed, PORT, TIMEOUT, flags, id, keys, vip};
 use crate::support::{
-    self, ACK, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, now_ms, ones_complement_sum, timestamp_offset, word,
+    self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, is_ipv6, may_load_bpf, now_ms, ones_complement_sum,
+    timestamp_offset, word,
 };
 
 const INDEX: u16 = 0x2abc;
@@ -31,7 +32,9 @@ const fn mode(consistency: Consistency, timestamps: Timestamps) -> ServiceMode {
 }
 
 fn cookies_of(client: &HandClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
-    let tuple = FourTuple::ipv4(client.address(), (VIP, PORT));
+    let address = client.address();
+    let family = if address.is_ipv4() { Family::Ipv4 } else { Family::Ipv6 };
+    let tuple = FourTuple::new(address, vip(family)).unwrap();
     let value = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).expect("a timestamp"));
     frames.iter().map(|frame| cookie::recognise(&keys(), &tuple, value(frame))).collect()
 }
@@ -44,11 +47,14 @@ fn unchanged(_: &mut Vec<u8>) {}
 
 #[test]
 fn the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it() {
-    if !may_load_bpf("the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it") {
-        return;
+    if may_load_bpf("the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it") {
+        Family::BOTH.into_iter().for_each(expect_index_stamped);
     }
+}
+
+fn expect_index_stamped(family: Family) {
     for syn_cookies in ["1", "2"] {
-        let bed = Bed::with(STATEFUL);
+        let bed = Bed::of(family, STATEFUL);
         bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = bed.listen();
         let mut client = HandClient::new(&bed, 4001, true);
@@ -74,10 +80,13 @@ fn the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it() {
 
 #[test]
 fn without_an_index_the_servers_id_is_stamped() {
-    if !may_load_bpf("without_an_index_the_servers_id_is_stamped") {
-        return;
+    if may_load_bpf("without_an_index_the_servers_id_is_stamped") {
+        Family::BOTH.into_iter().for_each(expect_id_without_index);
     }
-    let bed = Bed::with(STATEFUL);
+}
+
+fn expect_id_without_index(family: Family) {
+    let bed = Bed::of(family, STATEFUL);
     let listener = bed.listen();
     // A connection that had one, whose 4-tuple is used again: what was known of it is forgotten.
     let mut first = HandClient::new(&bed, 4002, true);
@@ -99,10 +108,13 @@ fn without_an_index_the_servers_id_is_stamped() {
 
 #[test]
 fn when_the_connection_table_is_lost_connections_go_on_with_the_servers_id() {
-    if !may_load_bpf("when_the_connection_table_is_lost_connections_go_on_with_the_servers_id") {
-        return;
+    if may_load_bpf("when_the_connection_table_is_lost_connections_go_on_with_the_servers_id") {
+        Family::BOTH.into_iter().for_each(expect_id_after_lost_table);
     }
-    let bed = Bed::with(STATEFUL);
+}
+
+fn expect_id_after_lost_table(family: Family) {
+    let bed = Bed::of(family, STATEFUL);
     let listener = bed.listen();
     let mut client = HandClient::new(&bed, 4003, true);
     client.open(syn_echo(INDEX));
@@ -180,7 +192,7 @@ fn before() -> ServerId {
 /// Sends `frame` with that server before, and says whether it came back, on its way there.
 fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
-    set_identification(&mut frame, identification);
+    set_previous_server(&mut frame, identification);
     client.overheard();
     client.send(&frame);
     let overheard = client.overheard();
@@ -188,27 +200,34 @@ fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identificati
     let mut expected = frame.clone();
     expected[6..12].copy_from_slice(&frame[..6]);
     expected[..6].copy_from_slice(&MAC_BEFORE.0);
-    set_identification(&mut expected, intf::NO_SERVER as u16);
+    set_previous_server(&mut expected, intf::NO_SERVER as u16);
     assert_eq!(found[..expected.len()], expected[..]);
-    assert_eq!(ones_complement_sum(&found[14..34]), 0xffff);
+    assert!(is_ipv6(&frame) || ones_complement_sum(&found[14..34]) == 0xffff);
     true
 }
 
 /// Sends `frame` with that server before, and says whether anything came back for the client, as an RST.
 fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
-    set_identification(&mut frame, identification);
+    set_previous_server(&mut frame, identification);
     client.overheard();
     client.send(&frame);
-    client.overheard().iter().any(|seen| seen[26..30] == frame[30..34] && seen[30..34] == frame[26..30])
+    let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
+    let is_answer = |seen: &Vec<u8>| {
+        seen[sources.clone()] == frame[destinations.clone()] && seen[destinations.clone()] == frame[sources.clone()]
+    };
+    client.overheard().iter().any(is_answer)
 }
 
 #[test]
 fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
-    if !may_load_bpf("packet_without_a_socket_is_forwarded_to_the_previous_server") {
-        return;
+    if may_load_bpf("packet_without_a_socket_is_forwarded_to_the_previous_server") {
+        Family::BOTH.into_iter().for_each(expect_forwarded_to_previous);
     }
-    let mut bed = Bed::new();
+}
+
+fn expect_forwarded_to_previous(family: Family) {
+    let mut bed = Bed::of(family, ServiceMode::default());
     bed.programs.set_server_mac(before(), Some(MAC_BEFORE));
     let bed = bed;
     let listener = bed.listen();
@@ -240,7 +259,7 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
         assert!(!forwarded_to_previous(&mut client, &ack, BEFORE), "SYN cookies {syn_cookies}");
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(TIMEOUT)).unwrap();
-        client.talk(b"request", |frame| set_identification(frame, BEFORE));
+        client.talk(b"request", |frame| set_previous_server(frame, BEFORE));
         server.read_exact(&mut [0; 7]).unwrap();
     }
     assert_eq!(bed.counter(intf::SERVER_COUNTER_CHAINED), 1);
@@ -248,14 +267,17 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
 
 #[test]
 fn services_with_previous_server_in_all_packets_forward_those_with_timestamps_too() {
-    if !may_load_bpf("services_with_previous_server_in_all_packets_forward_those_with_timestamps_too") {
-        return;
+    if may_load_bpf("services_with_previous_server_in_all_packets_forward_those_with_timestamps_too") {
+        Family::BOTH.into_iter().for_each(expect_chain_of_all_packets);
     }
+}
+
+fn expect_chain_of_all_packets(family: Family) {
     let off = mode(Consistency::Stateless, Timestamps::Off);
     for (mode, chained) in
         [(BEAMER, true), (off, true), (ServiceMode { consistency: Consistency::HashTable, ..off }, false)]
     {
-        let mut bed = Bed::with(mode);
+        let mut bed = Bed::of(family, mode);
         bed.programs.set_server_mac(before(), Some(MAC_BEFORE));
         let bed = bed;
         let listener = bed.listen();
@@ -284,7 +306,7 @@ fn icmp_error(client: &HandClient<'_>, quoted_source: (Ipv4Addr, u16), quoted_de
     frame.extend(&quoted[14..42]);
     let checksum = !ones_complement_sum(&frame[34..]);
     frame[36..38].copy_from_slice(&checksum.to_be_bytes());
-    set_identification(&mut frame, 1);
+    set_previous_server(&mut frame, 1);
     send_to_all(&mut frame);
     frame
 }
@@ -365,7 +387,7 @@ fn the_kernel_says_which_connections_have_a_socket() {
     let open: Vec<_> = (0..100).map(|_| bed.connection(&listener)).collect();
     let mut half_open = HandClient::new(&bed, 4014, true);
     half_open.open(0);
-    let mut asked = vec![(FourTuple::ipv4(half_open.address(), (VIP, PORT)), true)];
+    let mut asked = vec![(FourTuple::new(half_open.address(), vip(Family::Ipv4)).unwrap(), true)];
     for (client, _) in &open {
         let port = client.local_addr().unwrap().port();
         asked.push((FourTuple::ipv4((CLIENT, port), (VIP, PORT)), true));

@@ -8,17 +8,20 @@ use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::support::may_load_bpf;
 use crate::support::server_bed::Bed;
+use crate::support::{Family, may_load_bpf};
 
-/// Ethernet's MTU less the headers of IPv4 and TCP and the timestamp option with its padding.
-const LONGEST_SEGMENT: u32 = 1500 - 20 - 20 - 12;
+/// Returns Ethernet's MTU less the headers of IP and TCP and the timestamp option with its padding.
+fn longest_segment(family: Family) -> u32 {
+    let ip_header = if family == Family::Ipv4 { 20 } else { 40 };
+    1500 - ip_header - 20 - 12
+}
 /// GUE's, the longer one.
 const OUTER_HEADER: u32 = 28;
 
 /// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs.
-fn segment_size(mode: ServiceMode) -> (u32, u64) {
-    let bed = Bed::with(mode);
+fn segment_size(family: Family, mode: ServiceMode) -> (u32, u64) {
+    let bed = Bed::of(family, mode);
     let listener = bed.listen();
     let (mut client, mut server) = bed.connection(&listener);
     client.write_all(&[7; 100_000]).unwrap();
@@ -32,11 +35,14 @@ fn syn_ack_leaves_room_for_the_outer_header() {
     if !may_load_bpf("syn_ack_leaves_room_for_the_outer_header") {
         return;
     }
-    for timestamps in [Timestamps::Server, Timestamps::Off] {
-        for forwarding in [Forwarding::Ipip, Forwarding::Gue] {
+    let (server, off) = (Timestamps::Server, Timestamps::Off);
+    for (timestamps, forwarding) in
+        [(server, Forwarding::Ipip), (server, Forwarding::Gue), (off, Forwarding::Ipip), (off, Forwarding::Gue)]
+    {
+        for family in Family::BOTH {
             let mode = ServiceMode { timestamps, forwarding, ..ServiceMode::default() };
-            let (size, clamped) = segment_size(mode);
-            assert_eq!(size, LONGEST_SEGMENT - OUTER_HEADER, "{mode:?}");
+            let (size, clamped) = segment_size(family, mode);
+            assert_eq!(size, longest_segment(family) - OUTER_HEADER, "{family:?} {mode:?}");
             assert!(clamped >= 1);
         }
     }
@@ -47,5 +53,7 @@ fn syn_ack_on_one_segment_is_unchanged() {
     if !may_load_bpf("syn_ack_on_one_segment_is_unchanged") {
         return;
     }
-    assert_eq!(segment_size(ServiceMode::default()), (LONGEST_SEGMENT, 0));
+    for family in Family::BOTH {
+        assert_eq!(segment_size(family, ServiceMode::default()), (longest_segment(family), 0));
+    }
 }

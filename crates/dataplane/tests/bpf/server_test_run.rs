@@ -1,6 +1,6 @@
 //! `bpf/server/server.bpf.c` against `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::Direction;
@@ -15,15 +15,38 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::support::{
-    self, ACK, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset, word,
+    self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset,
+    word,
 };
 
 /// linux/pkt_cls.h
 const TC_ACT_UNSPEC: i32 = -1;
 const TC_ACT_SHOT: i32 = 2;
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
+fn vip(family: Family) -> SocketAddr {
+    let address = match family {
+        Family::Ipv4 => IpAddr::from(Ipv4Addr::new(10, 200, 0, 1)),
+        Family::Ipv6 => Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xc8, 1).into(),
+    };
+    (address, 80).into()
+}
+
+fn some_client(family: Family) -> SocketAddr {
+    let address = match family {
+        Family::Ipv4 => IpAddr::from(Ipv4Addr::new(10, 1, 0, 7)),
+        Family::Ipv6 => Ipv6Addr::new(0x2001, 0xdb8, 7, 0, 0x1234, 0, 0, 7).into(),
+    };
+    (address, 40312).into()
+}
+
+/// The connection of a client to the service of its family.
+fn tuple_of(client: SocketAddr) -> FourTuple {
+    FourTuple::new(client, vip(family_of(client))).unwrap()
+}
+
+fn family_of(address: SocketAddr) -> Family {
+    if address.is_ipv4() { Family::Ipv4 } else { Family::Ipv6 }
+}
 
 struct Server {
     programs: ServerPrograms,
@@ -45,9 +68,15 @@ impl Server {
             id: ServerId::try_from(u64::from(rng.next_u32() & intf::COOKIE_ID_MASK)).unwrap(),
         };
         server.programs.set_keys(&server.keys, server.switch_ms);
-        let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-        server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
+        server.set_services();
         server
+    }
+
+    /// Sets a service of either family.
+    fn set_services(&mut self) {
+        let service = |family| ServiceAddress { socket: vip(family), protocol: Protocol::Tcp };
+        let services = Family::BOTH.map(|family| (service(family), self.id, ServiceMode::default()));
+        self.programs.set_services(&services).unwrap();
     }
 
     /// Returns the frame that leaves for the server's own TSval `milliseconds`.
@@ -74,8 +103,25 @@ impl Server {
     }
 }
 
-fn client(rng: &mut Xoshiro256PlusPlus) -> (Ipv4Addr, u16) {
-    (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+fn client(family: Family, rng: &mut Xoshiro256PlusPlus) -> SocketAddr {
+    let address = match family {
+        Family::Ipv4 => IpAddr::from(Ipv4Addr::from(rng.next_u32())),
+        Family::Ipv6 => Ipv6Addr::from(u128::from(rng.next_u64()) << 64 | u128::from(rng.next_u64())).into(),
+    };
+    (address, rng.next_u32() as u16).into()
+}
+
+/// Adds IP options or extension headers: as many as the programs walk over.
+fn add_ip_options(packet: &mut Tcp, rng: &mut Xoshiro256PlusPlus) {
+    packet.ip_options = vec![1; uniform_below(rng, 41) as usize];
+    let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
+    let atomic_fragment = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
+    let authentication = (51, [&[0, 4][..], &[0; 22]].concat());
+    let routing = (43, [&[0, 2][..], &[0; 22]].concat());
+    packet.extension_headers = [options(0), routing, atomic_fragment, authentication, options(60)]
+        .into_iter()
+        .filter(|_| uniform_below(rng, 3) == 0)
+        .collect();
 }
 
 /// Returns the frame with `new` at `offset`, and a correct checksum.
@@ -112,18 +158,17 @@ fn egress_stamping_equals_the_reference_model() {
     let mut rng = seeded_rng(1, 0);
     let server = Server::new(&mut rng);
     let mut late = 0;
-    for _ in 0..3000 {
-        let client = client(&mut rng);
+    for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
+        let client = client(family, &mut rng);
         let milliseconds = now_ms() - uniform_below(&mut rng, 900);
-        let mut packet = Tcp::new(VIP, client);
+        let mut packet = Tcp::between(vip(family), client);
         packet.flags = [ACK, SYN | ACK, RST | ACK][uniform_below(&mut rng, 3) as usize];
         let echo = rng.next_u32();
         packet.options = options(&mut rng, timestamp(milliseconds, echo));
-        packet.ip_options = vec![1; uniform_below(&mut rng, 41) as usize];
+        add_ip_options(&mut packet, &mut rng);
         let frame = packet.frame();
         let at = timestamp_offset(&frame).unwrap();
-        let tuple = FourTuple::ipv4(client, VIP);
-        let expected = server.stamp(&tuple, Cookie::Server(server.id), milliseconds);
+        let expected = server.stamp(&tuple_of(client), Cookie::Server(server.id), milliseconds);
         let (verdict, stamped) = server.run(Direction::Egress, &frame);
         assert_eq!(verdict, TC_ACT_UNSPEC);
         if now_ms() - milliseconds > 950 {
@@ -144,18 +189,18 @@ fn tsecr_is_restored() {
     }
     let mut rng = seeded_rng(2, 0);
     let server = Server::new(&mut rng);
-    for _ in 0..3000 {
-        let client = client(&mut rng);
-        let tuple = FourTuple::ipv4(client, VIP);
+    for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
+        let client = client(family, &mut rng);
+        let tuple = tuple_of(client);
         // An echo may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..server.keys };
         let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
         let echo = cookie::stamp(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
-        let mut packet = Tcp::new(client, VIP);
+        let mut packet = Tcp::between(client, vip(family));
         let value = rng.next_u32();
         packet.options = options(&mut rng, timestamp(value, echo));
-        packet.ip_options = vec![1; uniform_below(&mut rng, 41) as usize];
+        add_ip_options(&mut packet, &mut rng);
         let frame = packet.frame();
         let at = timestamp_offset(&frame).unwrap() + 4;
         let (verdict, restored) = server.run(Direction::Ingress, &frame);
@@ -167,9 +212,12 @@ fn tsecr_is_restored() {
 
 #[test]
 fn zero_is_never_sent() {
-    if !may_load_bpf("zero_is_never_sent") {
-        return;
+    if may_load_bpf("zero_is_never_sent") {
+        Family::BOTH.into_iter().for_each(expect_no_zero);
     }
+}
+
+fn expect_no_zero(family: Family) {
     let mut rng = seeded_rng(3, 0);
     let mut server = Server::new(&mut rng);
     server.keys.current = KeyIndex::First;
@@ -177,8 +225,8 @@ fn zero_is_never_sent() {
     server.programs.set_keys(&server.keys, server.switch_ms);
     // A client for whose tuple a server's id is hidden as 0, and so is a time of this second.
     let (client, milliseconds) = loop {
-        let client = client(&mut rng);
-        let tuple = FourTuple::ipv4(client, VIP);
+        let client = client(family, &mut rng);
+        let tuple = tuple_of(client);
         let time_mask = cookie::time_mask(&server.programs.time_key(), &tuple);
         let now = now_ms();
         let behind = (now as u16).wrapping_sub(time_mask.wrapping_neg());
@@ -187,9 +235,8 @@ fn zero_is_never_sent() {
             break (client, now - u32::from(behind));
         }
     };
-    let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
-    server.programs.set_services(&[(address, server.id, ServiceMode::default())]).unwrap();
-    let mut packet = Tcp::new(VIP, client);
+    server.set_services();
+    let mut packet = Tcp::between(vip(family), client);
     packet.options = aligned_timestamp(milliseconds, 0);
     let frame = packet.frame();
     let (_, stamped) = server.run(Direction::Egress, &frame);
@@ -203,18 +250,29 @@ fn foreign_packet_is_unchanged() {
     }
     let mut rng = seeded_rng(4, 0);
     let server = Server::new(&mut rng);
+    for family in Family::BOTH {
+        expect_foreign_packets_unchanged(&server, family);
+    }
+}
+
+fn expect_foreign_packets_unchanged(server: &Server, family: Family) {
+    let (client, vip) = (some_client(family), vip(family));
     let passes = |direction, packet: &Tcp, counted: &[&str]| {
         let frame = packet.frame();
         assert_eq!(server.counted(direction, &frame), (TC_ACT_UNSPEC, frame, counted.to_vec()), "{packet:?}");
     };
     let egress = |change: fn(&mut Tcp)| {
-        let mut packet = Tcp::new(VIP, CLIENT);
+        let mut packet = Tcp::between(vip, client);
         packet.options = aligned_timestamp(now_ms(), 1);
         change(&mut packet);
         packet
     };
     passes(Direction::Egress, &egress(|p| p.source.set_port(81)), &[]);
-    passes(Direction::Egress, &egress(|p| p.source.set_ip(Ipv4Addr::new(10, 200, 0, 2))), &[]);
+    let other_vip = |p: &mut Tcp| match &mut p.ipv6 {
+        Some([source, _]) => *source = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 1, 0, 0xc8, 1),
+        None => p.source.set_ip(Ipv4Addr::new(10, 200, 0, 2)),
+    };
+    passes(Direction::Egress, &egress(other_vip), &[]);
     passes(Direction::Egress, &egress(|p| p.options.clear()), &["egress_without_timestamp"]);
     // A random offset per connection, or microseconds: not the clock by which echoes are restored.
     passes(
@@ -223,11 +281,11 @@ fn foreign_packet_is_unchanged() {
         &["egress_other_clock"],
     );
 
-    let tuple = FourTuple::ipv4(CLIENT, VIP);
+    let tuple = tuple_of(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
     let stamp = |cookie| server.stamp(&tuple, cookie, now_ms());
     let ingress = |echo, flags| {
-        let mut packet = Tcp::new(CLIENT, VIP);
+        let mut packet = Tcp::between(client, vip);
         packet.options = aligned_timestamp(1, echo);
         packet.flags = flags;
         packet
@@ -249,11 +307,35 @@ fn broadcast_without_a_socket_is_dropped() {
         return;
     }
     let server = Server::new(&mut seeded_rng(5, 0));
-    let mut packet = Tcp::new(CLIENT, VIP);
-    packet.destination_mac = [0xff; 6];
-    packet.flags = RST;
-    let (verdict, _, counted) = server.counted(Direction::Ingress, &packet.frame());
-    assert_eq!((verdict, counted), (TC_ACT_SHOT, vec!["to_all_ignored"]));
+    for family in Family::BOTH {
+        let mut packet = Tcp::between(some_client(family), vip(family));
+        packet.destination_mac = [0xff; 6];
+        packet.flags = RST;
+        let (verdict, _, counted) = server.counted(Direction::Ingress, &packet.frame());
+        assert_eq!((verdict, counted), (TC_ACT_SHOT, vec!["to_all_ignored"]));
+    }
+}
+
+#[test]
+fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
+    if !may_load_bpf("ipv6_fragment_and_long_extension_headers_pass_unchanged") {
+        return;
+    }
+    let server = Server::new(&mut seeded_rng(7, 0));
+    let client = some_client(Family::Ipv6);
+    let echo = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
+    let first_fragment = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
+    let later_fragment = (44, vec![0, 0, 0, 8, 1, 2, 3, 4]);
+    let long_options = (60, [&[0, 9][..], &[0; 78]].concat());
+    for header in [first_fragment, later_fragment, long_options] {
+        let mut packet = Tcp::between(client, vip(Family::Ipv6));
+        packet.options = aligned_timestamp(1, echo);
+        let (_, _, counted) = server.counted(Direction::Ingress, &packet.frame());
+        assert!(counted.contains(&"restored"), "{counted:?}");
+        packet.extension_headers = vec![header];
+        let frame = packet.frame();
+        assert_eq!(server.counted(Direction::Ingress, &frame), (TC_ACT_UNSPEC, frame, vec![]), "{packet:?}");
+    }
 }
 
 /// Cuts and flips that keep the packet TCP for the service, so that the program looks into it.
@@ -283,18 +365,19 @@ fn malformed_packets_pass_whole_or_are_dropped() {
     let (mut dropped, mut rewritten, mut passed) = (0, 0, 0);
     for round in 0..6000 {
         let direction = if round % 2 == 0 { Direction::Egress } else { Direction::Ingress };
-        let tuple = FourTuple::ipv4(CLIENT, VIP);
-        let echo = server.stamp(&tuple, Cookie::Server(server.id), now_ms());
+        let family = Family::BOTH[round / 2 % 2];
+        let (client, vip) = (some_client(family), vip(family));
+        let echo = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
         let mut packet = match direction {
-            Direction::Egress => Tcp::new(VIP, CLIENT),
-            Direction::Ingress => Tcp::new(CLIENT, VIP),
+            Direction::Egress => Tcp::between(vip, client),
+            Direction::Ingress => Tcp::between(client, vip),
         };
         packet.options = options(&mut rng, timestamp(now_ms(), echo));
-        packet.ip_options = vec![1; uniform_below(&mut rng, 41) as usize];
+        add_ip_options(&mut packet, &mut rng);
         let mut frame = packet.frame();
         damage(&mut rng, &mut frame);
         let Ok(outcome) = test_run::run(server.programs.program(direction), &frame, 1) else {
-            assert!(frame.len() < 40, "the kernel refuses to run {frame:02x?}");
+            assert!(frame.len() < 14 + 40, "the kernel refuses to run {frame:02x?}");
             continue;
         };
         match outcome.verdict {

@@ -1,17 +1,20 @@
 //! A TCP client made by hand, so that what it sends is what a test wants; the server is the kernel's.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 
-use super::network::{SERVER, VIP};
-use super::server_bed::{Bed, PORT, Sniffer, TIMEOUT, flags};
-use super::{ACK, SYN, Tcp, aligned_timestamp, ones_complement_sum, tcp_offset, timestamp_offset, word};
+use super::network::SERVER;
+use super::server_bed::{Bed, SERVER_IPV6, Sniffer, TIMEOUT, flags, vip};
+use super::{
+    ACK, Family, SYN, Tcp, aligned_timestamp, is_ipv6, ones_complement_sum, tcp_offset, timestamp_offset, word,
+};
 
 /// Nobody's address: the client's kernel keeps silent about what comes for it.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
+const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
 pub struct HandClient<'bed> {
     bed: &'bed Bed,
@@ -29,9 +32,12 @@ pub struct HandClient<'bed> {
 impl<'bed> HandClient<'bed> {
     pub fn new(bed: &'bed Bed, port: u16, timestamps: bool) -> Self {
         let mac = |host: &super::network::Host| host.within(|| super::network::mac_address("eth0"));
-        let neighbour = format!("neigh replace {ADDRESS} lladdr {} dev eth0", mac(&bed.pair.client));
-        bed.pair.server.ip(&neighbour);
-        bed.pair.server.ip(&format!("route replace {ADDRESS}/32 dev eth0 src {SERVER}"));
+        for (address, length, server) in
+            [(IpAddr::from(ADDRESS), 32, IpAddr::from(SERVER)), (ADDRESS_IPV6.into(), 128, SERVER_IPV6.into())]
+        {
+            bed.pair.server.ip(&format!("neigh replace {address} lladdr {} dev eth0", mac(&bed.pair.client)));
+            bed.pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
+        }
         Self {
             bed,
             sniffer: Sniffer::new(bed),
@@ -45,13 +51,17 @@ impl<'bed> HandClient<'bed> {
         }
     }
 
-    pub fn address(&self) -> (Ipv4Addr, u16) {
-        (ADDRESS, self.port)
+    pub fn address(&self) -> SocketAddr {
+        let address = match self.bed.family {
+            Family::Ipv4 => IpAddr::from(ADDRESS),
+            Family::Ipv6 => ADDRESS_IPV6.into(),
+        };
+        (address, self.port).into()
     }
 
     /// A frame as this client would send it now. `echo` only if it does timestamps.
     pub fn frame(&self, flags: u8, echo: u32, payload: &[u8]) -> Vec<u8> {
-        let mut packet = Tcp::new(self.address(), (VIP, PORT));
+        let mut packet = Tcp::between(self.address(), vip(self.bed.family));
         packet.destination_mac = self.server_mac.0;
         packet.flags = flags;
         packet.payload = payload.to_vec();
@@ -110,7 +120,9 @@ impl<'bed> HandClient<'bed> {
 
     fn is_for_us(&self, frame: &[u8]) -> bool {
         let tcp = tcp_offset(frame);
-        frame[30..34] == ADDRESS.octets() && frame[tcp + 2..tcp + 4] == self.port.to_be_bytes()
+        let is_for_host =
+            if is_ipv6(frame) { frame[38..54] == ADDRESS_IPV6.octets() } else { frame[30..34] == ADDRESS.octets() };
+        is_for_host && frame[tcp + 2..tcp + 4] == self.port.to_be_bytes()
     }
 
     /// Sends a SYN, with this in its TSecr; the SYN-ACK, or what comes in its place.
@@ -143,8 +155,12 @@ impl<'bed> HandClient<'bed> {
     }
 }
 
-/// Puts the server before into a frame's IP identification.
-pub fn set_identification(frame: &mut [u8], identification: u16) {
+/// Writes the previous server into a frame's IP identification or flow label.
+pub fn set_previous_server(frame: &mut [u8], identification: u16) {
+    if is_ipv6(frame) {
+        frame[16..18].copy_from_slice(&identification.to_be_bytes());
+        return;
+    }
     frame[18..20].copy_from_slice(&identification.to_be_bytes());
     frame[24..26].fill(0);
     let sum = !ones_complement_sum(&frame[14..34]);

@@ -8,7 +8,7 @@ pub mod packet_socket;
 pub mod server_bed;
 pub mod stateful;
 
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 
 use coreward_model::cookie::CookieKey;
 
@@ -30,6 +30,24 @@ pub fn now_ms() -> u32 {
     (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
 }
 
+/// A version of IP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    Ipv4,
+    Ipv6,
+}
+
+impl Family {
+    pub const BOTH: [Self; 2] = [Self::Ipv4, Self::Ipv6];
+
+    pub fn of(frame: &[u8]) -> Self {
+        if is_ipv6(frame) { Self::Ipv6 } else { Self::Ipv4 }
+    }
+}
+
+/// Protocol number and bytes of an extension header, whose first byte becomes the number of the next one.
+pub type ExtensionHeader = (u8, Vec<u8>);
+
 /// A TCP packet to be.
 #[derive(Debug, Clone)]
 pub struct Tcp {
@@ -37,6 +55,9 @@ pub struct Tcp {
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
+    /// Source and destination in IPv6, in place of the addresses above.
+    pub ipv6: Option<[Ipv6Addr; 2]>,
+    pub extension_headers: Vec<ExtensionHeader>,
     pub flags: u8,
     /// As they stand in the header; padded with zeros (end of options) to a multiple of four.
     pub options: Vec<u8>,
@@ -51,9 +72,25 @@ impl Tcp {
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
             ip_options: vec![],
+            ipv6: None,
+            extension_headers: vec![],
             flags: ACK,
             options: vec![],
             payload: b"payload".to_vec(),
+        }
+    }
+
+    /// A packet of the family that both addresses have.
+    pub fn between(source: SocketAddr, destination: SocketAddr) -> Self {
+        let ports = (source.port(), destination.port());
+        match (source.ip(), destination.ip()) {
+            (IpAddr::V4(source), IpAddr::V4(destination)) => Self::new((source, ports.0), (destination, ports.1)),
+            (IpAddr::V6(source), IpAddr::V6(destination)) => {
+                let unspecified = Ipv4Addr::UNSPECIFIED;
+                let ipv6 = Some([source, destination]);
+                Self { ipv6, ..Self::new((unspecified, ports.0), (unspecified, ports.1)) }
+            }
+            _ => panic!("{source} and {destination}"),
         }
     }
 
@@ -64,6 +101,14 @@ impl Tcp {
 
     /// The frame with the given sequence and acknowledgement numbers.
     pub fn frame_with(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
+        let ipv4 = self.ipv4_frame(sequence, acknowledgement);
+        let Some(addresses) = self.ipv6 else { return ipv4 };
+        let mut frame = with_ipv6_header(&ipv4, addresses, &self.extension_headers);
+        frame[..6].copy_from_slice(&self.destination_mac);
+        frame
+    }
+
+    fn ipv4_frame(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let padded = |bytes: &[u8]| {
             let mut bytes = bytes.to_vec();
             bytes.resize(bytes.len().next_multiple_of(4), 0);
@@ -169,9 +214,8 @@ pub fn is_ipv6(frame: &[u8]) -> bool {
     frame[12..14] == [0x86, 0xdd]
 }
 
-/// An IPv6 packet in a frame to the MAC address that [`Tcp`] is sent to; `headers`: protocol number and bytes of each
-/// extension header, whose first byte becomes the number of the next one. Its flow label is 0x12345.
-pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[(u8, Vec<u8>)], protocol: u8, transport: &[u8]) -> Vec<u8> {
+/// An IPv6 packet in a frame to the MAC address that [`Tcp`] is sent to. Its flow label is 0x12345.
+pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protocol: u8, transport: &[u8]) -> Vec<u8> {
     let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
     let length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
     let mut frame = [&[0; 6][..], &[2, 0, 0, 0, 0, 9], &[0x86, 0xdd], &[0x60, 0x01, 0x23, 0x45]].concat();
@@ -188,16 +232,19 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[(u8, Vec<u8>)], protocol:
 
 impl Tcp {
     /// The same segment in IPv6, with ports of this one, behind these extension headers.
-    pub fn ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[(u8, Vec<u8>)]) -> Vec<u8> {
-        let ipv4 = self.frame();
-        let mut segment = ipv4[tcp_offset(&ipv4)..].to_vec();
-        segment[16..18].fill(0);
-        let length = (segment.len() as u32).to_be_bytes();
-        let pseudo_header = [&client.octets()[..], &vip.octets(), &length, &[0, 0, 0, 6]].concat();
-        let checksum = !ones_complement_sum(&[&pseudo_header[..], &segment].concat());
-        segment[16..18].copy_from_slice(&checksum.to_be_bytes());
-        ipv6_frame([client, vip], headers, 6, &segment)
+    pub fn ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
+        with_ipv6_header(&self.frame(), [client, vip], headers)
     }
+}
+
+/// Returns the segment of an IPv4 frame in IPv6.
+fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
+    let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
+    let checksum = tcp_offset(&frame) + 16;
+    frame[checksum..checksum + 2].fill(0);
+    let sum = !tcp_sum(&frame);
+    frame[checksum..checksum + 2].copy_from_slice(&sum.to_be_bytes());
+    frame
 }
 
 /// A timestamp option.
@@ -225,14 +272,35 @@ pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
 /// Sum over pseudo-header, TCP header and payload: 0xffff when the checksum is right.
 pub fn tcp_sum(frame: &[u8]) -> u16 {
     let tcp = tcp_offset(frame);
+    let addresses = if is_ipv6(frame) { ETHERNET + 8..ETHERNET + 40 } else { ETHERNET + 12..ETHERNET + 20 };
     let length = (frame.len() - tcp) as u16;
-    let pseudo_header = [&frame[ETHERNET + 12..ETHERNET + 20], &[0, 6], &length.to_be_bytes()].concat();
+    // Zeros of IPv6's longer fields do not count.
+    let pseudo_header = [&frame[addresses], &[0, 6], &length.to_be_bytes()].concat();
     ones_complement_sum(&[&pseudo_header, &frame[tcp..]].concat())
 }
 
 /// Returns the offset of the TCP header.
 pub fn tcp_offset(frame: &[u8]) -> usize {
-    ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4
+    if !is_ipv6(frame) {
+        return ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;
+    }
+    let (mut at, mut next) = (ETHERNET + 40, frame[ETHERNET + 6]);
+    while let Some(length) = extension_header_length(next, frame.get(at + 1)) {
+        next = frame[at];
+        at += length;
+    }
+    at
+}
+
+/// Returns the length of an extension header from its second byte; `None`: the protocol is another one.
+fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
+    let length = usize::from(*length?);
+    match number {
+        0 | 43 | 60 => Some((length + 1) * 8),
+        44 => Some(8),
+        51 => Some((length + 2) * 4),
+        _ => None,
+    }
 }
 
 /// Returns the offset of TSval, by an independent reading of RFC 9293, Sect. 3.1.

@@ -2,7 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::mem::MaybeUninit;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,12 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
 use super::network::{CLIENT, Pair, PinDirectory, SERVER, VIP, on_one_cpu};
-use super::{ACK, FIN, RST, SYN, now_ms, timestamp_offset, word};
+use super::{ACK, FIN, Family, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;
+pub const CLIENT_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
+pub const SERVER_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 2);
+pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 200, 0, 0, 0, 0, 1);
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn keys() -> FleetKeys {
@@ -28,7 +31,42 @@ pub fn id() -> ServerId {
     ServerId::try_from(0x1234).unwrap()
 }
 
+/// Returns the service of that family: both are of one server.
+pub fn vip(family: Family) -> SocketAddr {
+    let address = match family {
+        Family::Ipv4 => IpAddr::from(VIP),
+        Family::Ipv6 => VIP_IPV6.into(),
+    };
+    (address, PORT).into()
+}
+
+/// Returns the address of the client's kernel.
+pub fn client(family: Family, port: u16) -> SocketAddr {
+    let address = match family {
+        Family::Ipv4 => IpAddr::from(CLIENT),
+        Family::Ipv6 => CLIENT_IPV6.into(),
+    };
+    (address, port).into()
+}
+
+/// Adds IPv6 addresses to the client, the server and, as the VIP, to the server.
+fn add_ipv6(pair: &Pair) {
+    for (host, address) in [(&pair.client, CLIENT_IPV6), (&pair.server, SERVER_IPV6)] {
+        host.ip(&format!("address add {address}/64 dev eth0 nodad"));
+    }
+    pair.server.ip(&format!("address add {VIP_IPV6}/128 dev lo nodad"));
+    pair.client.ip(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
+}
+
+/// Sets the service of either family.
+pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
+    let service = |family| (ServiceAddress { socket: vip(family), protocol: Protocol::Tcp }, id(), mode);
+    programs.set_services(&Family::BOTH.map(service)).unwrap();
+}
+
 pub struct Bed {
+    /// Family of the connections.
+    pub family: Family,
     // Taken off before the network goes.
     pub programs: ServerPrograms,
     pub pins: PinDirectory,
@@ -40,15 +78,20 @@ impl Bed {
         Self::with(ServiceMode::default())
     }
 
-    /// With one service of this mode.
+    /// Services of this mode, connections by IPv4.
     pub fn with(mode: ServiceMode) -> Self {
+        Self::of(Family::Ipv4, mode)
+    }
+
+    /// Services of this mode.
+    pub fn of(family: Family, mode: ServiceMode) -> Self {
         on_one_cpu();
         let (pair, pins) = (Pair::new(), PinDirectory::new());
+        add_ipv6(&pair);
         let mut programs = attach(&pair, &pins);
         programs.set_keys(&keys(), now_ms().wrapping_sub(1000));
-        let address = ServiceAddress { socket: (VIP, PORT).into(), protocol: Protocol::Tcp };
-        programs.set_services(&[(address, id(), mode)]).unwrap();
-        Self { programs, pins, pair }
+        set_services(&mut programs, mode);
+        Self { family, programs, pins, pair }
     }
 
     pub fn counter(&self, counter: intf::server_counter) -> u64 {
@@ -56,11 +99,11 @@ impl Bed {
     }
 
     pub fn listen(&self) -> TcpListener {
-        self.pair.server.within(|| TcpListener::bind((VIP, PORT)).unwrap())
+        self.pair.server.within(|| TcpListener::bind(vip(self.family)).unwrap())
     }
 
     pub fn connect(&self) -> TcpStream {
-        let address = SocketAddr::from((VIP, PORT));
+        let address = vip(self.family);
         let stream = self.pair.client.within(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
@@ -93,8 +136,11 @@ pub fn attach(pair: &Pair, pins: &PinDirectory) -> ServerPrograms {
     pair.server.within(|| ServerPrograms::attach(options)).unwrap()
 }
 
-/// Sees what arrives at the client.
-pub struct Sniffer(Socket);
+/// Sees what arrives at the client: packets of the bed's family.
+pub struct Sniffer {
+    socket: Socket,
+    family: Family,
+}
 
 impl Sniffer {
     pub fn new(bed: &Bed) -> Self {
@@ -104,7 +150,7 @@ impl Sniffer {
         });
         socket.set_recv_buffer_size(16 << 20).unwrap();
         socket.set_nonblocking(true).unwrap();
-        Self(socket)
+        Self { socket, family: bed.family }
     }
 
     /// Sends a frame from the client's device.
@@ -120,23 +166,23 @@ impl Sniffer {
             unsafe { *storage.view_as::<libc::sockaddr_ll>() = address };
             // SAFETY: a link-layer address of that length was just written.
             let address = unsafe { socket2::SockAddr::new(storage, length) };
-            assert_eq!(self.0.send_to(frame, &address).unwrap(), frame.len());
+            assert_eq!(self.socket.send_to(frame, &address).unwrap(), frame.len());
         });
     }
 
     /// The beginnings of all TCP packets that came from the VIP so far.
     pub fn received_from_vip(&self) -> Vec<Vec<u8>> {
-        self.received().into_iter().filter(|frame| is_from_vip(frame)).collect()
+        self.received().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
     /// The same, of what came until [`settled`](Self::settled).
     pub fn settled_from_vip(&self, bed: &Bed) -> Vec<Vec<u8>> {
-        self.settled(bed).into_iter().filter(|frame| is_from_vip(frame)).collect()
+        self.settled(bed).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// The beginnings of all IPv4 packets that came so far.
+    /// The beginnings of all packets that came so far.
     pub fn received(&self) -> Vec<Vec<u8>> {
-        self.received_of_all().into_iter().filter(|frame| is_ipv4(frame)).collect()
+        self.received_of_all().into_iter().filter(|frame| is_of(self.family, frame)).collect()
     }
 
     /// The beginnings of all frames that came so far.
@@ -144,14 +190,14 @@ impl Sniffer {
         let mut frames = vec![];
         loop {
             let mut buffer = [MaybeUninit::uninit(); 160];
-            let Ok(length) = self.0.recv(&mut buffer) else { return frames };
+            let Ok(length) = self.socket.recv(&mut buffer) else { return frames };
             // SAFETY: recv() has filled this many bytes.
             frames.push(buffer[..length.min(160)].iter().map(|byte| unsafe { byte.assume_init() }).collect());
         }
     }
 
-    /// Waits until the server has dealt with all that was sent before, and what it sent upon that has come; the beginnings of all
-    /// IPv4 packets until then. An ARP request goes after the rest, on the one CPU, and its answer comes after the rest.
+    /// Waits until the server has processed all that was sent before, and its answers have come; the beginnings of all
+    /// packets until then. An ARP request goes after the rest, on the one CPU, and its answer comes after the rest.
     pub fn settled(&self, bed: &Bed) -> Vec<Vec<u8>> {
         static ASKED: AtomicU32 = AtomicU32::new(0);
         let number = ASKED.fetch_add(1, Ordering::Relaxed).to_be_bytes();
@@ -163,7 +209,7 @@ impl Sniffer {
         loop {
             let new = self.received_of_all();
             let is_over = new.iter().any(is_answer);
-            frames.extend(new.into_iter().filter(|frame| is_ipv4(frame)));
+            frames.extend(new.into_iter().filter(|frame| is_of(self.family, frame)));
             if is_over {
                 return frames;
             }
@@ -173,12 +219,19 @@ impl Sniffer {
     }
 }
 
-fn is_ipv4(frame: &[u8]) -> bool {
-    frame.len() >= 34 && frame[12..14] == [8, 0]
+fn is_of(family: Family, frame: &[u8]) -> bool {
+    match family {
+        Family::Ipv4 => frame.len() >= 34 && frame[12..14] == [8, 0],
+        Family::Ipv6 => frame.len() >= 54 && frame[12..14] == [0x86, 0xdd],
+    }
 }
 
-fn is_from_vip(frame: &[u8]) -> bool {
-    frame.len() >= 54 && frame[23] == 6 && frame[26..30] == VIP.octets()
+fn is_from_vip(family: Family, frame: &[u8]) -> bool {
+    is_of(family, frame)
+        && match family {
+            Family::Ipv4 => frame.len() >= 54 && frame[23] == 6 && frame[26..30] == VIP.octets(),
+            Family::Ipv6 => frame.len() >= 74 && frame[20] == 6 && frame[22..38] == VIP_IPV6.octets(),
+        }
 }
 
 /// "Who has `wanted`?", asked by the host with that MAC address (RFC 826), which has an address of the client's network.
@@ -203,7 +256,8 @@ pub fn cookie_of(frame: &[u8]) -> Cookie {
     let tcp = super::tcp_offset(frame);
     let port = u16::from_be_bytes([frame[tcp + 2], frame[tcp + 3]]);
     let value = word(frame, timestamp_offset(frame).expect("a timestamp"));
-    cookie::recognise(&keys(), &FourTuple::ipv4((CLIENT, port), (VIP, PORT)), value)
+    let family = Family::of(frame);
+    cookie::recognise(&keys(), &FourTuple::new(client(family, port), vip(family)).unwrap(), value)
 }
 
 pub fn pattern(length: usize) -> Vec<u8> {
