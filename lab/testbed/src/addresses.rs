@@ -1,6 +1,6 @@
 //! Addresses and names of the testbed's hosts.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
 /// The device of every host.
 pub const DEVICE: &str = "eth0";
@@ -8,12 +8,42 @@ pub const DEVICE: &str = "eth0";
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// The service that the demo balances.
 pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
+/// The first IPv6 VIP; the others follow.
+pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Least MTU of an IPv4 link (RFC 791).
 pub(crate) const MTU_MIN: u16 = 68;
 /// MTU of Ethernet, and of all devices here.
 pub(crate) const MTU_MAX: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
+
+/// Address family of the services. Hosts have IPv4 addresses in any case.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum Family {
+    /// VIPs from 10.200.0.1 on.
+    #[default]
+    #[value(name = "4")]
+    Ipv4,
+    /// VIPs from 2001:db8:c8::1 on; hosts have an address in 2001:db8::/64, too.
+    #[value(name = "6")]
+    Ipv6,
+}
+
+impl Family {
+    /// The VIP `index`, counted from 0.
+    pub fn vip(self, index: u8) -> IpAddr {
+        match self {
+            Family::Ipv4 => Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)).into(),
+            Family::Ipv6 => Ipv6Addr::from_bits(VIP_IPV6.to_bits() + u128::from(index)).into(),
+        }
+    }
+}
+
+/// The IPv6 address of the host with this IPv4 address: 2001:db8:: with the IPv4 address in its last bytes.
+pub fn ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
+    let network = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0);
+    Ipv6Addr::from_bits(network.to_bits() | u128::from(host.to_bits()))
+}
 
 /// The address of server `number`, counted from 1.
 pub fn server_address(number: u16) -> Ipv4Addr {

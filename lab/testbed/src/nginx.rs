@@ -1,6 +1,7 @@
 //! Stock nginx on a server: the application that coreward must not notice it serves.
 
 use std::fs;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
 
-use crate::addresses::server_address;
+use crate::addresses::{SERVICE, server_address};
 use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
@@ -58,8 +59,9 @@ impl Testbed {
 
     fn nginx_configuration(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
         let directory = directory.display();
-        let addresses = self.vips().chain([server_address(number)]);
-        let listen: String = addresses.map(|address| format!("        listen {address}:80 reuseport;\n")).collect();
+        let addresses = self.vips().chain([server_address(number).into()]);
+        let listen = addresses.map(|address| SocketAddr::new(address, SERVICE.port()));
+        let listen: String = listen.map(|address| format!("        listen {address} reuseport;\n")).collect();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("    {kind}_temp_path {directory}/{kind};\n"))
             .concat();

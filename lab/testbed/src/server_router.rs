@@ -53,7 +53,7 @@ impl Testbed {
     /// A server's address and routes, as lines for `ip`.
     pub(crate) fn server_routes(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
-            None => format!("address add {address}/16 dev {DEVICE}\n{}", self.route_to_client()),
+            None => self.address_lines(address) + &self.route_to_client(),
             Some(_) => {
                 format!("address add {address}/24 dev {DEVICE}\nroute add default via {ROUTER_ADDRESS_AT_SERVERS}\n")
             }

@@ -12,7 +12,7 @@
 //! its kernel chooses by a hash of the 4-tuple (ECMP); servers hold them on `lo` and answer the client directly. With
 //! [`TestbedOptions::router_mtu`] a router in front of the client chooses: [`crate::uplink`].
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -20,8 +20,8 @@ use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
 use crate::addresses::{
-    CONTROLLER_ADDRESS, DEVICE, MTU_MAX, MTU_MIN, VIP, load_balancer_address, load_balancer_name, rack_address,
-    rack_name, route_by_router, server_address,
+    CONTROLLER_ADDRESS, DEVICE, Family, MTU_MAX, MTU_MIN, SERVICE, ipv6_address, load_balancer_address,
+    load_balancer_name, rack_address, rack_name, route_by_router, server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
@@ -65,8 +65,10 @@ pub struct TestbedOptions {
     pub answers_by_load_balancer: bool,
     /// Servers are behind a router: [`crate::server_router`].
     pub routed_servers: bool,
-    /// VIPs on the servers, from 10.200.0.1 on (1 to 250).
+    /// VIPs on the servers (1 to 250).
     pub vips: u8,
+    /// Address family of the VIPs, and of the client's packets. IPv6 is not for testbeds with routers.
+    pub family: Family,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
     pub indirection_entries: usize,
     /// Seed of the initial RSS keys of emulated NICs.
@@ -87,6 +89,7 @@ impl Default for TestbedOptions {
             answers_by_load_balancer: false,
             routed_servers: false,
             vips: 1,
+            family: Family::Ipv4,
             indirection_entries: 128,
             seed: 1,
         }
@@ -165,6 +168,9 @@ impl Testbed {
                 "answers by a load balancer without a router: expected `router_mtu`, so that there is something to route"
             );
         }
+        if options.family == Family::Ipv6 && (options.router_mtu.is_some() || options.routed_servers) {
+            bail!("IPv6 in a testbed with a router: expected neither `router_mtu` nor `routed_servers`");
+        }
         if let Some(missing) = missing_privilege() {
             bail!(missing);
         }
@@ -209,7 +215,7 @@ impl Testbed {
         make_namespaces(&[&self.controller])?;
         self.connect(&self.controller, "controller", 1, 1)?;
         let routes = self.route_to_servers();
-        ip_batch(Some(&self.controller), &format!("address add {CONTROLLER_ADDRESS}/16 dev {DEVICE}\n{routes}"))?;
+        ip_batch(Some(&self.controller), &(self.address_lines(CONTROLLER_ADDRESS) + &routes))?;
         self.make_server_router()?;
         self.make_client_side()
     }
@@ -219,7 +225,7 @@ impl Testbed {
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
-        ip_batch(Some(&namespace), &format!("address add {}/16 dev {DEVICE}\n", rack_address(number)))?;
+        ip_batch(Some(&namespace), &self.address_lines(rack_address(number)))?;
         self.racks.push(namespace);
         Ok(())
     }
@@ -238,7 +244,7 @@ impl Testbed {
         let address = load_balancer_address(number);
         let mut routes = if self.options.answers_by_load_balancer { route_by_router() } else { String::new() };
         routes += &self.route_to_servers();
-        ip_batch(Some(&namespace), &format!("address add {address}/16 dev {DEVICE}\n{routes}"))?;
+        ip_batch(Some(&namespace), &(self.address_lines(address) + &routes))?;
         if self.options.answers_by_load_balancer {
             namespace.set_sysctls(&[
                 ("ipv4/ip_forward", "1"),
@@ -283,7 +289,8 @@ impl Testbed {
         let name = format!("s{number}");
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
-        // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name.
+        // The VIP is the load balancer's to answer for: a server neither answers ARP for it nor asks in its name. For
+        // IPv6 the kernel does neither with an address of another device.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         // One queue more: see rss_emulation.bpf.c, "Why + 2".
         let port_queues = self.options.cores + 1;
@@ -295,7 +302,8 @@ impl Testbed {
         }
         let mut addresses = self.server_routes(server_address(number));
         for vip in self.vips() {
-            addresses += &format!("address add {vip}/32 dev lo\n");
+            let prefix = if vip.is_ipv4() { "32" } else { "128 nodad" };
+            addresses += &format!("address add {vip}/{prefix} dev lo\n");
         }
         ip_batch(Some(&namespace), &addresses)?;
         self.servers.push(Some(namespace));
@@ -320,6 +328,9 @@ impl Testbed {
         queues: u16,
         port_transmit_queues: u16,
     ) -> anyhow::Result<()> {
+        if self.options.family == Family::Ipv6 {
+            enable_ipv6(host)?;
+        }
         let (host_name, switch) = (host.name(), self.switch.name());
         ip_batch(
             None,
@@ -412,8 +423,23 @@ impl Testbed {
     }
 
     /// The VIPs, each on every server.
-    pub fn vips(&self) -> impl Iterator<Item = Ipv4Addr> + use<> {
-        (0..self.options.vips).map(|index| Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)))
+    pub fn vips(&self) -> impl Iterator<Item = IpAddr> + use<> {
+        let family = self.options.family;
+        (0..self.options.vips).map(move |index| family.vip(index))
+    }
+
+    /// The first service.
+    pub fn service(&self) -> SocketAddr {
+        SocketAddr::new(self.options.family.vip(0), SERVICE.port())
+    }
+
+    /// Addresses of a host on the segment, as lines for `ip`.
+    pub(crate) fn address_lines(&self, address: Ipv4Addr) -> String {
+        let ipv4 = format!("address add {address}/16 dev {DEVICE}\n");
+        match self.options.family {
+            Family::Ipv4 => ipv4,
+            Family::Ipv6 => ipv4 + &format!("address add {}/64 dev {DEVICE} nodad\n", ipv6_address(address)),
+        }
     }
 
     /// A directory for configurations, logs and results; goes with the testbed.
@@ -460,6 +486,16 @@ fn numbered(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {
 
 fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
+}
+
+/// Enables IPv6 for future devices: their link-local addresses are usable at once, and routers configure nothing.
+fn enable_ipv6(host: &Namespace) -> anyhow::Result<()> {
+    for device in ["all", "default"] {
+        for (setting, value) in [("disable_ipv6", "0"), ("accept_dad", "0"), ("accept_ra", "0"), ("autoconf", "0")] {
+            host.set_sysctls(&[(&format!("ipv6/conf/{device}/{setting}"), value)])?;
+        }
+    }
+    Ok(())
 }
 
 /// Makes namespaces in which nothing speaks unasked: no IPv6, so no neighbour discovery and no multicast reports.

@@ -13,23 +13,33 @@
 //! it offers segments of 1460 bytes, and the router must report by ICMP that the servers' are too long (RFC 1191). The
 //! ICMP error goes to the VIP, by the same route.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use anyhow::ensure;
 
-use crate::addresses::{DEVICE, MTU_MAX, ROUTER_ADDRESS, load_balancer_address, route_by_router};
+use crate::addresses::{DEVICE, Family, MTU_MAX, ROUTER_ADDRESS, ipv6_address, load_balancer_address, route_by_router};
 use crate::namespace::{Namespace, ip_batch};
 use crate::topology::{Testbed, make_namespaces};
 
 const VIPS: &str = "10.200.0.0/24";
+const VIPS_IPV6: &str = "2001:db8:c8::/64";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
 /// The router's device at the client's side.
 pub const CLIENT_LINK: &str = "client";
 const FIRST_CLIENT_ADDRESS: u8 = 7;
 
 impl Testbed {
-    /// The client's address `index`, counted from 0.
-    pub fn client_address(&self, index: u16) -> Ipv4Addr {
+    /// The client's address `index`, counted from 0, of the services' family.
+    pub fn client_address(&self, index: u16) -> IpAddr {
+        let address = self.client_ipv4_address(index);
+        match self.options().family {
+            Family::Ipv4 => address.into(),
+            Family::Ipv6 => ipv6_address(address).into(),
+        }
+    }
+
+    /// The client's IPv4 address `index`, counted from 0.
+    pub fn client_ipv4_address(&self, index: u16) -> Ipv4Addr {
         let network = if self.router().is_some() { 2 } else { 1 };
         Ipv4Addr::new(10, network, 0, FIRST_CLIENT_ADDRESS + index as u8)
     }
@@ -43,8 +53,15 @@ impl Testbed {
     /// kernel refuses the route.
     pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
-        let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", load_balancer_address(*number)));
-        ip_batch(Some(self.chooser()), &format!("route replace {VIPS}{}\n", hops.collect::<String>()))
+        let route = |vips: &str, address: &dyn Fn(u16) -> IpAddr| {
+            let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", address(*number)));
+            format!("route replace {vips}{}\n", hops.collect::<String>())
+        };
+        let mut routes = route(VIPS, &|number| load_balancer_address(number).into());
+        if self.options().family == Family::Ipv6 {
+            routes += &route(VIPS_IPV6, &|number| ipv6_address(load_balancer_address(number)).into());
+        }
+        ip_batch(Some(self.chooser()), &routes)
     }
 
     /// Makes the client and, if there is to be one, the router.
@@ -56,13 +73,14 @@ impl Testbed {
         }
         let mut client = String::new();
         for index in 0..self.options().client_addresses {
-            client += &format!("address add {}/16 dev {DEVICE}\n", self.client_address(index));
+            client += &self.address_lines(self.client_ipv4_address(index));
         }
         if self.router().is_some() {
             client += &format!("route add default via {ROUTER_ADDRESS_AT_CLIENT}\n");
         }
         ip_batch(Some(self.client()), &client)?;
-        self.chooser().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "1")])
+        let setting = "fib_multipath_hash_policy";
+        self.chooser().set_sysctls(&[(&format!("ipv4/{setting}"), "1"), (&format!("ipv6/{setting}"), "1")])
     }
 
     fn make_router(&self, router: &Namespace) -> anyhow::Result<()> {

@@ -186,7 +186,7 @@ impl<'a> FaultInjector<'a> {
     }
 
     fn spoof(&mut self) -> anyhow::Result<()> {
-        let client = self.site.testbed().client_address(0);
+        let client = self.site.testbed().client_ipv4_address(0);
         for _ in 0..1 + uniform_below(self.rng, 50) {
             let port = FIRST_PORT + uniform_below(self.rng, FLOWS.into()) as u16;
             let id = FIRST_ID | uniform_below(self.rng, FIRST_ID);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
@@ -13,7 +14,7 @@ use coreward_tls::{Files, Identity, Name, Role};
 
 use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
 use super::options::{AdminState, FleetOptions, LoadSource};
-use crate::addresses::{DEVICE, load_balancer_name, rack_name, server_address};
+use crate::addresses::{DEVICE, SERVICE, load_balancer_name, rack_name, server_address};
 use crate::topology::Testbed;
 
 /// File in which the paced server of a server publishes the busy time of its workers.
@@ -68,8 +69,8 @@ pub(super) fn write_controller_files(
         text += options.servers_more.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
-        let policy = &options.policy;
-        write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}:80\"\npolicy = \"{policy}\"\n")?;
+        let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE.port()));
+        write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}\"\npolicy = \"{policy}\"\n")?;
         if options.consistency != Consistency::default() {
             writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
         }

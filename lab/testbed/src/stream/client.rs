@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream};
 use std::ops::Range;
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
@@ -25,7 +25,6 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
 use super::{REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::addresses::SERVICE;
 use crate::connection_errors::{Broken, Failure};
 use crate::fleet::lab_command;
 use crate::interrupt;
@@ -54,10 +53,10 @@ const ENDLESS_SECONDS: u32 = 600;
 pub struct StreamClientArgs {
     /// Service to ask
     #[arg(long, value_name = "ADDRESS:PORT")]
-    pub vip: SocketAddrV4,
+    pub vip: SocketAddr,
     /// First of the client's addresses
     #[arg(long, value_name = "ADDRESS")]
-    pub first_address: Ipv4Addr,
+    pub first_address: IpAddr,
     /// How many addresses there are: each gives 50,000 connections
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=200))]
     pub addresses: u16,
@@ -275,7 +274,7 @@ impl<'a> Client<'a> {
     }
 
     /// Address and port of connection `number`, each pair once.
-    fn address(&self, number: u64) -> anyhow::Result<SocketAddrV4> {
+    fn address(&self, number: u64) -> anyhow::Result<SocketAddr> {
         let address = number / PORTS;
         ensure!(
             address < u64::from(self.args.addresses),
@@ -283,14 +282,18 @@ impl<'a> Client<'a> {
             self.args.addresses
         );
         let port = FIRST_PORT + (number * PORT_STEP % PORTS) as u16;
-        Ok(SocketAddrV4::new(Ipv4Addr::from_bits(self.args.first_address.to_bits() + address as u32), port))
+        let address: IpAddr = match self.args.first_address {
+            IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + address as u32).into(),
+            IpAddr::V6(first) => Ipv6Addr::from_bits(first.to_bits() + u128::from(address)).into(),
+        };
+        Ok(SocketAddr::new(address, port))
     }
 
     fn open(&mut self, seed: u32, kind: u8, now_ns: u64) -> anyhow::Result<()> {
         let number = self.next_connection;
         self.next_connection += 1;
         let address = self.address(number)?;
-        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
         socket.bind(&address.into()).with_context(|| format!("cannot bind the source {address}"))?;
@@ -395,20 +398,20 @@ impl Testbed {
     /// Starts a client, which uses all of the client host's addresses. `start_ns`: when its warm-up begins. Fails when
     /// it cannot be started.
     pub fn start_stream_client(&self, streams: &Streams, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
-        self.start_stream_client_at(SERVICE, 0..self.options().client_addresses, streams, start_ns)
+        self.start_stream_client_at(self.service(), 0..self.options().client_addresses, streams, start_ns)
     }
 
     /// Starts a client of another service, from some of the client host's addresses: others may bind the rest. Fails
     /// when it cannot be started.
     pub fn start_stream_client_at(
         &self,
-        service: SocketAddrV4,
+        service: impl Into<SocketAddr>,
         addresses: Range<u16>,
         streams: &Streams,
         start_ns: Option<u64>,
     ) -> anyhow::Result<StreamClient> {
         let mut command = Command::new(lab_command()?);
-        command.args(["testbed", "stream-client", "--vip", &service.to_string()]);
+        command.args(["testbed", "stream-client", "--vip", &service.into().to_string()]);
         command.args(["--first-address", &self.client_address(addresses.start).to_string()]);
         command.args(["--addresses", &addresses.len().to_string()]);
         let Streams { clients, low, high, wave_seconds, warm_up_seconds, seconds, seed } = streams;
@@ -446,11 +449,13 @@ impl StreamClient {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::addresses::SERVICE;
 
     #[test]
     fn client_ends_with_the_second_in_which_it_is_asked_to() {
         let streams = Streams::steady(1.0, 10);
-        let (vip, first_address, start_at) = (SERVICE, Ipv4Addr::LOCALHOST, Some(SECOND_NS));
+        let (vip, first_address) = (SERVICE.into(), Ipv4Addr::LOCALHOST.into());
+        let start_at = Some(SECOND_NS);
         let args = StreamClientArgs { vip, first_address, addresses: 1, start_at, streams };
         let mut client = Client::new(&args).unwrap();
         assert_eq!(client.end_ns(), 11 * SECOND_NS);

@@ -6,7 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::io::{self, Read as _, Write as _};
-use std::net::{SocketAddrV4, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,7 +18,6 @@ use socket2::{Domain, Socket, Type};
 use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::addresses::SERVICE;
 use crate::core_load_file::{BusyFile, VirtualCore};
 use crate::fleet;
 use crate::namespace::Namespace;
@@ -37,7 +36,7 @@ const PUBLISH_NS: u64 = 50_000_000;
 pub struct StreamServerArgs {
     /// Address and port in each namespace
     #[arg(long, value_name = "ADDRESS:PORT")]
-    pub listen: SocketAddrV4,
+    pub listen: SocketAddr,
     /// Network namespaces (as `ip netns` names them), each with the file for its busy time; the files appear when all listen
     #[arg(long = "server", value_name = "NAMESPACE=FILE", required = true, value_parser = parse_server)]
     pub servers: Vec<(String, PathBuf)>,
@@ -69,8 +68,8 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     }
 }
 
-fn listen(address: SocketAddrV4) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+fn listen(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
     socket.set_reuse_address(true)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
@@ -205,19 +204,19 @@ pub struct StreamServers {
 impl Testbed {
     /// Serves on all servers that are there, from one process. Fails when it does not listen within ten seconds.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServers> {
-        self.start_stream_servers_at(SERVICE, |number| fleet::busy_file(self, number))
+        self.start_stream_servers_at(self.service(), |number| fleet::busy_file(self, number))
     }
 
     /// Starts stream servers at another address; `busy`: by a server's number, the file for its busy time.
     pub fn start_stream_servers_at(
         &self,
-        listen: SocketAddrV4,
+        listen: impl Into<SocketAddr>,
         busy: impl Fn(u16) -> PathBuf,
     ) -> anyhow::Result<StreamServers> {
         let numbers = self.server_numbers();
         ensure!(!numbers.is_empty(), "a testbed without servers");
         let mut command = Command::new(fleet::lab_command()?);
-        command.args(["testbed", "stream-server", "--listen", &listen.to_string()]);
+        command.args(["testbed", "stream-server", "--listen", &listen.into().to_string()]);
         for number in &numbers {
             let file = busy(*number);
             command.arg("--server").arg(format!("{}={}", self.server(*number)?.name(), file.display()));

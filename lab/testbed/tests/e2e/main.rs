@@ -13,6 +13,7 @@ mod drain;
 mod expired_tables;
 mod health;
 mod health_connections;
+mod ipv6;
 mod key_rotation;
 mod key_value;
 mod lb_timestamps;

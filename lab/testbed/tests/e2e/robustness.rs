@@ -135,7 +135,7 @@ fn explain_names_the_server_and_the_core_that_serve() {
     }
     let site = site("explain", 3, "hash");
     let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
-    let address = site.testbed.client_address(0);
+    let address = site.testbed.client_ipv4_address(0);
     // An agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
         site.open(8);

@@ -72,7 +72,7 @@ fn delivered_as_predicted(testbed: &Testbed, queues: &ReceiveQueues, rss: &Rss, 
     let mut used = vec![false; usize::from(testbed.options().cores)];
     for port in first_port..first_port + 32 {
         curl(testbed, nginx::WHO, &["--local-port", &port.to_string()])?;
-        let tuple = FourTuple::ipv4((testbed.client_address(0), port), (VIP, SERVICE.port()));
+        let tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (VIP, SERVICE.port()));
         let hash = rss.key.toeplitz(&tuple.bytes());
         let predicted = rss.indirection_table.queue(hash);
         assert_eq!(queues.of(&tuple)?, Some((predicted, hash)), "source port {port}");

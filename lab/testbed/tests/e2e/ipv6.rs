@@ -1,0 +1,108 @@
+//! A service with an IPv6 VIP over servers that coreward reaches by IPv4: new connections are balanced, and none breaks
+//! while the pool changes, and a load balancer and the controller restart.
+
+use std::collections::BTreeSet;
+use std::net::TcpStream;
+use std::process::Command;
+
+use coreward_model::consistency::Timestamps;
+use coreward_testbed::addresses::{DEVICE, Family};
+use coreward_testbed::fleet::{AdminState, FleetOptions};
+use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
+
+use crate::support::{TestEnv, eventually, unbroken};
+
+fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
+    let options =
+        TestbedOptions { instance: instance.to_owned(), servers: 3, family: Family::Ipv6, ..TestbedOptions::default() };
+    TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
+}
+
+fn run(site: &TestEnv, namespace: &Namespace, command: &str) -> String {
+    let words: Vec<&str> = command.split_whitespace().collect();
+    let mut program = Command::new(words[0]);
+    program.args(&words[1..]);
+    String::from_utf8(site.testbed.run(namespace, program).unwrap().stdout).unwrap()
+}
+
+/// The servers that have accepted connections.
+fn servers_with_connections(site: &TestEnv) -> BTreeSet<u16> {
+    let has_connections = |number: &u16| {
+        let server = site.testbed.server(*number).unwrap();
+        !run(site, server, "ss -6 -H -t -n state established sport = :80").is_empty()
+    };
+    site.testbed.server_numbers().into_iter().filter(has_connections).collect()
+}
+
+#[test]
+fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
+    if skip_without_privilege("ipv6_connections_without_cookies_survive_pool_changes_and_restarts") {
+        return;
+    }
+    let mut site = start("ipv6", FleetOptions { timestamps: Timestamps::Off, ..FleetOptions::default() });
+    let client = site.streams(150.0);
+    site.connections(225);
+    assert_eq!(servers_with_connections(&site), BTreeSet::from([1, 2, 3]));
+    site.set(1, Some(AdminState::Draining));
+    site.connections(150);
+    site.fleet.kill("lb1").unwrap();
+    site.connections(75);
+    site.fleet.restart(&site.testbed, "lb1").unwrap();
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    site.fleet.upgrade(&site.testbed, "controller").unwrap();
+    site.fleet.wait_until_ready(&site.testbed).unwrap();
+    site.set(1, Some(AdminState::Active));
+    site.set(2, None);
+    site.connections(150);
+    unbroken(client);
+    assert!(site.counters("flow_table") > 1_000);
+}
+
+#[test]
+fn ipv6_services_are_checked_announced_and_explained() {
+    if skip_without_privilege("ipv6_services_are_checked_announced_and_explained") {
+        return;
+    }
+    let options = FleetOptions {
+        more: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
+        more_of_load_balancers: "[announce]\n".to_owned(),
+        ..FleetOptions::default()
+    };
+    let site = start("ipv6show", options);
+    let balancer = site.testbed.load_balancer(1).unwrap();
+    let vip = site.testbed.service();
+    eventually(*TIMEOUT, "the VIP is announced", || {
+        run(&site, balancer, "ip -6 route show table 7400")
+            .contains(&format!("blackhole {} dev lo proto 174", vip.ip()))
+    });
+    let explained =
+        site.coreward(&["explain", "--vip", &vip.to_string(), "--client", "[2001:db8::a01:7]:40000"]).unwrap();
+    assert!(explained.contains("have their turns in this order"), "{explained}");
+    let mixed = site.coreward(&["explain", "--vip", &vip.to_string(), "--client", "10.1.0.7:40000"]).unwrap_err();
+    assert!(mixed.to_string().contains("different address families"), "{mixed}");
+    // No server listens at the port of the checks.
+    eventually(*TIMEOUT, "servers are down", || {
+        let status = site.fleet.status(&site.testbed).unwrap();
+        let members = status["services"][0]["members"].as_array().unwrap();
+        members.len() == 3 && members.iter().all(|member| member["state"] == "down")
+    });
+}
+
+/// Linux answers neighbour solicitations for addresses of the receiving device alone: a VIP on `lo` needs no setting.
+#[test]
+fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
+    if skip_without_privilege("server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo") {
+        return;
+    }
+    let site = start("ipv6nd", FleetOptions::default());
+    let vip = site.testbed.service();
+    let client = site.testbed.client();
+    let server = site.testbed.server(1).unwrap();
+    // The client asks for the VIP itself, as a neighbour would.
+    run(&site, client, &format!("ip -6 route add {}/128 dev {DEVICE}", vip.ip()));
+    let answers = || client.within(|| Ok(TcpStream::connect_timeout(&vip, *TIMEOUT).is_ok())).unwrap();
+    assert!(!answers(), "a server answers for the VIP on lo");
+    run(&site, server, &format!("ip -6 address add {}/128 dev {DEVICE} nodad", vip.ip()));
+    run(&site, client, "ip -6 neighbour flush all");
+    assert!(answers(), "the server does not answer for the VIP on its device");
+}
