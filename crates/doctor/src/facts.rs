@@ -2,7 +2,7 @@
 
 use coreward_model::rss::InputTransform;
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -78,7 +78,7 @@ pub struct Facts {
     pub pins_problem: Option<String>,
     /// Device; `None`: it does not exist, or was not named.
     pub device: Option<Device>,
-    /// IPv4 addresses of all devices.
+    /// Addresses of all devices.
     pub addresses: Vec<Address>,
     /// Devices of default routes.
     pub default_routes: BTreeSet<String>,
@@ -93,7 +93,7 @@ pub struct Facts {
     /// Services of this machine.
     pub services: Vec<Service>,
     /// Servers of these services, with their addresses.
-    pub servers: BTreeMap<String, Ipv4Addr>,
+    pub servers: BTreeMap<String, IpAddr>,
     /// Reports rejected as sent in the future.
     pub reports_from_the_future: u64,
     /// Announcement of VIPs; `None`: not by coreward.
@@ -219,16 +219,19 @@ pub struct Address {
     /// Name of the device.
     pub device: String,
     /// Address.
-    pub address: Ipv4Addr,
-    /// Netmask.
-    pub mask: Ipv4Addr,
+    pub address: IpAddr,
+    /// Netmask, of the same family.
+    pub mask: IpAddr,
 }
 
 impl Address {
     /// Returns whether `other` is in its network.
-    pub fn reaches(&self, other: Ipv4Addr) -> bool {
-        let mask = self.mask.to_bits();
-        self.address.to_bits() & mask == other.to_bits() & mask
+    pub fn reaches(&self, other: IpAddr) -> bool {
+        match (self.address, self.mask, other) {
+            (IpAddr::V4(own), IpAddr::V4(mask), IpAddr::V4(other)) => own & mask == other & mask,
+            (IpAddr::V6(own), IpAddr::V6(mask), IpAddr::V6(other)) => own & mask == other & mask,
+            _ => false,
+        }
     }
 }
 
@@ -285,11 +288,8 @@ pub struct Service {
 }
 
 impl Service {
-    pub fn vip(&self) -> Option<Ipv4Addr> {
-        match self.address.socket.ip() {
-            IpAddr::V4(vip) => Some(vip),
-            IpAddr::V6(_) => None,
-        }
+    pub fn vip(&self) -> IpAddr {
+        self.address.socket.ip()
     }
 }
 
@@ -354,9 +354,14 @@ impl Facts {
         Some((of("all")?, of(self.interface())?))
     }
 
-    pub fn vips(&self) -> BTreeSet<Ipv4Addr> {
-        self.services.iter().filter_map(Service::vip).collect()
+    pub fn vips(&self) -> BTreeSet<IpAddr> {
+        self.services.iter().map(Service::vip).collect()
     }
+}
+
+/// Returns the path below /proc/sys of the sysctl that switches IPv6 off at a device.
+pub fn disable_ipv6(device: &str) -> String {
+    format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
 /// Returns the path of a device's sysctl below /proc/sys.

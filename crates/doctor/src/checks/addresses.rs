@@ -1,8 +1,8 @@
 //! Checks of addresses and ARP.
 
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
-use crate::facts::{Address, Facts, Role, device_sysctl};
+use crate::facts::{Address, Facts, Role, device_sysctl, disable_ipv6};
 use crate::finding::Finding;
 
 const LOOPBACK: &str = "lo";
@@ -21,35 +21,40 @@ pub fn vip(facts: &Facts) -> Vec<Finding> {
     vips.into_iter().map(|vip| of_role(facts, vip)).collect()
 }
 
-fn holders(facts: &Facts, vip: Ipv4Addr) -> Vec<&str> {
+fn holders(facts: &Facts, vip: IpAddr) -> Vec<&str> {
     facts.addresses.iter().filter(|held| held.address == vip).map(|held| held.device.as_str()).collect()
 }
 
-fn at_server(facts: &Facts, vip: Ipv4Addr) -> Finding {
+fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
     let held = holders(facts, vip);
+    let (prefix, condition) = match vip {
+        IpAddr::V4(_) => ("32", "  # after arp-ignore and arp-announce are right"),
+        IpAddr::V6(_) => ("128", ""),
+    };
     if let Some(other) = held.iter().find(|device| **device != LOOPBACK) {
-        let why = "the server answers ARP for the VIP: clients' packets pass the load balancers by";
+        let why = "the server answers ARP or neighbour solicitations for the VIP: clients' packets pass the load \
+                   balancers by";
         return Finding::fault(format!("VIP {vip} is on {other}: expected lo"), why)
-            .remedy(format!("ip address add {vip}/32 dev lo; ip address delete {vip} dev {other}"));
+            .remedy(format!("ip address add {vip}/{prefix} dev lo; ip address delete {vip}/{prefix} dev {other}"));
     }
     if held.is_empty() {
         let why = "the server's kernel does not take packets to the VIP: no connection comes about";
         // Not by --fix: if ARP is answered for it, it would attract the load balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), why)
-            .remedy(format!("ip address add {vip}/32 dev lo  # after arp-ignore and arp-announce are right"));
+            .remedy(format!("ip address add {vip}/{prefix} dev lo{condition}"));
     }
     Finding::ok(format!("VIP {vip} is on lo"))
 }
 
-fn at_load_balancer(facts: &Facts, vip: Ipv4Addr) -> Finding {
+fn at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
     let held = holders(facts, vip);
     let Some(device) = held.first() else { return Finding::ok(format!("VIP {vip} is no address of this machine")) };
-    let stamps = facts.services.iter().any(|service| service.stamped_by_lb && service.vip() == Some(vip));
+    let stamps = facts.services.iter().any(|service| service.stamped_by_lb && service.vip() == vip);
     let on_network = *device != LOOPBACK;
     let why = if stamps {
         "this machine takes servers' answers for packets in its own name and drops them (a martian source)"
     } else if on_network {
-        "what XDP passes to the kernel (another port, a fragment) is answered by this machine, and ARP for the VIP with it"
+        "what XDP passes to the kernel (another port, a fragment) is answered by this machine, and ARP or neighbour solicitations for the VIP with it"
     } else {
         "what XDP passes to the kernel (another port, an echo request) is answered by this machine; fine where a BGP daemon announces the VIP from lo"
     };
@@ -88,7 +93,8 @@ fn has_other_addresses(facts: &Facts) -> bool {
     facts
         .addresses
         .iter()
-        .any(|held| held.device != facts.interface() && !held.address.is_loopback() && !vips.contains(&held.address))
+        .filter(|held| held.address.is_ipv4() && held.device != facts.interface())
+        .any(|held| !held.address.is_loopback() && !vips.contains(&held.address))
 }
 
 pub fn arp_ignore(facts: &Facts) -> Vec<Finding> {
@@ -109,6 +115,10 @@ fn arp(
     value: &'static str,
     why: &str,
 ) -> Vec<Finding> {
+    let vips = facts.vips();
+    if !vips.is_empty() && vips.iter().all(IpAddr::is_ipv6) {
+        return vec![];
+    }
     // IN_DEV_MAXCONF() in include/linux/inetdevice.h.
     let Some((all, own)) = facts.device_sysctl(name) else { return vec![] };
     let (in_force, device) = (all.max(own), facts.interface());
@@ -119,4 +129,21 @@ fn arp(
     // Others may ask here for addresses of other devices: an operator must decide.
     let safe = in_force < *right.start() && !has_other_addresses(facts);
     vec![Finding::fault(found, why).sysctl(device_sysctl(device, name), value, safe)]
+}
+
+/// An IPv6 VIP needs IPv6 at the device of its packets, and at `lo`, which holds it.
+pub fn ipv6(facts: &Facts) -> Vec<Finding> {
+    if !facts.vips().iter().any(IpAddr::is_ipv6) {
+        return vec![];
+    }
+    let why = "the kernel does not take packets to an IPv6 VIP: no connection comes about";
+    let at_device = |device: &str| match facts.sysctl(&disable_ipv6(device)) {
+        Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
+        None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), why)
+            .remedy("a kernel without `ipv6.disable=1` on its command line"),
+        // Not by --fix: the device may then take addresses and routes from a router.
+        Some(value) => Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), why)
+            .sysctl(disable_ipv6(device), "0", false),
+    };
+    [LOOPBACK, facts.interface()].map(at_device).into()
 }

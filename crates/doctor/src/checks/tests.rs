@@ -473,3 +473,51 @@ fn an_etcd_that_does_not_answer_is_a_fault() {
     assert_eq!(found(Ok("controller 10.1.0.2:7400 leads".to_owned())), []);
     assert_eq!(found(Err("etcd does not answer".to_owned())), [("store", FAULT)]);
 }
+
+/// Facts of a server with an IPv6 service alone, and its VIP on `device`.
+fn ipv6_facts(device: &str) -> Facts {
+    let mut facts = passing_facts(Role::Server);
+    let vip = "2001:db8::1".parse().unwrap();
+    facts.services[0].address.socket = std::net::SocketAddr::new(vip, 80);
+    let mask = std::net::IpAddr::from([0xff; 16]);
+    facts.addresses.push(Address { device: device.to_owned(), address: vip, mask });
+    for device in ["lo", "eth7"] {
+        facts.sysctls.insert(disable_ipv6(device), "0".to_owned());
+    }
+    facts
+}
+
+#[test]
+fn ipv6_vip_belongs_on_lo() {
+    assert_eq!(addresses::vip(&ipv6_facts("lo"))[0].severity, Severity::Ok);
+    let on_device = &addresses::vip(&ipv6_facts("eth7"))[0];
+    assert_eq!((on_device.severity, on_device.found.as_str()), (FAULT, "VIP 2001:db8::1 is on eth7: expected lo"));
+    let remedy = "ip address add 2001:db8::1/128 dev lo; ip address delete 2001:db8::1/128 dev eth7";
+    assert_eq!(on_device.remedy[0].command, remedy);
+}
+
+#[test]
+fn ipv6_service_needs_ipv6_and_no_arp_settings() {
+    let mut facts = ipv6_facts("lo");
+    facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned());
+    assert!(addresses::arp_ignore(&facts).is_empty());
+    assert!(addresses::ipv6(&facts).iter().all(|finding| finding.severity == Severity::Ok));
+    facts.sysctls.insert(disable_ipv6("eth7"), "1".to_owned());
+    facts.sysctls.remove(&disable_ipv6("lo"));
+    let found: Vec<String> = addresses::ipv6(&facts).into_iter().map(|finding| finding.found).collect();
+    let expected = ["the kernel has no IPv6 at lo: expected it", "net.ipv6.conf.eth7.disable_ipv6 is 1: expected 0"];
+    assert_eq!(found, expected);
+    assert!(addresses::ipv6(&passing_facts(Role::Server)).is_empty());
+}
+
+#[test]
+fn networks_are_of_one_family() {
+    let own = Address {
+        device: "eth7".to_owned(),
+        address: "2001:db8::1".parse().unwrap(),
+        mask: "ffff:ffff:ffff:ffff::".parse().unwrap(),
+    };
+    assert!(own.reaches("2001:db8::2:3".parse().unwrap()));
+    assert!(!own.reaches("2001:db8:1::2".parse().unwrap()));
+    assert!(!own.reaches("10.1.1.1".parse().unwrap()));
+}

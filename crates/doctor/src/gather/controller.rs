@@ -1,7 +1,7 @@
 //! Services of this machine, from the controller.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::anyhow;
@@ -17,7 +17,6 @@ use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
 use tonic::transport::Endpoint;
 
-use super::is_address;
 use crate::facts::{Role, Service};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -28,7 +27,7 @@ const ANSWER_BYTES: usize = 64 << 20;
 pub(super) struct Fleet {
     pub answer: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
-    pub servers: BTreeMap<String, Ipv4Addr>,
+    pub servers: BTreeMap<String, IpAddr>,
     pub reports_from_the_future: u64,
 }
 
@@ -96,7 +95,7 @@ fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet
         })
     };
     let address = |server: &FleetServer| match parse_address("address", &server.address) {
-        Ok(IpAddr::V4(address)) if is_address(address) => Some((server.name.clone(), address)),
+        Ok(address) if !address.is_unspecified() => Some((server.name.clone(), address)),
         _ => None,
     };
     Fleet {

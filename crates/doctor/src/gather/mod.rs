@@ -11,7 +11,7 @@ mod sockets;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use coreward_dataplane::{capabilities, check, lb, server};
@@ -19,7 +19,7 @@ use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
-use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl};
+use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl, disable_ipv6};
 pub use settings::CliOptions;
 
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
@@ -87,6 +87,7 @@ fn sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
             paths.push(device_sysctl(device, name));
         }
     }
+    paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6));
     let read = |path: String| {
         let value = fs::read_to_string(Path::new("/proc/sys").join(&path)).ok()?;
         Some((path, value.trim().to_owned()))
@@ -112,8 +113,11 @@ fn pins_problem(role: Role, settings: &Settings) -> Option<String> {
 fn addresses() -> Vec<Address> {
     let entries = getifaddrs().into_iter().flatten().filter(|entry| entry.flags.contains(InterfaceFlags::IFF_UP));
     let address = |entry: nix::ifaddrs::InterfaceAddress| {
-        let ip =
-            |address: Option<nix::sys::socket::SockaddrStorage>| address?.as_sockaddr_in().map(|socket| socket.ip());
+        let ip = |address: Option<nix::sys::socket::SockaddrStorage>| {
+            let address = address?;
+            let ipv4 = address.as_sockaddr_in().map(|socket| IpAddr::from(socket.ip()));
+            ipv4.or_else(|| address.as_sockaddr_in6().map(|socket| IpAddr::from(socket.ip())))
+        };
         Some(Address { address: ip(entry.address)?, mask: ip(entry.netmask)?, device: entry.interface_name })
     };
     entries.filter_map(address).collect()
@@ -149,11 +153,6 @@ fn directory_of(path: &Path) -> PathBuf {
 /// Returns the error of binding the address.
 fn bind_problem(listen: SocketAddr) -> Option<String> {
     std::net::TcpListener::bind(listen).err().map(|error| error.to_string())
-}
-
-/// Returns whether it is a VIP: not the unspecified address.
-fn is_address(address: Ipv4Addr) -> bool {
-    !address.is_unspecified()
 }
 
 #[cfg(test)]
