@@ -201,6 +201,8 @@ struct lb_service_directories {
 
 /* Toeplitz input of IPv4 with ports: source address, destination address, source port, destination port. */
 #define RSS_INPUT_IPV4_BYTES 12
+/* The same of IPv6. */
+#define RSS_INPUT_IPV6_BYTES 36
 /*
  * Transform that a NIC applies to the hash input: input_xfrm of struct ethtool_rxfh (include/uapi/linux/ethtool.h).
  * None; source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR); the source is replaced by the OR of

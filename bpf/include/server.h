@@ -32,10 +32,10 @@ struct held_timestamp {
 /* Time by which a server's own TSval may be ahead of the clock that restores it (ms). */
 #define RESTORE_SLACK_MS 16u
 
-/* An arrived SYN, for comparing predicted and actual receive queue. */
+/* An arrived SYN, for comparing predicted and actual receive queue. Addresses as in struct service_key. */
 struct rss_sample {
-	__u32 source_address;
-	__u32 destination_address;
+	__u32 source_address[4];
+	__u32 destination_address[4];
 	__u16 source_port;
 	__u16 destination_port;
 	__u32 hash;
@@ -57,11 +57,12 @@ struct rss_mapping {
 	__u32 input_transform;
 	__u32 reserved;
 	__u16 queue[MAX_INDIRECTION_ENTRIES];
-	__u32 byte[RSS_INPUT_IPV4_BYTES][256];
+	/* By position in the input: IPv4 has the first RSS_INPUT_IPV4_BYTES. */
+	__u32 byte[RSS_INPUT_IPV6_BYTES][256];
 };
 
 /* Grows whenever a pinned layout or its meaning changes: an agent never takes over another layout. */
-#define SERVER_LAYOUT_VERSION 5
+#define SERVER_LAYOUT_VERSION 6
 
 /* 256 bytes: cache lines of its own. */
 struct server_counters {

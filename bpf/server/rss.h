@@ -19,8 +19,9 @@ static __always_inline __u32 predicted_queue_of(const struct segment *segment, _
 {
 	const struct flow_key *flow = &segment->flow;
 
-	if (segment->family != ADDRESS_FAMILY_IPV4)
-		return QUEUE_UNKNOWN;
+	/* Behind extension headers NICs differ: many hash such a packet without ports. */
+	if (segment->family == ADDRESS_FAMILY_IPV6)
+		return segment->tcp_offset == IPV6_TRANSPORT ? predicted_queue_ipv6(flow, hash) : QUEUE_UNKNOWN;
 	return predicted_queue(flow->client_address[3], flow->vip_address[3], ports_of(flow), hash);
 }
 
@@ -39,8 +40,8 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_MATCHED : SERVER_COUNTER_RSS_MISMATCHED);
 	sequence = __sync_fetch_and_add(&state.sample_sequence, 1);
 	sample = &state.samples[sequence & (RSS_SAMPLES - 1)];
-	sample->source_address = segment->flow.client_address[3];
-	sample->destination_address = segment->flow.vip_address[3];
+	__builtin_memcpy(sample->source_address, segment->flow.client_address, sizeof(sample->source_address));
+	__builtin_memcpy(sample->destination_address, segment->flow.vip_address, sizeof(sample->destination_address));
 	sample->source_port = segment->flow.client_port;
 	sample->destination_port = segment->flow.vip_port;
 	sample->hash = hash;

@@ -8,25 +8,41 @@
 
 #include "intf.h"
 
-/* Both addresses of IPv4, before both ports. */
-#define RSS_INPUT_ADDRESS_BYTES 8
+/* Both ports. */
+#define RSS_INPUT_PORT_BYTES 4
+#define RSS_INPUT_IPV4_ADDRESS_BYTES (RSS_INPUT_IPV4_BYTES - RSS_INPUT_PORT_BYTES)
 
-/* `transform`: RSS_INPUT_*; `input`: source address, destination address, source port, destination port. */
-static __always_inline void transform_rss_input(__u32 transform, __u8 input[RSS_INPUT_IPV4_BYTES])
+/*
+ * `transform`: RSS_INPUT_*; `input`: source address, destination address, source port, destination port, together
+ * `length` bytes.
+ */
+static __always_inline void transform_rss_input(__u32 transform, __u8 *input, __u32 length)
 {
-	int i;
+	__u32 address = (length - RSS_INPUT_PORT_BYTES) / 2, i;
 
 	if (transform == RSS_INPUT_AS_IT_IS)
 		return;
 #pragma unroll
-	for (i = 0; i < RSS_INPUT_IPV4_BYTES / 2; i++) {
-		int source = i < 4 ? i : RSS_INPUT_ADDRESS_BYTES + i - 4;
-		int destination = i < 4 ? source + 4 : source + 2;
+	for (i = 0; i < length / 2; i++) {
+		__u32 source = i < address ? i : address + i;
+		__u32 destination = source + (i < address ? address : RSS_INPUT_PORT_BYTES / 2);
 		__u8 either = input[source] | input[destination], differing = input[source] ^ input[destination];
 
 		input[source] = transform == RSS_INPUT_SYMMETRIC_OR_XOR ? either : differing;
 		input[destination] = differing;
 	}
+}
+
+/* Returns the Toeplitz hash of the transformed input; `byte`: one table per position. */
+static __always_inline __u32 toeplitz_of_input(const __u32 (*byte)[256], const __u8 *input, __u32 length)
+{
+	__u32 hash = 0, i;
+
+	/* Unrolled, the look-ups of IPv6 would not fit the stack. */
+#pragma nounroll
+	for (i = 0; i < length; i++)
+		hash ^= byte[i][input[i]];
+	return hash;
 }
 
 #endif

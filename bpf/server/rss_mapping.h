@@ -25,26 +25,39 @@ struct {
 
 /*
  * Returns the receive queue of a connection to this server, and its Toeplitz hash; QUEUE_UNKNOWN while the table is
- * unknown. `ports`: the start of the client's TCP header.
+ * unknown. `input`: as of transform_rss_input(), which changes it.
  */
-static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destination_address, __u32 ports, __u32 *hash)
+static __always_inline __u32 queue_of_input(__u8 *input, __u32 length, __u32 *hash)
 {
-	__u32 words[3] = {source_address, destination_address, ports};
-	__u8 *input = (__u8 *)words;
 	const struct rss_mapping *rss;
 	__u32 zero = 0, entry;
-	int i;
 
 	*hash = 0;
 	rss = bpf_map_lookup_elem(&rss_mapping, &zero);
 	if (!rss || !rss->entry_count)
 		return QUEUE_UNKNOWN;
-	transform_rss_input(rss->input_transform, input);
-#pragma unroll
-	for (i = 0; i < RSS_INPUT_IPV4_BYTES; i++)
-		*hash ^= rss->byte[i][input[i]];
+	transform_rss_input(rss->input_transform, input, length);
+	*hash = toeplitz_of_input(rss->byte, input, length);
 	entry = *hash & (rss->entry_count - 1) & (MAX_INDIRECTION_ENTRIES - 1);
 	return rss->queue[entry];
+}
+
+/* Returns queue_of_input() of an IPv4 connection. `ports`: the start of the client's TCP header. */
+static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destination_address, __u32 ports, __u32 *hash)
+{
+	__u32 words[3] = {source_address, destination_address, ports};
+
+	return queue_of_input((__u8 *)words, sizeof(words), hash);
+}
+
+_Static_assert(sizeof(struct flow_key) == RSS_INPUT_IPV6_BYTES, "a flow of IPv6 is the input");
+
+/* Returns queue_of_input() of an IPv6 connection. */
+static __noinline __u32 predicted_queue_ipv6(const struct flow_key *flow, __u32 *hash)
+{
+	struct flow_key input = *flow;
+
+	return queue_of_input((__u8 *)&input, sizeof(input), hash);
 }
 
 #endif

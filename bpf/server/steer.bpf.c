@@ -25,9 +25,11 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "rss_mapping.h"
 
 #define ETHERTYPE_IPV4 0x0800
+#define ETHERTYPE_IPV6 0x86dd
 
 struct steer_state steer_state SEC(".bss.steer");
 
@@ -38,22 +40,42 @@ struct {
 	__type(value, __u64);
 } workers SEC(".maps");
 
-static __always_inline __u32 queue_of(struct sk_reuseport_md *ctx)
+static __always_inline __u32 queue_of_ipv4(struct sk_reuseport_md *ctx, __u32 ports)
 {
-	void *data = ctx->data;
-	void *data_end = ctx->data_end;
 	struct {
 		__u32 source;
 		__u32 destination;
 	} addresses;
 	__u32 hash;
 
-	if (ctx->eth_protocol != bpf_htons(ETHERTYPE_IPV4) || data + sizeof(__u32) > data_end)
-		return QUEUE_UNKNOWN;
 	if (bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct iphdr, saddr), &addresses, sizeof(addresses),
 					BPF_HDR_START_NET))
 		return QUEUE_UNKNOWN;
-	return predicted_queue(addresses.source, addresses.destination, *(__u32 *)data, &hash);
+	return predicted_queue(addresses.source, addresses.destination, ports, &hash);
+}
+
+static __always_inline __u32 queue_of_ipv6(struct sk_reuseport_md *ctx, __u32 ports)
+{
+	struct flow_key flow = {.client_port = ports, .vip_port = ports >> 16};
+	__u32 hash;
+
+	/* Source and destination follow each other in both. */
+	if (bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct ipv6_header, source), &flow,
+					sizeof(flow.client_address) + sizeof(flow.vip_address), BPF_HDR_START_NET))
+		return QUEUE_UNKNOWN;
+	return predicted_queue_ipv6(&flow, &hash);
+}
+
+static __always_inline __u32 queue_of(struct sk_reuseport_md *ctx)
+{
+	void *data = ctx->data;
+	void *data_end = ctx->data_end;
+
+	if (data + sizeof(__u32) > data_end)
+		return QUEUE_UNKNOWN;
+	if (ctx->eth_protocol == bpf_htons(ETHERTYPE_IPV4))
+		return queue_of_ipv4(ctx, *(__u32 *)data);
+	return ctx->eth_protocol == bpf_htons(ETHERTYPE_IPV6) ? queue_of_ipv6(ctx, *(__u32 *)data) : QUEUE_UNKNOWN;
 }
 
 SEC("sk_reuseport")

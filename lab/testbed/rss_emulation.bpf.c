@@ -6,9 +6,9 @@
  * Runs at tc egress of the switch's port toward one server, the last hop before that server. (Not on the load
  * balancer's own device: XDP_TX skips tc. This is why a bridge connects load balancer and servers.)
  *
- * Every frame reaches the server unchanged. For IPv4 the program computes the Toeplitz hash over addresses and ports
- * (TCP and UDP) or over addresses only (other protocols, and all fragments, as NICs do), looks up the indirection table
- * and stores both as a NIC's driver does: skb->hash, and queue_mapping = queue + 1 ("receive queue recorded").
+ * Every frame reaches the server unchanged. For IPv4 and IPv6 the program computes the Toeplitz hash over addresses and
+ * ports (TCP and UDP) or over addresses only (other protocols, and all fragments, as NICs do), looks up the indirection
+ * table and stores both as a NIC's driver does: skb->hash, and queue_mapping = queue + 1 ("receive queue recorded").
  * Everything else goes to queue 0.
  *
  * Why + 2: netdev_pick_tx() (net/core/dev.c) takes queue_mapping as receive queue + 1 and makes queue_mapping - 1 the
@@ -24,6 +24,7 @@
  * The hash is the XOR of one table entry per byte of input: Toeplitz is linear. A loop over the input's bits would make
  * the verifier fork at every bit, beyond its limit of a million instructions.
  */
+#include <stdbool.h>
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
@@ -33,6 +34,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "server/rss_input.h"
 
 #define TCP_FLAGS_OFFSET 13
@@ -46,14 +48,14 @@ struct {
 	__type(value, struct emulated_rss);
 } registers SEC(".maps");
 
-/* For a frame of an open TCP connection: the shift of its entry. */
-static __always_inline __u32 established_shift(struct __sk_buff *skb, const struct emulated_rss *rss,
-					       const struct iphdr *ip)
+/* For a frame of an open TCP connection: the shift of its entry. `transport`: offset of the header above IP. */
+static __always_inline __u32 established_shift(struct __sk_buff *skb, const struct emulated_rss *rss, __u8 protocol,
+					       __u32 transport)
 {
 	__u8 flags;
 
-	if (!rss->established_shift || ip->protocol != IPPROTO_TCP ||
-	    bpf_skb_load_bytes(skb, ETH_HLEN + ip->ihl * 4 + TCP_FLAGS_OFFSET, &flags, sizeof(flags)))
+	if (!rss->established_shift || protocol != IPPROTO_TCP ||
+	    bpf_skb_load_bytes(skb, transport + TCP_FLAGS_OFFSET, &flags, sizeof(flags)))
 		return 0;
 	return flags & TCP_SYN ? 0 : rss->established_shift;
 }
@@ -64,40 +66,70 @@ static __always_inline int to_queue(struct __sk_buff *skb, __u32 queue)
 	return TC_ACT_OK;
 }
 
+static __always_inline bool has_ports(__u8 protocol)
+{
+	return protocol == IPPROTO_TCP || protocol == IPPROTO_UDP;
+}
+
+/* Sets hash and queue of a frame. Without ports the last bytes of `input` are 0, which add nothing to the hash. */
+static __always_inline int receive(struct __sk_buff *skb, const struct emulated_rss *rss, __u8 *input, __u32 length,
+				   __u32 shift)
+{
+	__u32 hash, entry;
+
+	transform_rss_input(rss->mapping.input_transform, input, length);
+	hash = toeplitz_of_input(rss->mapping.byte, input, length);
+	entry = (hash + shift) & (rss->mapping.entry_count - 1) & (MAX_INDIRECTION_ENTRIES - 1);
+	bpf_set_hash(skb, hash);
+	return to_queue(skb, rss->mapping.queue[entry]);
+}
+
+static __always_inline int receive_ipv4(struct __sk_buff *skb, const struct emulated_rss *rss)
+{
+	__u8 input[RSS_INPUT_IPV4_BYTES] = {};
+	__u32 transport;
+	struct iphdr ip;
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)))
+		return to_queue(skb, 0);
+	transport = ETH_HLEN + ip.ihl * 4;
+	__builtin_memcpy(input, &ip.saddr, RSS_INPUT_IPV4_ADDRESS_BYTES);
+	if (has_ports(ip.protocol) && !(ip.frag_off & bpf_htons(IPV4_FRAGMENT_BITS)) &&
+	    bpf_skb_load_bytes(skb, transport, input + RSS_INPUT_IPV4_ADDRESS_BYTES, RSS_INPUT_PORT_BYTES))
+		return to_queue(skb, 0);
+	return receive(skb, rss, input, sizeof(input), established_shift(skb, rss, ip.protocol, transport));
+}
+
+/* Behind extension headers NICs differ: here such a frame counts as one without ports. */
+static __always_inline int receive_ipv6(struct __sk_buff *skb, const struct emulated_rss *rss)
+{
+	__u8 input[RSS_INPUT_IPV6_BYTES] = {};
+	__u32 shift;
+	__u8 next;
+
+	if (bpf_skb_load_bytes(skb, IPV6_AT(next_header), &next, sizeof(next)) ||
+	    bpf_skb_load_bytes(skb, IPV6_AT(source), input, RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES))
+		return to_queue(skb, 0);
+	if (has_ports(next) &&
+	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT, input + RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES,
+			       RSS_INPUT_PORT_BYTES))
+		return to_queue(skb, 0);
+	shift = established_shift(skb, rss, next, IPV6_TRANSPORT);
+	return receive(skb, rss, input, sizeof(input), shift);
+}
+
 SEC("tc")
 int rss_emulation(struct __sk_buff *skb)
 {
-	/* Source address, destination address, source port, destination port. */
-	__u8 input[RSS_INPUT_IPV4_BYTES] = {};
-	struct emulated_rss *rss;
-	struct iphdr ip;
-	__u32 zero = 0, hash = 0, entry;
-	int i;
+	const struct emulated_rss *rss;
+	__u32 zero = 0;
 
 	rss = bpf_map_lookup_elem(&registers, &zero);
-	if (!rss || !rss->mapping.entry_count || skb->protocol != bpf_htons(ETH_P_IP))
+	if (!rss || !rss->mapping.entry_count)
 		return to_queue(skb, 0);
-	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)))
-		return to_queue(skb, 0);
-
-	__builtin_memcpy(input, &ip.saddr, RSS_INPUT_ADDRESS_BYTES);
-	if ((ip.protocol == IPPROTO_TCP || ip.protocol == IPPROTO_UDP) &&
-	    !(ip.frag_off & bpf_htons(IPV4_FRAGMENT_BITS))) {
-		if (bpf_skb_load_bytes(skb, ETH_HLEN + ip.ihl * 4, input + RSS_INPUT_ADDRESS_BYTES,
-				       RSS_INPUT_IPV4_BYTES - RSS_INPUT_ADDRESS_BYTES))
-			return to_queue(skb, 0);
-	}
-
-	/* Without ports the last four bytes are 0, and a zero byte adds nothing to the hash. */
-	transform_rss_input(rss->mapping.input_transform, input);
-#pragma unroll
-	for (i = 0; i < RSS_INPUT_IPV4_BYTES; i++)
-		hash ^= rss->mapping.byte[i][input[i]];
-
-	entry = (hash + established_shift(skb, rss, &ip)) & (rss->mapping.entry_count - 1) &
-		(MAX_INDIRECTION_ENTRIES - 1);
-	bpf_set_hash(skb, hash);
-	return to_queue(skb, rss->mapping.queue[entry]);
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return receive_ipv4(skb, rss);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? receive_ipv6(skb, rss) : to_queue(skb, 0);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

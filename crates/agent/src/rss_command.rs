@@ -1,6 +1,6 @@
 //! `coreward agent rss`: displayed key and table, and predicted and real queue of each SYN.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
@@ -9,6 +9,7 @@ use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
 use coreward_intf as intf;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
+use coreward_model::tuple::address_of;
 use serde::Serialize;
 
 use crate::rss::ethtool::EthtoolRss;
@@ -65,8 +66,8 @@ enum Line<'a> {
 /// One SYN, and its queue.
 #[derive(Serialize)]
 struct Syn {
-    source: SocketAddrV4,
-    destination: SocketAddrV4,
+    source: SocketAddr,
+    destination: SocketAddr,
     hash: u32,
     predicted_queue: u16,
     actual_queue: u16,
@@ -74,9 +75,7 @@ struct Syn {
 
 impl From<intf::rss_sample> for Syn {
     fn from(sample: intf::rss_sample) -> Self {
-        let socket = |address: u32, port: u16| {
-            SocketAddrV4::new(Ipv4Addr::from(address.to_ne_bytes()), u16::from_be_bytes(port.to_ne_bytes()))
-        };
+        let socket = |address: [u32; 4], port: u16| SocketAddr::new(address_of(address), u16::from_be(port));
         Self {
             source: socket(sample.source_address, sample.source_port),
             destination: socket(sample.destination_address, sample.destination_port),

@@ -194,7 +194,7 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
 }
 
 /// Bytes of the longest input: IPv6 addresses and ports.
-const INPUT_BYTES: usize = 36;
+const INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
 /// Hash of one key by table look-ups, one per byte of the input: some fifty times as fast as [`RssKey::toeplitz`], for
 /// 36 KiB.

@@ -104,7 +104,9 @@ impl ReceiveQueues {
     /// Receive queue and hash of the last frame of a flow, as the kernel had them; `None` when none arrived or no queue
     /// was recorded. Fails when the map cannot be read.
     pub fn of(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
-        let Some(bytes) = self.map.lookup(&flow.bytes(), MapFlags::ANY)? else { return Ok(None) };
+        let mut key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
+        key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
+        let Some(bytes) = self.map.lookup(&key, MapFlags::ANY)? else { return Ok(None) };
         let received = intf::received_flow::read_from_bytes(&bytes);
         let received = received.map_err(|_| anyhow::anyhow!("an entry of another size"))?;
         Ok(received.recorded_queue.checked_sub(1).map(|queue| (queue as u16, received.hash)))

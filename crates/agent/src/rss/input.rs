@@ -1,9 +1,12 @@
 //! Detection of the transform that a NIC applies to the hash input, by the queues on which packets arrive. mlx5 hashes
 //! symmetrically by default, and its driver reports this only from Linux 6.15 on.
 
+use std::net::SocketAddr;
+
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, Rss};
+use coreward_model::tuple::address_of;
 
 use super::rss_verifier::{RssVerifier, Verdict};
 
@@ -54,7 +57,8 @@ impl Candidate {
     fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         let key = rss.key.with_input(self.input);
         for sample in samples {
-            let queue = rss.indirection_table.queue(key.toeplitz(&tuple(sample).bytes()));
+            let Some(tuple) = tuple(sample) else { continue };
+            let queue = rss.indirection_table.queue(key.toeplitz(&tuple.bytes()));
             let count = if queue == sample.actual_queue { &mut self.matched } else { &mut self.mismatched };
             *count += 1;
         }
@@ -63,17 +67,19 @@ impl Candidate {
     }
 }
 
-fn tuple(sample: &intf::rss_sample) -> FourTuple {
-    let address = |address: u32| std::net::Ipv4Addr::from(address.to_ne_bytes());
-    FourTuple::ipv4(
-        (address(sample.source_address), u16::from_be(sample.source_port)),
-        (address(sample.destination_address), u16::from_be(sample.destination_port)),
-    )
+/// Returns `None` for a sample that a newer one is overwriting.
+fn tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
+    let source = SocketAddr::new(address_of(sample.source_address), u16::from_be(sample.source_port));
+    let destination = SocketAddr::new(address_of(sample.destination_address), u16::from_be(sample.destination_port));
+    FourTuple::new(source, destination).ok()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
     use coreward_model::rss::{IndirectionTable, RssKey};
+    use coreward_model::tuple::address_words;
 
     use super::*;
 
@@ -84,16 +90,23 @@ mod tests {
     /// Returns SYNs of many clients as a NIC delivers them that hashes by `input`.
     fn delivered(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
         let sample = |sequence: u32| {
+            let (client, vip): (IpAddr, IpAddr) = if sequence.is_multiple_of(2) {
+                (Ipv4Addr::from(0x0a01_0000 | sequence).into(), Ipv4Addr::new(10, 200, 0, 1).into())
+            } else {
+                let prefix = 0x2001_0db8_u128 << 96;
+                (Ipv6Addr::from(prefix | u128::from(sequence)).into(), Ipv6Addr::from(prefix | 1 << 64).into())
+            };
             let mut sample = intf::rss_sample {
-                source_address: u32::from_ne_bytes([10, 1, (sequence >> 8) as u8, sequence as u8]),
-                destination_address: u32::from_ne_bytes([10, 200, 0, 1]),
+                source_address: address_words(client),
+                destination_address: address_words(vip),
                 source_port: (40_000 + 7 * sequence as u16).to_be(),
                 destination_port: 80u16.to_be(),
                 sequence,
                 ..Default::default()
             };
-            let queue =
-                |input| rss().indirection_table.queue(rss().key.with_input(input).toeplitz(&tuple(&sample).bytes()));
+            let queue = |input| {
+                rss().indirection_table.queue(rss().key.with_input(input).toeplitz(&tuple(&sample).unwrap().bytes()))
+            };
             sample.actual_queue = input.map_or(sequence as u16 % 4, queue);
             sample
         };

@@ -9,7 +9,7 @@ pub mod assign;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::net::{SocketAddr, SocketAddrV4};
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -33,9 +33,9 @@ const LOOK_AGAIN: Duration = Duration::from_secs(30);
 pub struct Steering {
     mode: Steer,
     pin_directory: PathBuf,
-    services: BTreeMap<SocketAddrV4, Service>,
+    services: BTreeMap<SocketAddr, Service>,
     /// Counts of all services that are or were steered, so that no counter decreases.
-    counts: BTreeMap<SocketAddrV4, Counts>,
+    counts: BTreeMap<SocketAddr, Counts>,
 }
 
 #[derive(Debug)]
@@ -82,10 +82,10 @@ impl Steering {
 
     /// Sets the steered services. `rss_map`: of the server's programs. Fails when the kernel rejects the program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let wanted: BTreeSet<SocketAddrV4> = if self.mode == Steer::Off {
+        let wanted: BTreeSet<SocketAddr> = if self.mode == Steer::Off {
             BTreeSet::new()
         } else {
-            services.iter().filter_map(|service| ipv4(service.socket)).collect()
+            services.iter().map(|service| service.socket).collect()
         };
         self.services.retain(|address, _| wanted.contains(address));
         for address in wanted {
@@ -111,7 +111,7 @@ impl Steering {
             Err(error) => return vec![format!("connections are not steered: {error:#}")],
         };
         for (address, service) in &mut self.services {
-            let inodes = listeners::most_specific((*address).into(), &sockets);
+            let inodes = listeners::most_specific(*address, &sockets);
             match service.update(self.mode, inodes, cpu_of_queue) {
                 Ok(warning) => warnings.extend(warning.map(|warning| format!("{address}: {warning}"))),
                 Err(error) => warnings.push(format!("connections to {address} are not steered: {error:#}")),
@@ -131,7 +131,7 @@ impl Steering {
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned(pin_directory) {
         // Closed sockets have taken the program with them.
-        for listener in listeners::waiting(&listeners::listening(address.into())?)?.iter().take(1) {
+        for listener in listeners::waiting(&listeners::listening(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::take(listener)?.as_fd()) {
                 tracing::debug!(event = "steering-kept", %address, error = format!("{error:#}"), "cannot detach");
             }
@@ -226,26 +226,20 @@ impl Service {
     }
 }
 
-fn ipv4(address: SocketAddr) -> Option<SocketAddrV4> {
-    match address {
-        SocketAddr::V4(address) => Some(address),
-        SocketAddr::V6(_) => None,
-    }
-}
-
-fn pinned(pin_directory: &Path) -> impl Iterator<Item = SocketAddrV4> {
+fn pinned(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
     let entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
     entries.filter_map(|entry| address_of_pin(entry.file_name().to_str()?))
 }
 
 /// Inverse of [`pin_name`].
-fn address_of_pin(name: &str) -> Option<SocketAddrV4> {
+fn address_of_pin(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
-    Some(SocketAddrV4::new(address.replace('_', ".").parse().ok()?, port.parse().ok()?))
+    let address: IpAddr = address.replace('_', ".").parse().ok()?;
+    Some(SocketAddr::new(address, port.parse().ok()?))
 }
 
 /// Names in bpffs have no dots.
-fn pin_name(address: SocketAddrV4) -> String {
+fn pin_name(address: SocketAddr) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }
 
@@ -275,5 +269,8 @@ mod tests {
         assert_eq!(pin_name(address), "10_200_0_1_80");
         assert_eq!(address_of_pin("10_200_0_1_80"), Some(address));
         assert_eq!(address_of_pin("10_200_0_80"), None);
+        let address = "[2001:db8::c8:1]:80".parse().unwrap();
+        assert_eq!(pin_name(address), "2001:db8::c8:1_80");
+        assert_eq!(address_of_pin("2001:db8::c8:1_80"), Some(address));
     }
 }

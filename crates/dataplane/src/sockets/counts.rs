@@ -55,14 +55,16 @@ pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     Ok(counts)
 }
 
-/// Returns address and inode of the TCP sockets of IPv4 that listen here. Other sockets cost nothing: /proc/net/tcp
+/// Returns address and inode of the TCP sockets that listen here. Other sockets cost nothing: /proc/net/tcp
 /// would walk through the kernel's whole table of connections, of all network namespaces. Fails when the kernel has no
 /// sock_diag(7) for TCP, or does not answer.
 pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     let mut found = Vec::new();
-    for_each(&list(libc::AF_INET as u8, LISTENING, 0), |listed| {
-        found.push((local_address(listed), listed.inode.into()));
-    })?;
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        for_each(&list(family as u8, LISTENING, 0), |listed| {
+            found.push((local_address(listed), listed.inode.into()));
+        })?;
+    }
     Ok(found)
 }
 

@@ -26,6 +26,7 @@ mod pins;
 mod server_kernel_tcp;
 mod server_modes;
 mod server_mss;
+mod server_rss;
 mod server_test_run;
 mod support;
 mod verifier_costs;
