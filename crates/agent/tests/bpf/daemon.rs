@@ -1,6 +1,6 @@
 //! The daemon against a controller that writes down what it hears.
 
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -289,8 +289,8 @@ fn it_finds_other_servers_and_says_which_sockets_are_open() -> anyhow::Result<()
     }
     let testbed = testbed("tchain")?;
     // The client stands for a server that is there, and an address that nobody has for one that is not.
-    let there = IpAddr::V4(testbed.client_address(0));
-    let missing = IpAddr::V4(testbed.client_address(200));
+    let there = testbed.client_address(0);
+    let missing = testbed.client_address(200);
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
         let server_before = |id, address| ServerBefore { id: ServerId::try_from(id).unwrap(), address };

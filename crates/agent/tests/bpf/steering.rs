@@ -17,7 +17,7 @@ fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Res
     let rss = read_registers(&testbed.emulated_rss(1))?;
     let mut requests = [0; CORES as usize];
     for port in first_port..first_port + 1_000 {
-        let tuple = FourTuple::ipv4((testbed.client_address(0), port), (*SERVICE.ip(), SERVICE.port()));
+        let tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE.into())?;
         let queue = usize::from(rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes())));
         if requests[queue] == 8 {
             continue;
