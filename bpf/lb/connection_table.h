@@ -208,21 +208,35 @@ static __always_inline bool reopen_connection(struct connection *connection)
 	return was_closing;
 }
 
+/* Writes the client's address as in struct service_key. */
+static __always_inline void write_client_address(struct xdp_md *ctx, const struct packet *packet,
+						 struct connection *connection)
+{
+	packet_u64 *half = (packet_u64 *)connection->client_address;
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (is_ipv6(packet) && data + IPV6_CLIENT_AT + IPV6_ADDRESS_BYTES <= data_end) {
+		half[0] = PACKET_U64(data, IPV6_CLIENT_AT);
+		half[1] = PACKET_U64(data, IPV6_CLIENT_AT + sizeof(*half));
+		return;
+	}
+	half[0] = 0;
+	half[1] = (__u64)packet->client_address << 32 | bpf_htonl(0xffff);
+}
+
 /* Fills an entry, its identity last. `next_free` stays: user space may be following it. */
-static __always_inline void fill_connection(struct connection *connection, const struct packet *packet, __u64 tag,
-					    __u64 service_and_server, __u64 bytes)
+static __always_inline void fill_connection(struct xdp_md *ctx, struct connection *connection,
+					    const struct packet *packet, __u64 tag, __u64 service_and_server)
 {
 	__u64 generation = connection->generation & CONNECTION_GENERATION_MASK;
 	__u32 now = connection_time();
 
 	connection->packets = 1;
-	connection->bytes = bytes;
+	connection->bytes = frame_bytes(ctx);
 	connection->last_seen = now;
 	connection->opened = now;
-	connection->client_address[0] = 0;
-	connection->client_address[1] = 0;
-	connection->client_address[2] = bpf_htonl(0xffff);
-	connection->client_address[3] = packet->client_address;
+	write_client_address(ctx, packet, connection);
 	connection->client_port = packet->ports;
 	connection->flags = 0;
 	__sync_lock_test_and_set(&connection->identity, tag | CONNECTION_IN_USE |
@@ -236,8 +250,8 @@ static __always_inline void fill_connection(struct connection *connection, const
 #define CONNECTION_SOURCE_LIMITED -3
 
 /* Fills a free slot of the partition and returns it, or one of the above. `packet`: the connection's first. */
-static __noinline int take_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,
-				      __u64 bytes)
+static __noinline int take_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
+				      __u32 server_id)
 {
 	__u32 partition = hash & connection_partition_mask;
 	struct connection_stack *stack = bpf_map_lookup_elem(&connection_stacks, &partition);
@@ -259,8 +273,8 @@ static __noinline int take_connection(const struct packet *packet, __u64 hash, _
 		new_top = ((top >> CONNECTION_STACK_COUNT_SHIFT) + 1) << CONNECTION_STACK_COUNT_SHIFT | next;
 		if (__sync_val_compare_and_swap(&stack->top, top, new_top) != top)
 			continue;
-		fill_connection(connection, packet, hash & CONNECTION_TAG_MASK,
-				service << CONNECTION_SERVICE_SHIFT | server_id, bytes);
+		fill_connection(ctx, connection, packet, hash & CONNECTION_TAG_MASK,
+				service << CONNECTION_SERVICE_SHIFT | server_id);
 		return slot_plus_one - 1;
 	}
 	return CONNECTION_CONTENDED;

@@ -41,12 +41,12 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 {
 	__u32 type, length, ports;
 
-	if (data + IPV6_TRANSPORT + sizeof(struct icmp_header) > data_end)
+	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
+	if (length < sizeof(struct icmp_header) || data + IPV6_TRANSPORT + sizeof(struct icmp_header) > data_end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
 	type = PACKET_U8(data, IPV6_TRANSPORT);
 	if (type < ICMPV6_FIRST_ERROR || type > ICMPV6_LAST_ERROR)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
 	if (IPV6_TRANSPORT + length < ICMPV6_ERROR_LENGTH || data + ICMPV6_ERROR_LENGTH > data_end ||
 	    PACKET_U8(data, QUOTE_IPV6_AT) >> 4 != 6)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
@@ -76,7 +76,8 @@ static __always_inline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, struct
 	if (!is_ipv6_frame(data, data_end) || !sent_to_us(data) ||
 	    service_of_ipv6(data + IPV6_AT(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length))) > data_end - data - IPV6_TRANSPORT)
+	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 ||
+	    IPV6_TRANSPORT + bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length))) > (__u64)(data_end - data))
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
 	sender = client_word_ipv6(data + IPV6_AT(source));
 	ended = parse_quote_ipv6(data, data_end, &quoted);

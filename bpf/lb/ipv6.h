@@ -11,6 +11,7 @@
 
 #include "intf.h"
 #include "apply.h"
+#include "connection_table.h"
 #include "decide.h"
 #include "emit.h"
 #include "icmp_ipv6.h"
@@ -57,6 +58,29 @@ static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, echo_at) : -1;
 }
 
+/* forward_fast_path_by_index() of IPv6. */
+static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, __u32 service, __u32 cookie)
+{
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+	struct connection *connection;
+	server_entry_t server;
+	__u64 hash;
+	__u32 id;
+
+	if (cookie_owner(cookie) != lb_state.owner || data + FAST_PATH_IPV6_LENGTH > data_end)
+		return -1;
+	hash = connection_hash(service, client_word_ipv6(data + IPV6_AT(source)), PACKET_U32(data, IPV6_TRANSPORT));
+	connection = find_connection(hash, cookie, service, &id);
+	if (!connection)
+		return -1;
+	server = server_at(service, id);
+	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
+		return -1;
+	update_connection(connection, TCP_ACK, data_end - data);
+	return emit_l2(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE);
+}
+
 /* Returns an XDP action, or -1: not for the fast path. */
 static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 {
@@ -79,6 +103,8 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_ECHO);
 	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_ECHO)), data + IPV6_AT(source),
 				data + IPV6_AT(destination), ports);
+	if (is_index(&service, cookie))
+		return forward_fast_path_by_index_ipv6(ctx, service.index, cookie);
 	server = server_at(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;

@@ -18,6 +18,7 @@
 #include "decision.h"
 #include "migration.h"
 #include "parse.h"
+#include "parse_ipv6.h"
 #include "placement.h"
 #include "service_mode.h"
 #include "state.h"
@@ -89,12 +90,28 @@ static __always_inline bool decide_index(struct xdp_md *ctx, const struct servic
 
 struct connection_takes connection_takes SEC(".bss.takes");
 
-/* Returns the count of entries that the source's prefix (24 bits) holds. */
-static __always_inline __u64 *held_by_source(__u32 client_address)
+/* Returns the count of entries of a source's prefix (24 bits, of IPv6 64). `address`: as in struct connection. */
+static __always_inline __u64 *held_by_source(const packet_u64 *address)
 {
-	__u64 hash = connection_hash(0, client_address & bpf_htonl(0xffffff00), 0);
+	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
+	__u32 prefix = address[1] >> 32 & bpf_htonl(0xffffff00);
+	__u64 hash = connection_hash(0, ipv4 ? prefix : address_word_ipv6(address[0], 0), 0);
 
 	return &connection_takes.held_by_source[hash & (SOURCE_SHARDS - 1)];
+}
+
+/* Returns that of a packet's source. */
+static __always_inline __u64 *held_by_client(struct xdp_md *ctx, const struct packet *packet)
+{
+	packet_u64 address[2] = {0, (__u64)packet->client_address << 32 | bpf_htonl(0xffff)};
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
+
+	if (is_ipv6(packet) && data + IPV6_CLIENT_AT + IPV6_ADDRESS_BYTES <= data_end) {
+		address[0] = PACKET_U64(data, IPV6_CLIENT_AT);
+		address[1] = PACKET_U64(data, IPV6_CLIENT_AT + sizeof(address[0]));
+	}
+	return held_by_source(address);
 }
 
 /* Returns whether it may hold another one. Concurrent CPUs may exceed the limit by their number. */
@@ -139,7 +156,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 }
 
 /* Takes an entry off its source's count. User space may have counted without it. */
-static __always_inline void forget_held(__u32 client_address)
+static __always_inline void forget_held(const packet_u64 *client_address)
 {
 	__u64 *held = held_by_source(client_address);
 
@@ -151,8 +168,8 @@ static __always_inline void forget_held(__u32 client_address)
  * Fills the slot of an expired entry in the connection's partition and returns it, or CONNECTION_TABLE_FULL. A hand
  * moves as in the CLOCK algorithm of page replacement, CONNECTION_HAND_PROBES slots per packet.
  */
-static __noinline int reuse_connection(const struct packet *packet, __u64 hash, __u32 service, __u32 server_id,
-				       __u64 bytes)
+static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
+				       __u32 server_id)
 {
 	__u32 partition = hash & connection_partition_mask;
 	struct connection_stack *stack = bpf_map_lookup_elem(&connection_stacks, &partition);
@@ -163,8 +180,9 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 	/* Not atomic: of two packets at one entry the exchange of the identity decides. */
 	hand = *(volatile __u64 *)&stack->hand;
 	for (int probe = 0; probe < CONNECTION_HAND_PROBES; probe++) {
-		__u32 slot = hand & CONNECTION_SLOT_MASK, client_address;
+		__u32 slot = hand & CONNECTION_SLOT_MASK;
 		struct connection *connection = connection_at(hash, slot);
+		packet_u64 client_address[2];
 		__u64 identity;
 
 		if (!connection)
@@ -173,13 +191,14 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 		identity = *(volatile __u64 *)&connection->identity;
 		if (!identity || !is_expired(connection, identity))
 			continue;
-		client_address = connection->client_address[3];
+		client_address[0] = *(packet_u64 *)&connection->client_address[0];
+		client_address[1] = *(packet_u64 *)&connection->client_address[2];
 		if (__sync_val_compare_and_swap(&connection->identity, identity, 0) != identity)
 			continue;
 		forget_held(client_address);
 		connection->generation++;
-		fill_connection(connection, packet, hash & CONNECTION_TAG_MASK,
-				service << CONNECTION_SERVICE_SHIFT | server_id, bytes);
+		fill_connection(ctx, connection, packet, hash & CONNECTION_TAG_MASK,
+				service << CONNECTION_SERVICE_SHIFT | server_id);
 		return slot;
 	}
 	return CONNECTION_TABLE_FULL;
@@ -189,14 +208,13 @@ static __noinline int reuse_connection(const struct packet *packet, __u64 hash, 
 static __always_inline int enter_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 					    const struct decision *decision)
 {
-	__u64 bytes = frame_bytes(ctx);
-	int taken = take_connection(packet, hash, decision->service, decision->server_id, bytes);
+	int taken = take_connection(ctx, packet, hash, decision->service, decision->server_id);
 
 	if (taken >= 0)
 		count_taken();
 	if (taken != CONNECTION_TABLE_FULL)
 		return taken;
-	taken = reuse_connection(packet, hash, decision->service, decision->server_id, bytes);
+	taken = reuse_connection(ctx, packet, hash, decision->service, decision->server_id);
 	if (taken >= 0)
 		count_event(ctx, decision->service, LB_EVENT_CONNECTION_REUSED);
 	return taken;
@@ -227,7 +245,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
-	held = held_by_source(packet->client_address);
+	held = held_by_client(ctx, packet);
 	taken = may_take_connection(held) ? enter_connection(ctx, packet, hash, decision) : CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
 		count_event(ctx, decision->service, without_entry(taken));

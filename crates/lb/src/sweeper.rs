@@ -142,7 +142,7 @@ impl Sweeper {
             self.waiting.remove(&queue);
         }
         let (server, service) = queue;
-        let clients = connections.iter().map(|connection| connection.client.into()).collect();
+        let clients = connections.iter().map(|connection| connection.client).collect();
         self.number += 1;
         *self.under_way_at.entry(server).or_default() += 1;
         self.under_way.insert(self.number, Asked { server, connections, forgotten: now + TIMEOUT });

@@ -10,13 +10,14 @@
 pub mod table;
 
 use std::fmt;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use coreward_intf as intf;
 
 use crate::ServerId;
 use crate::cookie::CookieKey;
+use crate::tuple::address_of;
 
 /// Number of entries of a connection table: a power of two from 1,024 to 4,194,304.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -157,8 +158,8 @@ pub struct ConnectionHash(u64);
 
 impl ConnectionHash {
     /// Returns the hash of a connection to the service in that slot.
-    pub fn new(key: &CookieKey, service: u16, client: SocketAddrV4) -> Self {
-        let address = u32::from_le_bytes(client.ip().octets());
+    pub fn new(key: &CookieKey, service: u16, client: SocketAddr) -> Self {
+        let address = client_word(key, client.ip());
         let port = client.port().swap_bytes();
         let hash = u64::from(service) << 48 | u64::from(port) << 32 | u64::from(address);
         let hash = (hash ^ key.k0).wrapping_mul(key.k1 | 1);
@@ -187,10 +188,24 @@ impl ConnectionHash {
     }
 }
 
-/// Returns the counter of entries of a client's prefix (/24).
-pub fn source_shard(key: &CookieKey, client: Ipv4Addr) -> usize {
-    let prefix = Ipv4Addr::from(u32::from(client) & 0xffff_ff00);
-    (ConnectionHash::new(key, 0, SocketAddrV4::new(prefix, 0)).low() % intf::SOURCE_SHARDS) as usize
+/// Returns a client's address in one word: `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`, for IPv4 the address itself.
+fn client_word(key: &CookieKey, client: IpAddr) -> u32 {
+    let address = match client {
+        IpAddr::V4(address) => return u32::from_le_bytes(address.octets()),
+        IpAddr::V6(address) => u128::from_le_bytes(address.octets()),
+    };
+    let hash = (address as u64 ^ key.k0).wrapping_mul(key.k1 | 1);
+    let hash = (hash ^ hash >> 32 ^ (address >> 64) as u64).wrapping_mul(key.k0 | 1);
+    (hash >> 32) as u32
+}
+
+/// Returns the counter of entries of a client's prefix (/24, of IPv6 /64).
+pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
+    let prefix: IpAddr = match client {
+        IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits() & !0xff).into(),
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
+    };
+    (ConnectionHash::new(key, 0, SocketAddr::new(prefix, 0)).low() % intf::SOURCE_SHARDS) as usize
 }
 
 /// Free entries for one entry that a source prefix may have.
@@ -265,7 +280,7 @@ pub struct Connection {
     /// Its connection and server.
     pub identity: Identity,
     /// The client.
-    pub client: SocketAddrV4,
+    pub client: SocketAddr,
     /// Packets from the client; of SYNs only the first.
     pub packets: u64,
     /// Their frames' bytes.
@@ -284,10 +299,7 @@ impl Connection {
         Some(Self {
             index,
             identity: Identity::from_word(entry.identity)?,
-            client: SocketAddrV4::new(
-                Ipv4Addr::from(entry.client_address[3].to_ne_bytes()),
-                u16::from_be(entry.client_port),
-            ),
+            client: SocketAddr::new(address_of(entry.client_address), u16::from_be(entry.client_port)),
             packets: entry.packets,
             bytes: entry.bytes,
             opened: Clock(entry.opened),
@@ -407,7 +419,7 @@ mod tests {
         Connection {
             index: ConnectionIndex::new(1, 2),
             identity: Identity { tag: 1, generation: 2, service: 3, server },
-            client: SocketAddrV4::new(Ipv4Addr::LOCALHOST, 1),
+            client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
             packets,
             bytes: 0,
             opened: Clock(0),

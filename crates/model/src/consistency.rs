@@ -117,9 +117,6 @@ pub enum NotForIpv6 {
     /// LB-side stamping.
     #[error("timestamps by \"lb\": expected \"server\" or \"off\"")]
     LbTimestamps,
-    /// A connection table.
-    #[error("consistency \"stateful\": expected \"stateless\", \"hash-table\", \"beamer\" or \"none\"")]
-    Stateful,
     /// A migration.
     #[error("a migration: expected neither `migrate_from` nor `migrate_to`")]
     Migration,
@@ -186,7 +183,6 @@ impl ServiceMode {
         let settings = [
             (self.forwarding.encapsulates(), NotForIpv6::Forwarding(self.forwarding)),
             (self.timestamps == Timestamps::LoadBalancer, NotForIpv6::LbTimestamps),
-            (self.consistency == Consistency::Stateful, NotForIpv6::Stateful),
             (self.transfer.is_some(), NotForIpv6::Migration),
         ];
         settings.into_iter().filter_map(|(applies, setting)| applies.then_some(setting))

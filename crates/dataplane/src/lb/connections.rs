@@ -313,7 +313,7 @@ impl LoadBalancer {
         let key = connection_key(&self.maps);
         for connection in &released {
             self.maps.connections.push(connection.index);
-            let held = held_by(&self.maps, source_shard(&key, *connection.client.ip()));
+            let held = held_by(&self.maps, source_shard(&key, connection.client.ip()));
             let _ = held.fetch_update(Ordering::AcqRel, Ordering::Acquire, |held| held.checked_sub(1));
         }
         self.occupancy.freed += released.len() as u64;

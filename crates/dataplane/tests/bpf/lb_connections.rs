@@ -17,7 +17,7 @@ use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service};
 use crate::support::stateful::{
-    STATEFUL, VIP, balancer, client, echo_of, established, own, owner, packet, syn, syn_with_echo, tuple,
+    STATEFUL, VIP, balancer, client, echo_of, established, ipv4_client, own, owner, packet, syn, syn_with_echo, tuple,
 };
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, tcp_sum, timestamp};
 
@@ -382,7 +382,7 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
     let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, Due> {
         balancer.lb.tick(Duration::from_secs(seconds));
         let due = balancer.lb.due_connections(&Timers::default(), 4096);
-        due.iter().map(|(connection, due)| ((*connection.client.ip(), connection.client.port()), *due)).collect()
+        due.iter().map(|(connection, due)| (ipv4_client(connection), *due)).collect()
     };
     let set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, Due>>();
     let (half_open, closing, idle_due) =

@@ -31,7 +31,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
     let (timers, prefix) = (Timers::default(), Ipv4Addr::new(192, 0, 2, 0));
     let key = balancer.lb.connection_key();
-    let shard = |address: Ipv4Addr| source_shard(&key, address);
+    let shard = |address: Ipv4Addr| source_shard(&key, address.into());
     let (mut now, mut refused) = (Duration::from_secs(1000), 0);
     for beat in 0..250u32 {
         now += BEAT;

@@ -20,7 +20,7 @@ use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::stateful::{STATEFUL, VIP, balancer, client, established, number_of, own, owner, syn};
+use crate::support::stateful::{STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own, owner, syn};
 use crate::support::{self, SYN, Tcp, may_load_bpf, timestamp};
 
 const ENTRIES: u64 = 4096;
@@ -83,17 +83,14 @@ fn packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice(
             assert_eq!(balancer.lb.free_connections(&twice).unwrap(), some.len());
             assert!(before <= ENTRIES as usize);
             for connection in some {
-                *freed.entry((*connection.client.ip(), connection.client.port())).or_default() += 1;
+                *freed.entry(ipv4_client(&connection)).or_default() += 1;
             }
         }
         waiter.join().unwrap()
     });
     // Every connection that got an entry has it still or had it once: no other one overwrote it.
-    let left: BTreeSet<_> = balancer
-        .lb
-        .connections(balancer.services[0])
-        .map(|connection| (*connection.client.ip(), connection.client.port()))
-        .collect();
+    let left: BTreeSet<_> =
+        balancer.lb.connections(balancer.services[0]).map(|connection| ipv4_client(&connection)).collect();
     assert!(freed.values().all(|times| *times == 1), "an entry was freed twice");
     let gone: BTreeSet<_> = freed.keys().copied().collect();
     assert!(left.is_disjoint(&gone));

@@ -4,13 +4,15 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::Options;
-use coreward_model::connection_table::{Clock, TableSize, Timers};
+use coreward_model::connection_table::{Clock, Connection, TableSize, Timers};
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng;
 
 use crate::support::balancer::{Balancer, Identification, random_table, service};
-use crate::support::stateful::{Client, Opened, STATEFUL, VIP, balancer, client, established, own, packet};
+use crate::support::stateful::{
+    Client, Opened, STATEFUL, VIP, balancer, client, established, ipv4_client, own, packet,
+};
 use crate::support::{ACK, FIN, may_load_bpf};
 
 const ENTRIES: u64 = 2048;
@@ -126,8 +128,8 @@ fn reuse_moves_the_entry_from_one_source_to_the_other() {
     balancer.lb.tick(start + Timers::default().half_open);
     assert_eq!(balancer.open(flood(20_000)).1, None);
     assert_eq!(balancer.events(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
-    let is_flood = |address: &Ipv4Addr| address.octets()[..3] == [192, 0, 2];
-    while balancer.lb.connections(balancer.services[0]).any(|held| is_flood(held.client.ip())) {
+    let is_flood = |connection: &Connection| ipv4_client(connection).0.octets()[..3] == [192, 0, 2];
+    while balancer.lb.connections(balancer.services[0]).any(|held| is_flood(&held)) {
         balancer.open(client(&mut rng));
     }
     balancer.lb.tick(start + 2 * Timers::default().half_open);

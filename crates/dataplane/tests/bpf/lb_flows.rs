@@ -2,7 +2,7 @@
 //! entry, and whether a flood on one service moves the flows of another.
 
 use std::collections::HashMap;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use coreward_dataplane::lb::{Options, Server};
@@ -265,7 +265,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     let (key, dns) = (balancer.lb.connection_key(), balancer.services[0].get());
     let mut sets: HashMap<u64, u32> = HashMap::new();
     let mut has_room = |client: (Ipv4Addr, u16)| {
-        let hash = ConnectionHash::new(&key, dns, SocketAddrV4::new(client.0, client.1));
+        let hash = ConnectionHash::new(&key, dns, client.into());
         let in_set =
             sets.entry((u64::from(hash.low()) * u64::from(ENTRIES / intf::FLOW_SET_ENTRIES)) >> 32).or_default();
         *in_set += 1;

@@ -3,7 +3,8 @@
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use coreward_dataplane::lb::Options;
-use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::connection_table::TableSize;
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
 use coreward_model::placement::{PlacementState, Rule};
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -12,6 +13,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, before, random_table, service};
+use crate::support::stateful::{STATEFUL, number_of, own};
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, may_load_bpf, timestamp};
 
 const VIP: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xc8, 1), 80);
@@ -224,14 +226,67 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
 }
 
 #[test]
+fn stateful_connections_of_ipv6_find_their_entry() {
+    if !may_load_bpf("stateful_connections_of_ipv6_find_their_entry") {
+        return;
+    }
+    let mut rng = seeded_rng(69, 0);
+    let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
+    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
+    let ids = balancer.replace_servers(0, 9, &mut rng);
+    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.lb.set_owner(Some(own()));
+    for _ in 0..300 {
+        let client = client(&mut rng);
+        let (_, sent) = balancer.counted(&syn(client), Some(0), "new_connection");
+        let number = number_of(&sent).expect("an entry");
+        let mut found = balancer.lb.connections(balancer.services[0]).filter(|entry| entry.client == client.into());
+        let server = found.next().expect("an entry of that client").identity.server;
+        drop(found);
+        // The same SYN again, and packets of the fast path and of the other one.
+        let (_, again) = balancer.counted(&syn(client), Some(0), "new_connection");
+        assert_eq!((&sent[..6], number_of(&again)), (&balancer.macs[&(0, server)].0[..], Some(number)));
+        let stamped = Cookie::TableIndex(number);
+        let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
+        for flags in [ACK, ACK | FIN] {
+            let packet = frame(client, flags, aligned_timestamp(1, echo));
+            balancer.expect_sent_to(0, &packet, server, "connection_table");
+        }
+    }
+    assert_eq!(balancer.lb.connections_in_use(), 300);
+}
+
+/// A /64 is one prefix, whatever its addresses.
+#[test]
+fn prefix_of_ipv6_holds_a_part_of_the_connection_table() {
+    if !may_load_bpf("prefix_of_ipv6_holds_a_part_of_the_connection_table") {
+        return;
+    }
+    let mut rng = seeded_rng(70, 0);
+    let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
+    let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
+    let ids = balancer.replace_servers(0, 9, &mut rng);
+    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.lb.set_owner(Some(own()));
+    balancer.lb.guard_connection_table();
+    for number in 0..2000u128 {
+        balancer.run(&syn((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
+    }
+    assert_eq!(balancer.lb.connections_in_use(), 1024, "a quarter of the table");
+    assert_eq!(balancer.events(0, "connection_source_limited"), 2000 - 1024);
+    balancer.counted(&syn((Ipv6Addr::from(0x2001_0db9 << 96), 1024)), Some(0), "new_connection");
+    assert_eq!(balancer.lb.connections_in_use(), 1025);
+}
+
+#[test]
 fn ipv6_services_of_other_modes_are_rejected() {
     if !may_load_bpf("ipv6_services_of_other_modes_are_rejected") {
         return;
     }
     let mut balancer = balancer(&mut seeded_rng(66, 0));
-    let mode = ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() };
+    let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
     let error = balancer.lb.set_services(&[(service(VIP), mode)]).unwrap_err().to_string();
-    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP with consistency"), "{error}");
+    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP with timestamps"), "{error}");
 }
 
 #[test]

@@ -65,11 +65,6 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
             "7:14: key `service.timestamps`: an IPv6 VIP with timestamps by \"lb\": expected \"server\" or \"off\"",
         ),
         (
-            "consistency = \"stateful\"",
-            "7:15: key `service.consistency`: an IPv6 VIP with consistency \"stateful\": expected \"stateless\", \
-             \"hash-table\", \"beamer\" or \"none\"",
-        ),
-        (
             "migrate_to = \"10.2.0.9\"",
             "7:14: key `service.migrate_to`: an IPv6 VIP with a migration: expected neither `migrate_from` nor \
              `migrate_to`",

@@ -35,7 +35,6 @@ pub fn check_ipv6(service: &Service, mode: ServiceMode, reader: &mut Reader<'_>)
         let span = match setting {
             NotForIpv6::Forwarding(_) => service.forwarding.as_ref().map(Spanned::span),
             NotForIpv6::LbTimestamps => service.timestamps.as_ref().map(Spanned::span),
-            NotForIpv6::Stateful => service.consistency.as_ref().map(Spanned::span),
             NotForIpv6::Migration => migration.clone(),
         };
         reader.mistake(span.unwrap_or_else(|| service.vip.span.clone()), format!("an IPv6 VIP with {setting}"));

@@ -6,7 +6,7 @@
 //! allows. The operations of packets follow `bpf/lb/connection_table.h` line by line.
 
 use std::mem::offset_of;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use coreward_intf as intf;
@@ -14,7 +14,7 @@ use zerocopy::IntoBytes as _;
 
 use super::{Clock, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use crate::ServerId;
-use crate::tuple::address_words;
+use crate::tuple::{address_of, address_words};
 
 /// A 64-bit word that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +71,7 @@ pub struct FirstPacket {
     /// The service's slot in the load balancer's tables.
     pub service: u16,
     /// Source address and port.
-    pub client: SocketAddrV4,
+    pub client: SocketAddr,
     /// Bytes of the frame.
     pub bytes: u64,
 }
@@ -155,7 +155,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.memory.store(at(PACKETS), 1);
         self.memory.store(at(BYTES), packet.bytes);
         self.memory.store(at(TIMES), u64::from(now.0) << 32 | u64::from(now.0));
-        let address = address_words((*packet.client.ip()).into());
+        let address = address_words(packet.client.ip());
         for (position, pair) in address.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
             let word = u64::from_ne_bytes(pair.try_into().expect("two of four bytes each"));
             self.memory.store(at(CLIENT_ADDRESS + position * size_of::<u64>()), word);
@@ -253,12 +253,12 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.load(index, IDENTITY) == 0
     }
 
-    /// Returns the client's address of the connection at `index`, by two words of the entry. If the entry changes hands
-    /// meanwhile, it may be that of the previous connection.
-    pub fn client_address(&self, index: ConnectionIndex) -> Option<Ipv4Addr> {
-        // An IPv4 address is the last quarter of the field.
-        let word = || self.load(index, CLIENT_ADDRESS + size_of::<u64>());
-        (!self.is_free(index)).then(|| Ipv4Addr::from(((word() >> 32) as u32).to_ne_bytes()))
+    /// Returns the client's address of the connection at `index`, by three words of the entry. If the entry changes
+    /// hands meanwhile, it may be that of the previous connection, or a mixture.
+    pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
+        let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS + half));
+        let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
+        (!self.is_free(index)).then(|| address_of([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
     }
 
     /// Returns the connection at `index`, all of one connection even if packets change it meanwhile, or `None`.
@@ -405,7 +405,7 @@ mod tests {
     }
 
     fn packet(client: u32) -> FirstPacket {
-        let client = SocketAddrV4::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000), (client % 60_000) as u16);
+        let client = SocketAddr::new(Ipv4Addr::from(0x0a01_0000 + client / 60_000).into(), (client % 60_000) as u16);
         let hash =
             ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, client);
         FirstPacket { hash, service: SERVICE, client, bytes: 74 }

@@ -1,13 +1,14 @@
 //! Decisions by the service's consistency mode and the packet: the table in docs/design.md, "Consistency", row by row.
 
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
 use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
 use super::flow::{Datagram, Kind};
-use super::packet::{self, Ended, Ipv4, Packet, Part, RST, SYN};
+use super::packet::{self, Ended, IpPacket, Packet, Part, RST, SYN};
+use super::packet_ipv6::PROTOCOL_ICMPV6;
 use super::stateful::Indexed;
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic};
 use crate::consistency::{Consistency, Transfer};
@@ -41,7 +42,7 @@ impl LoadBalancer {
         let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::end);
         let outcome = decision.outcome(read);
         if decision.forwards() {
-            let (bytes, flow) = (frame.len() as u64, packet::flow(frame));
+            let bytes = frame.len() as u64;
             if let Identification::Before(before) = decision.identification {
                 packet::set_identification(frame, before);
             }
@@ -49,7 +50,7 @@ impl LoadBalancer {
                 packet::set_echo(frame, echo, *value);
             }
             let to_server = outcome.service.zip(outcome.server);
-            if let Err(dropped) = self.emit(frame, &decision, to_server, flow, now_ns) {
+            if let Err(dropped) = self.emit(frame, &decision, to_server, now_ns) {
                 self.count_connections(&decision, to_server);
                 return Decision { counter: dropped, ..decision }.outcome(read);
             }
@@ -67,7 +68,6 @@ impl LoadBalancer {
         frame: &mut Vec<u8>,
         decision: &Decision,
         to_server: Option<(usize, ServerId)>,
-        flow: (Ipv4Addr, [u8; 4]),
         now_ns: u64,
     ) -> Result<(), Ended> {
         if let Some((place, server)) = to_server {
@@ -77,7 +77,7 @@ impl LoadBalancer {
                 if usize::from(packet::u16_at(&frame[packet::ETHERNET_HEADER..], 2)) > mtu {
                     return Err(self.drop_exceeding(frame, place, mtu, now_ns));
                 }
-                self.encapsulate(frame, forwarding, server, flow)?;
+                self.encapsulate(frame, forwarding, server)?;
             }
         }
         set_macs(frame, decision.destination, self.own_mac);
@@ -87,13 +87,20 @@ impl LoadBalancer {
     /// Parses and decides. `read`: the service, as soon as it is known.
     fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, Ended> {
         let outer = packet::outer(frame).ok_or(NOT_OURS)?;
-        if !self.looks_at(outer.protocol) || outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
+        if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
             return Err(NOT_OURS);
         }
-        let whole = packet::ipv4(frame)?;
+        // The protocol of IPv6 is known behind its extension headers.
+        if outer.vip.is_ipv4() && !self.looks_at(outer.protocol) {
+            return Err(NOT_OURS);
+        }
+        let whole = packet::ip(frame)?;
         let sender = Sender { mac: packet::source_mac(frame), bytes: frame.len() as u64 };
         match (whole.protocol, whole.part) {
-            (packet::PROTOCOL_ICMP, _) => self.icmp(&whole, sender, now_ns, read),
+            (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_OURS),
+            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
+            (protocol, _) if !self.looks_at(protocol) => Err(NOT_OURS),
+            (_, Part::First | Part::Later) if whole.vip.is_ipv6() => Err(intf::LB_COUNTER_DROP_FRAGMENT),
             (UDP, Part::Later) => self.later_fragment(&whole, read),
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
@@ -121,7 +128,7 @@ impl LoadBalancer {
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
     }
 
-    pub(super) fn service_at(&self, vip: Ipv4Addr, port: u16, protocol: u8) -> Result<usize, Ended> {
+    pub(super) fn service_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, Ended> {
         self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_OURS)
     }
 
@@ -129,16 +136,16 @@ impl LoadBalancer {
     /// or to all.
     fn icmp(
         &mut self,
-        whole: &Ipv4<'_>,
+        whole: &IpPacket<'_>,
         sender: Sender,
         now_ns: u64,
         read: &mut Option<usize>,
     ) -> Result<Decision, Ended> {
         const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
         let quote = packet::quote(whole)?;
-        let service_slot = self.service_at(quote.vip.0, quote.vip.1, quote.protocol)?;
+        let service_slot = self.service_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
         *read = Some(service_slot);
-        let tuple = FourTuple::ipv4(quote.client, quote.vip);
+        let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
         if self.is_lb_stamped(service_slot)
             && quote.value.is_some()
@@ -178,7 +185,7 @@ impl LoadBalancer {
         Ok(Decision { event, ..decision })
     }
 
-    fn later_fragment(&self, whole: &Ipv4<'_>, read: &mut Option<usize>) -> Result<Decision, Ended> {
+    fn later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, Ended> {
         let known = self.fragments.get(&Datagram::of(whole)).filter(|(service_slot, id)| {
             self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
         });
@@ -187,7 +194,7 @@ impl LoadBalancer {
         Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_FRAGMENT))
     }
 
-    fn remember_fragment(&mut self, whole: &Ipv4<'_>, service_slot: usize, decision: &Decision) {
+    fn remember_fragment(&mut self, whole: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
         if let (Part::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
             self.fragments.insert(Datagram::of(whole), (service_slot, server));
         }
@@ -222,7 +229,7 @@ impl LoadBalancer {
     }
 
     /// Decides on a packet without any state here. `of`: the service's slot, and the source.
-    pub(super) fn unknown(&mut self, of: (usize, Ipv4Addr), now_ns: u64) -> Decision {
+    pub(super) fn unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
         match self.service(of.0).other_balancer() {
             Some(other) => self.to_other_balancer(of.0, other),
             None => {
@@ -300,12 +307,12 @@ impl LoadBalancer {
                         decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
                     }
                     Indexed::UnknownConnection => self
-                        .unknown((service_slot, packet.client.0), now_ns)
+                        .unknown((service_slot, packet.client.ip()), now_ns)
                         .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    Indexed::UnknownServer => self.unknown((service_slot, packet.client.0), now_ns),
+                    Indexed::UnknownServer => self.unknown((service_slot, packet.client.ip()), now_ns),
                 }
             }
-            _ => self.unknown((service_slot, packet.client.0), now_ns),
+            _ => self.unknown((service_slot, packet.client.ip()), now_ns),
         }
     }
 
@@ -368,7 +375,7 @@ impl LoadBalancer {
             return self.by_bucket(service_slot, packet).1;
         }
         if packet.flags & RST != 0 {
-            let (of, over_rate) = ((service_slot, packet.client.0), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
+            let (of, over_rate) = ((service_slot, packet.client.ip()), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self
                 .deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns)
                 .with_previous_server(intf::NO_SERVER as u16);
@@ -425,7 +432,7 @@ impl LoadBalancer {
     /// Broadcasts. `of`: the service's slot, and the source.
     pub(super) fn deliver_to_all(
         &mut self,
-        of: (usize, Ipv4Addr),
+        of: (usize, IpAddr),
         reason: Reason,
         over_rate: intf::lb_counter,
         now_ns: u64,
@@ -442,6 +449,11 @@ impl LoadBalancer {
             BROADCAST,
         )
     }
+}
+
+/// Returns whether a packet with the protocol number of ICMP or ICMPv6 is of that protocol's family.
+fn is_icmp(packet: &IpPacket<'_>) -> bool {
+    packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
 }
 
 /// Returns the counter of a packet that the placement rule places.

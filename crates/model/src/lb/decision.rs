@@ -1,12 +1,10 @@
 //! A decision on a packet.
 
-use std::net::Ipv4Addr;
-
 use coreward_intf as intf;
 
 use super::packet::Echo;
 use super::{Mac, Outcome, Verdict};
-use crate::{FourTuple, ServerId};
+use crate::ServerId;
 
 /// New value of the IP header's identification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -89,12 +87,5 @@ impl Decision {
         let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
         let told = told.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
         Outcome { counter: self.counter, service, server, told, event: self.event }
-    }
-}
-
-pub(super) fn source_of(tuple: &FourTuple) -> Ipv4Addr {
-    match tuple.client() {
-        std::net::SocketAddr::V4(client) => *client.ip(),
-        std::net::SocketAddr::V6(_) => unreachable!("IPv4 only"),
     }
 }

@@ -46,15 +46,15 @@ impl LoadBalancer {
         frame: &mut Vec<u8>,
         forwarding: Forwarding,
         id: ServerId,
-        flow: (Ipv4Addr, [u8; 4]),
     ) -> Result<(), intf::lb_counter> {
         let length = usize::from(packet::u16_at(&frame[ETHERNET_HEADER..], 2)) + forwarding.overhead();
         let tunnel = self.tunnels.get(&id).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
         let protocol = if forwarding == Forwarding::Ipip { PROTOCOL_IPIP } else { PROTOCOL_UDP };
+        let (client, ports) = packet::flow(frame);
         let type_of_service = frame[ETHERNET_HEADER + 1];
         let mut outer = ip_header(type_of_service, length, protocol, self.constants.outer.address, tunnel.address);
         if forwarding == Forwarding::Gue {
-            let port = tunnel.source_port.unwrap_or_else(|| flow_port(flow.0, flow.1));
+            let port = tunnel.source_port.unwrap_or_else(|| flow_port(client, ports));
             for word in [port, intf::GUE_PORT as u16, (length - IPV4_HEADER) as u16, 0] {
                 outer.extend(word.to_be_bytes());
             }

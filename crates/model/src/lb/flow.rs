@@ -2,12 +2,12 @@
 //!
 //! The table of fragments is unbounded here; the BPF program's is an LRU hash. They agree until the first eviction.
 
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
 use coreward_intf as intf;
 
 use super::LoadBalancer;
-use super::packet::{Ipv4, Packet};
+use super::packet::{IpPacket, Packet};
 use crate::connection_table::{Clock, ConnectionHash};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
@@ -39,15 +39,15 @@ pub(super) enum Kind {
 /// A fragmented datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Datagram {
-    client: Ipv4Addr,
-    vip: Ipv4Addr,
-    identification: u16,
+    client: IpAddr,
+    vip: IpAddr,
+    identification: u32,
     protocol: u8,
 }
 
 impl Datagram {
-    pub fn of(packet: &Ipv4<'_>) -> Self {
-        let Ipv4 { client, vip, identification, protocol, .. } = *packet;
+    pub fn of(packet: &IpPacket<'_>) -> Self {
+        let IpPacket { client, vip, identification, protocol, .. } = *packet;
         Self { client, vip, identification, protocol }
     }
 }

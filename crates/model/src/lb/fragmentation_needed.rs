@@ -48,7 +48,7 @@ fn may_answer(frame: &[u8]) -> bool {
 /// Returns the error about the packet of `frame`, without MAC addresses.
 fn error(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER..][..QUOTED];
-    let (client, vip) = (packet::address_at(quoted, 12), packet::address_at(quoted, 16));
+    let [client, vip] = packet::ipv4_addresses(quoted);
     let mut message = vec![DESTINATION_UNREACHABLE, FRAGMENTATION_NEEDED, 0, 0];
     message.extend((mtu as u32).to_be_bytes());
     message.extend(quoted);

@@ -131,7 +131,7 @@ impl LoadBalancer {
     /// Processes a frame that a server of such a service may have sent; `None`: it did not.
     pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
         let outer = packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
-        let whole = packet::ipv4(frame).ok()?;
+        let whole = packet::ip(frame).ok().filter(|whole| whole.vip.is_ipv4())?;
         if outer.protocol != Protocol::Tcp.number() || whole.part != Part::Whole {
             return None;
         }

@@ -22,12 +22,13 @@ mod flow;
 mod fragmentation_needed;
 mod lb_stamped;
 mod packet;
+mod packet_ipv6;
 mod place;
 mod rate;
 mod stateful;
 
 use std::collections::{HashMap, HashSet};
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
 use coreward_intf as intf;
 
@@ -197,8 +198,8 @@ pub struct LoadBalancer {
     own_mac: Mac,
     keys: FleetKeys,
     services: Vec<Option<Service>>,
-    by_address: HashMap<(Ipv4Addr, u16, u8), usize>,
-    vips: HashSet<Ipv4Addr>,
+    by_address: HashMap<(IpAddr, u16, u8), usize>,
+    vips: HashSet<IpAddr>,
     recent: RecentFirstPackets,
     flows: FlowTable,
     broadcast: Broadcast,
@@ -244,7 +245,7 @@ impl LoadBalancer {
     }
 
     /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
-    /// the lowest free slot. Only IPv4 services count. Panics with more services than slots.
+    /// the lowest free slot. Panics with more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
         let stateful = self.stateful_places();
         for service_slot in &mut self.services {
@@ -265,10 +266,9 @@ impl LoadBalancer {
         self.by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
-            if let std::net::SocketAddr::V4(vip) = address.socket {
-                self.by_address.insert((*vip.ip(), vip.port(), address.protocol.number()), *service_slot);
-                self.vips.insert(*vip.ip());
-            }
+            let vip = address.socket;
+            self.by_address.insert((vip.ip(), vip.port(), address.protocol.number()), *service_slot);
+            self.vips.insert(vip.ip());
         }
         service_slots
     }

@@ -1,9 +1,10 @@
-//! Parsing and rewriting of a frame: Ethernet, IPv4, TCP and its timestamp option.
+//! Parsing and rewriting of a frame: Ethernet, IPv4, TCP and its timestamp option. `packet_ipv6.rs` has IPv6.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use coreward_intf as intf;
 
+use super::packet_ipv6;
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
@@ -12,7 +13,7 @@ pub(super) const IPV4_HEADER: usize = 20;
 const TCP_HEADER: usize = 20;
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
-const ICMP_HEADER: usize = 8;
+pub(super) const ICMP_HEADER: usize = 8;
 /// RFC 791, Sect. 3.1.
 const MORE_FRAGMENTS: u16 = 0x2000;
 pub(super) const FRAGMENT_OFFSET: u16 = 0x1fff;
@@ -20,7 +21,7 @@ pub(super) const PROTOCOL_ICMP: u8 = 1;
 /// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
 /// Payload of a packet that an error quotes, at least (RFC 792).
-const QUOTED_BYTES: usize = 8;
+pub(super) const QUOTED_BYTES: usize = 8;
 
 pub(super) const FIN: u8 = 0x01;
 pub(super) const SYN: u8 = 0x02;
@@ -43,19 +44,28 @@ fn u32_at(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
 }
 
-pub(super) fn address_at(frame: &[u8], offset: usize) -> Ipv4Addr {
-    Ipv4Addr::from(u32_at(frame, offset))
+pub(super) fn address_at(frame: &[u8], offset: usize) -> IpAddr {
+    Ipv4Addr::from(u32_at(frame, offset)).into()
 }
 
-/// The fixed part of the IPv4 header, unchecked.
+/// Returns source and destination of an IPv4 packet.
+pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
+    [12, 16].map(|at| Ipv4Addr::from(u32_at(packet, at)))
+}
+
+/// Fields of an IP header that are read first, unchecked.
 pub(super) struct Outer {
     pub destination_mac: [u8; 6],
+    /// The number of the next header in IPv6.
     pub protocol: u8,
-    pub vip: Ipv4Addr,
+    pub vip: IpAddr,
 }
 
-/// `None`: not IPv4, or too short for a destination address.
+/// `None`: neither IPv4 nor IPv6, or too short for a destination address.
 pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
+    if packet_ipv6::is_ipv6(frame) {
+        return packet_ipv6::outer(frame);
+    }
     if frame.len() < ETHERNET_HEADER + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
         return None;
     }
@@ -74,16 +84,16 @@ pub(super) enum Part {
     Later,
 }
 
-/// An IPv4 packet or a fragment of one.
-pub(super) struct Ipv4<'a> {
-    pub client: Ipv4Addr,
-    pub vip: Ipv4Addr,
+/// An IP packet or a fragment of one.
+pub(super) struct IpPacket<'a> {
+    pub client: IpAddr,
+    pub vip: IpAddr,
     pub protocol: u8,
-    pub identification: u16,
+    pub identification: u32,
     pub part: Part,
     /// Offset of the transport header in the frame.
     pub transport: usize,
-    /// Bytes behind the IP header, to the packet's end.
+    /// Bytes behind the IP headers, to the packet's end.
     pub payload: &'a [u8],
 }
 
@@ -102,7 +112,11 @@ fn header_length(packet: &[u8]) -> Option<usize> {
 }
 
 /// Parses a frame that [`outer`] accepted.
-pub(super) fn ipv4(frame: &[u8]) -> Result<Ipv4<'_>, Ended> {
+pub(super) fn ip(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
+    if packet_ipv6::is_ipv6(frame) { packet_ipv6::ipv6(frame) } else { ipv4(frame) }
+}
+
+fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER..];
     let header = header_length(packet).ok_or(MALFORMED)?;
@@ -110,11 +124,11 @@ pub(super) fn ipv4(frame: &[u8]) -> Result<Ipv4<'_>, Ended> {
     if total < header || total > packet.len() {
         return Err(MALFORMED);
     }
-    Ok(Ipv4 {
+    Ok(IpPacket {
         client: address_at(packet, 12),
         vip: address_at(packet, 16),
         protocol: packet[9],
-        identification: u16_at(packet, 4),
+        identification: u16_at(packet, 4).into(),
         part: part(packet),
         transport: ETHERNET_HEADER + header,
         payload: &packet[header..total],
@@ -123,7 +137,7 @@ pub(super) fn ipv4(frame: &[u8]) -> Result<Ipv4<'_>, Ended> {
 
 /// Source and destination port of TCP, UDP, or a packet with their protocol number. `malformed`: the counter of a
 /// shorter packet.
-pub(super) fn ports(packet: &Ipv4<'_>, malformed: Ended) -> Result<(u16, u16), Ended> {
+pub(super) fn ports(packet: &IpPacket<'_>, malformed: Ended) -> Result<(u16, u16), Ended> {
     if packet.payload.len() < 4 {
         return Err(malformed);
     }
@@ -133,8 +147,8 @@ pub(super) fn ports(packet: &Ipv4<'_>, malformed: Ended) -> Result<(u16, u16), E
 /// A packet to a service, with the fields that decisions depend on.
 #[derive(Debug, Clone)]
 pub(super) struct Packet {
-    pub client: (Ipv4Addr, u16),
-    pub vip: (Ipv4Addr, u16),
+    pub client: SocketAddr,
+    pub vip: SocketAddr,
     pub protocol: Protocol,
     /// TCP flags.
     pub flags: u8,
@@ -160,7 +174,7 @@ impl Echo {
 
 impl Packet {
     pub fn tuple(&self) -> FourTuple {
-        FourTuple::ipv4(self.client, self.vip)
+        FourTuple::new(self.client, self.vip).expect("of one packet")
     }
 
     pub fn is_closing(&self) -> bool {
@@ -169,7 +183,7 @@ impl Packet {
 }
 
 /// Parses TCP between `ports` in a client's `packet`.
-pub(super) fn tcp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     let read = tcp_header(packet, ports)?;
     let flags = read.flags;
     // Only a SYN opens; clients send no SYN-ACK. All else acknowledges, except a bare RST.
@@ -178,12 +192,12 @@ pub(super) fn tcp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended>
 }
 
 /// Parses TCP between `ports` in a server's `packet`, as a client's packet of that connection.
-pub(super) fn tcp_answer(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+pub(super) fn tcp_answer(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     let Packet { client, vip, protocol, flags, echo } = tcp_header(packet, ports)?;
     Ok(Packet { client: vip, vip: client, protocol, flags, echo })
 }
 
-fn tcp_header(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
     if segment.len() < TCP_HEADER {
@@ -199,12 +213,12 @@ fn tcp_header(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
         transport: packet.transport,
         at: TCP_HEADER + at + 6,
     });
-    let (client, vip) = ((packet.client, ports.0), (packet.vip, ports.1));
+    let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
     Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, echo })
 }
 
 /// Parses UDP between `ports` in `packet`: whole, or the first fragment of a longer datagram.
-pub(super) fn udp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
+pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER {
         return Err(MALFORMED);
@@ -213,20 +227,24 @@ pub(super) fn udp(packet: &Ipv4<'_>, ports: (u16, u16)) -> Result<Packet, Ended>
     if length < UDP_HEADER || packet.part == Part::Whole && length > packet.payload.len() {
         return Err(MALFORMED);
     }
-    let (client, vip) = ((packet.client, ports.0), (packet.vip, ports.1));
+    let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
     Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, echo: None })
 }
 
 /// The packet from VIP to client that an ICMP error quotes.
 pub(super) struct Quote {
     pub protocol: u8,
-    pub client: (Ipv4Addr, u16),
-    pub vip: (Ipv4Addr, u16),
+    pub client: SocketAddr,
+    pub vip: SocketAddr,
     /// TSval, if it is TCP and the quote reaches that far.
     pub value: Option<u32>,
 }
 
-pub(super) fn quote(packet: &Ipv4<'_>) -> Result<Quote, Ended> {
+pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
+    if packet.vip.is_ipv6() { packet_ipv6::quote(packet) } else { quote_ipv4(packet) }
+}
+
+fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
     const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
     if packet.part != Part::Whole {
@@ -253,14 +271,14 @@ pub(super) fn quote(packet: &Ipv4<'_>) -> Result<Quote, Ended> {
     let segment = &quoted[header..];
     Ok(Quote {
         protocol: quoted[9],
-        client: (address_at(quoted, 16), u16_at(segment, 2)),
-        vip: (packet.vip, u16_at(segment, 0)),
+        client: SocketAddr::new(address_at(quoted, 16), u16_at(segment, 2)),
+        vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
         value: if quoted[9] == Protocol::Tcp.number() { quoted_value(segment) } else { None },
     })
 }
 
 /// Returns TSval in the quoted part of a TCP segment.
-fn quoted_value(segment: &[u8]) -> Option<u32> {
+pub(super) fn quoted_value(segment: &[u8]) -> Option<u32> {
     let header = usize::from(segment.get(12)? >> 4) * 4;
     let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
     // A truncated list is malformed: then there is no timestamp.
@@ -326,17 +344,21 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
     frame[6..12].try_into().expect("six bytes")
 }
 
-/// Client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0 where a
-/// decision reads none.
+/// Client and ports of an IPv4 packet that is forwarded, as far as its outer header depends on them: ports are 0 where
+/// a decision reads none.
 pub(super) fn flow(frame: &[u8]) -> (Ipv4Addr, [u8; 4]) {
     let packet = &frame[ETHERNET_HEADER..];
     let has_ports = packet[9] != PROTOCOL_ICMP && part(packet) != Part::Later;
     let header = header_length(packet).unwrap_or(IPV4_HEADER);
     let ports = packet.get(header..header + 4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
-    (address_at(packet, 12), ports.unwrap_or_default())
+    (Ipv4Addr::from(u32_at(packet, 12)), ports.unwrap_or_default())
 }
 
+/// Sets the IP identification; of IPv6 the flow label.
 pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
+    if packet_ipv6::is_ipv6(frame) {
+        return packet_ipv6::set_flow_label(frame, identification);
+    }
     let (id, checksum) = (ETHERNET_HEADER + 4, ETHERNET_HEADER + 10);
     let mended = mended(u16_at(frame, checksum), u16_at(frame, id), identification);
     frame[id..id + 2].copy_from_slice(&identification.to_be_bytes());

@@ -1,7 +1,7 @@
 //! Rate limits of broadcasts (`bpf/lb/broadcast.h`): the generic cell rate algorithm (ITU-T I.371, Annex A), one word
 //! of state per token bucket.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, SocketAddr};
 
 use coreward_intf as intf;
 
@@ -93,12 +93,12 @@ impl Broadcast {
     pub fn take(
         &mut self,
         key: &CookieKey,
-        (service, source): (usize, Ipv4Addr),
+        (service, source): (usize, IpAddr),
         reason: Reason,
         rates: &[BroadcastRates; REASONS],
         now_ns: u64,
     ) -> bool {
-        let sender = SocketAddrV4::new(source, (reason as u16).swap_bytes());
+        let sender = SocketAddr::new(source, (reason as u16).swap_bytes());
         let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.by_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
         let is_within = self.by_source[shard].take(rates.by_source, now_ns);
@@ -120,6 +120,8 @@ impl Broadcast {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
     #[test]
@@ -148,11 +150,11 @@ mod tests {
         for n in 0..10_000u64 {
             let now_ns = 1_000_000_000 + n * 100_000;
             for (source, service, reason) in junk {
-                broadcast.take(&key, (*service, *source), *reason, &rates, now_ns);
+                broadcast.take(&key, (*service, (*source).into()), *reason, &rates, now_ns);
             }
             if n % 100 == 0 {
                 let (source, (service, reason)) = (Ipv4Addr::from(0x0a00_0000 + n as u32), genuine);
-                accepted += usize::from(broadcast.take(&key, (service, source), reason, &rates, now_ns));
+                accepted += usize::from(broadcast.take(&key, (service, source.into()), reason, &rates, now_ns));
             }
         }
         accepted
@@ -185,7 +187,7 @@ mod tests {
             (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let sent = (0..1_000_000u64)
             .filter(|n| {
-                let from = ((n % 1024) as usize, Ipv4Addr::from(*n as u32));
+                let from = ((n % 1024) as usize, Ipv4Addr::from(*n as u32).into());
                 broadcast.take(&key, from, intf::BROADCAST_RESET, &rates, 1_000_000_000 + n * 1000)
             })
             .count();

@@ -3,11 +3,11 @@
 //! [`crate::connection_table::table`] has the operations on entries, which `bpf/lb/connection_table.h` follows line by
 //! line.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use super::decision::{Decision, source_of};
+use super::decision::Decision;
 use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
@@ -73,11 +73,11 @@ impl Stateful {
         }
     }
 
-    fn held(&mut self, client: Ipv4Addr) -> &mut u32 {
+    fn held(&mut self, client: IpAddr) -> &mut u32 {
         &mut self.held[source_shard(&self.key, client)]
     }
 
-    fn may_take(&mut self, client: Ipv4Addr) -> bool {
+    fn may_take(&mut self, client: IpAddr) -> bool {
         let limit = self.entries_per_source;
         limit.is_none_or(|limit| *self.held(client) < limit)
     }
@@ -95,7 +95,7 @@ impl Stateful {
         let released: Vec<&Connection> = connections.iter().filter(released).collect();
         for connection in released {
             self.table.push(connection.index);
-            *self.held(*connection.client.ip()) -= 1;
+            *self.held(connection.client.ip()) -= 1;
         }
     }
 
@@ -114,8 +114,7 @@ impl Stateful {
 
 impl LoadBalancer {
     pub(super) fn connection_hash(&self, service_slot: usize, tuple: &FourTuple) -> ConnectionHash {
-        let SocketAddr::V4(client) = tuple.client() else { unreachable!("packets are of IPv4 here") };
-        ConnectionHash::new(&self.stateful.key, service_slot as u16, client)
+        ConnectionHash::new(&self.stateful.key, service_slot as u16, tuple.client())
     }
 
     /// Decides by the index `number` in a cookie. `from`: the sender of the frame.
@@ -130,7 +129,7 @@ impl LoadBalancer {
     ) -> Indexed {
         let (owner, entry) = owner_and_slot(number);
         if self.stateful.owner != Some(owner) {
-            return Indexed::Decided(self.by_owner((service_slot, source_of(tuple)), owner, from, now_ns), None);
+            return Indexed::Decided(self.by_owner((service_slot, tuple.client().ip()), owner, from, now_ns), None);
         }
         let hash = self.connection_hash(service_slot, tuple);
         match self.stateful.table.find(hash, entry, service_slot as u16) {
@@ -141,7 +140,7 @@ impl LoadBalancer {
     }
 
     /// Forwards to the load balancer that owns the entry, but never from one load balancer to the next.
-    fn by_owner(&mut self, of: (usize, Ipv4Addr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
+    fn by_owner(&mut self, of: (usize, IpAddr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
             Owner::Unknown => self.unknown(of, now_ns),
@@ -162,7 +161,7 @@ impl LoadBalancer {
             Timers::default().is_expired(connection, known, swept, clock)
         };
         let (index, before) = self.stateful.table.reuse(first, server, clock, is_expired)?;
-        let held = self.stateful.held(*before.client.ip());
+        let held = self.stateful.held(before.client.ip());
         *held = held.saturating_sub(1);
         Some(index)
     }
@@ -189,11 +188,10 @@ impl LoadBalancer {
         let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if echo.value == 0 { decision } else { decision.with_tsecr(echo, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
-        if !self.stateful.may_take(packet.client.0) {
+        if !self.stateful.may_take(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
-        let client = std::net::SocketAddrV4::new(packet.client.0, packet.client.1);
-        let first = FirstPacket { hash, service: service_slot as u16, client, bytes };
+        let first = FirstPacket { hash, service: service_slot as u16, client: packet.client, bytes };
         let (index, decision) = match self.stateful.table.take(&first, server, self.stateful.clock) {
             Ok(index) => (index, decision),
             Err(NotTaken::Full) => match self.reuse(&first, server) {
@@ -202,7 +200,7 @@ impl LoadBalancer {
             },
             Err(NotTaken::Contended) => unreachable!("no other operation takes entries here"),
         };
-        *self.stateful.held(packet.client.0) += 1;
+        *self.stateful.held(packet.client.ip()) += 1;
         self.stateful.recent.remember(hash, index);
         decision.with_tsecr(echo, syn_echo(owner, index.slot()))
     }

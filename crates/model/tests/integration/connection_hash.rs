@@ -2,7 +2,7 @@
 //! tuples collide as often as by chance.
 
 use std::collections::HashMap;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, SocketAddr};
 
 use coreward_model::connection_table::ConnectionHash;
 use coreward_model::cookie::CookieKey;
@@ -18,10 +18,10 @@ const PLACE_BITS: u32 = 12;
 const TOLERANCE: f64 = 1.25;
 
 /// A set of clients, by number.
-type Set = (&'static str, fn(u32) -> SocketAddrV4);
+type Set = (&'static str, fn(u32) -> SocketAddr);
 
-fn client(address: u32, port: u32) -> SocketAddrV4 {
-    SocketAddrV4::new(Ipv4Addr::from(address), port as u16)
+fn client(address: u32, port: u32) -> SocketAddr {
+    SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
 }
 
 /// Sets that differ where a sender can choose: in the low and high bits of ports and addresses, as counters, strides
@@ -39,7 +39,7 @@ const SETS: [Set; 9] = [
 ];
 
 /// How often pairs of the set's tuples share a place, in multiples of chance, over many keys.
-fn collisions(hash: fn(&CookieKey, SocketAddrV4) -> u64, set: Set, shift: u32) -> f64 {
+fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: Set, shift: u32) -> f64 {
     let mut rng = seeded_rng(171, shift.into());
     let mut pairs = 0u64;
     for _ in 0..KEYS {
@@ -55,13 +55,14 @@ fn collisions(hash: fn(&CookieKey, SocketAddrV4) -> u64, set: Set, shift: u32) -
 }
 
 /// The low half selects places, the upper half is the tag.
-fn whole(key: &CookieKey, client: SocketAddrV4) -> u64 {
+fn whole(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
     u64::from(hash.tag()) << 32 | u64::from(hash.low())
 }
 
 /// One multiplication without a fold: places depend on the low bits of the tuple alone.
-fn too_simple(key: &CookieKey, client: SocketAddrV4) -> u64 {
+fn too_simple(key: &CookieKey, client: SocketAddr) -> u64 {
+    let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
     let tuple = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());
     (tuple ^ key.k0).wrapping_mul(key.k1 | 1)
 }

@@ -4,7 +4,7 @@
 //! `bpf/lb/connection_table.h`.
 
 use std::collections::BTreeSet;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::AtomicU64 as PlainWord;
 
 use coreward_intf as intf;
@@ -125,7 +125,7 @@ fn table(free: usize, top_mask: u64) -> Arc<Table> {
 }
 
 fn packet(client: u16) -> FirstPacket {
-    let address = SocketAddrV4::new(Ipv4Addr::new(10, 1, 0, 7), client);
+    let address = SocketAddr::new(Ipv4Addr::new(10, 1, 0, 7).into(), client);
     let hash =
         ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE, address);
     FirstPacket { hash, service: SERVICE, client: address, bytes: u64::from(client) }

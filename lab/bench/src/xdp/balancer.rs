@@ -179,7 +179,8 @@ impl Balancer {
                     return Ok(self.packet(client, self.lb_stamped(client, &mut rng)));
                 }
                 Case::Established(Consistency::Stateful, _) => {
-                    let index = places.get(client).with_context(|| format!("{client} has no entry"))?;
+                    let index =
+                        places.get(&SocketAddr::from(*client)).with_context(|| format!("{client} has no entry"))?;
                     Cookie::TableIndex(cookie_number(self.owner, index.slot()))
                 }
                 _ => Cookie::Server(self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize]),
@@ -198,7 +199,7 @@ impl Balancer {
     }
 
     /// Index of each client's entry in the connection table.
-    pub fn places(&self) -> HashMap<SocketAddrV4, ConnectionIndex> {
+    pub fn places(&self) -> HashMap<SocketAddr, ConnectionIndex> {
         let lb = self.lb.borrow();
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
     }

@@ -46,7 +46,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
     let (places, size) = (stateful.places(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
     let mut packets = stateless.packets()?;
     for (packet, client) in packets.iter_mut().zip(clients(connections)) {
-        packet.line = places[&client].position(size);
+        packet.line = places[&client.into()].position(size);
     }
     let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
     let by_cookie = Turn::of(&usual, Program::Balancer(&stateless));

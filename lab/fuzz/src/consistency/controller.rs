@@ -1,6 +1,6 @@
 //! The controller: what there should be, and how it reaches load balancers and servers.
 
-use std::net::SocketAddrV4;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use coreward_model::connection_table::{Clock, OwnerNumber};
@@ -229,7 +229,10 @@ impl Simulation {
             harness.change(&Change::Clock(Clock::at(Duration::from_millis(self.now))))?;
             harness.change(&Change::Sweep)?;
             let open = &self.open;
-            let ended = |client: SocketAddrV4| !open.contains(&(*client.ip(), client.port()));
+            let ended = |client| match client {
+                SocketAddr::V4(client) => !open.contains(&(*client.ip(), client.port())),
+                SocketAddr::V6(_) => true,
+            };
             let ended: Vec<_> =
                 harness.model.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
             harness.change(&Change::Free(ended))?;

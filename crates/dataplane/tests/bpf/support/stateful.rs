@@ -1,6 +1,6 @@
 //! A load balancer with one stateful service, and what its packets look like.
 
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use coreward_dataplane::lb::Options;
 use coreward_dataplane::mac::MacAddress;
@@ -28,6 +28,14 @@ pub type Client = (Ipv4Addr, u16);
 
 pub fn client(rng: &mut impl Rng) -> Client {
     (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
+}
+
+/// Returns the client of an IPv4 connection.
+pub fn ipv4_client(connection: &Connection) -> Client {
+    match connection.client.ip() {
+        IpAddr::V4(address) => (address, connection.client.port()),
+        IpAddr::V6(address) => panic!("a connection of {address}"),
+    }
 }
 
 pub fn tuple(client: Client) -> FourTuple {
@@ -119,7 +127,7 @@ impl Balancer {
 
     /// Its entry, found by client.
     pub fn entry(&self, client: Client) -> Option<Connection> {
-        let client = SocketAddrV4::new(client.0, client.1);
+        let client = SocketAddr::from(client);
         let mut found = self.lb.connections(self.services[0]).filter(|connection| connection.client == client);
         let entry = found.next();
         assert_eq!(found.next(), None, "{client} has two entries");
@@ -127,7 +135,7 @@ impl Balancer {
     }
 
     pub fn hash(&self, client: Client) -> ConnectionHash {
-        ConnectionHash::new(&self.lb.connection_key(), self.services[0].get(), SocketAddrV4::new(client.0, client.1))
+        ConnectionHash::new(&self.lb.connection_key(), self.services[0].get(), client.into())
     }
 
     /// A packet of the connection reaches its server by the connection table.

@@ -1,0 +1,120 @@
+//! Parsing and rewriting of an IPv6 frame: `bpf/lb/parse_ipv6.h` and `bpf/lb/icmp_ipv6.h`.
+
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+use coreward_intf as intf;
+
+use super::packet::{
+    ETHERNET_HEADER, Ended, ICMP_HEADER, IpPacket, Outer, Part, QUOTED_BYTES, Quote, quoted_value, u16_at,
+};
+use crate::tuple::Protocol;
+
+const ETHERTYPE_IPV6: u16 = 0x86dd;
+const IPV6_HEADER: usize = 40;
+/// Types of ICMPv6 errors (RFC 4443).
+const ICMPV6_ERRORS: std::ops::RangeInclusive<u8> = 1..=4;
+pub(super) const PROTOCOL_ICMPV6: u8 = 58;
+
+/// Extension headers that are walked over (RFC 8200, RFC 4302).
+const FRAGMENT: u8 = 44;
+const AUTHENTICATION: u8 = 51;
+const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT, AUTHENTICATION, 60];
+const MOST_EXTENSION_HEADERS: usize = 6;
+/// Largest offset in the frame of a transport header.
+const LAST_TRANSPORT: usize = 111;
+
+pub(super) fn is_ipv6(frame: &[u8]) -> bool {
+    frame.len() >= ETHERNET_HEADER + IPV6_HEADER && u16_at(frame, 12) == ETHERTYPE_IPV6
+}
+
+fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
+    Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[offset..offset + 16]).expect("16 bytes")).into()
+}
+
+/// Reads a frame that [`is_ipv6`] accepted.
+pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
+    Some(Outer {
+        destination_mac: frame[..6].try_into().expect("six bytes"),
+        protocol: frame[ETHERNET_HEADER + 6],
+        vip: address_at(frame, ETHERNET_HEADER + 24),
+    })
+}
+
+/// Parses a frame that [`is_ipv6`] accepted.
+pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
+    let packet = &frame[ETHERNET_HEADER..];
+    let end = IPV6_HEADER + usize::from(u16_at(packet, 4));
+    if packet[0] >> 4 != 6 || end > packet.len() {
+        return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
+    }
+    let (protocol, part, transport) = walk(&packet[..end])?;
+    Ok(IpPacket {
+        client: address_at(packet, 8),
+        vip: address_at(packet, 24),
+        protocol,
+        identification: 0,
+        part,
+        transport: ETHERNET_HEADER + transport,
+        payload: packet.get(transport..end).unwrap_or_default(),
+    })
+}
+
+/// Walks over the extension headers. Returns protocol, part, and offset of the transport header.
+fn walk(packet: &[u8]) -> Result<(u8, Part, usize), Ended> {
+    let (mut next, mut at) = (packet[6], IPV6_HEADER);
+    for _ in 0..MOST_EXTENSION_HEADERS {
+        if !EXTENSION_HEADERS.contains(&next) {
+            break;
+        }
+        let header = packet.get(at..at + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
+        let length = usize::from(header[1]);
+        let (number, field) = (next, u16_at(header, 2));
+        next = header[0];
+        at += match number {
+            FRAGMENT => 8,
+            AUTHENTICATION => (length + 2) * 4,
+            _ => (length + 1) * 8,
+        };
+        if ETHERNET_HEADER + at > LAST_TRANSPORT {
+            return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
+        }
+        // All but the reserved bits: 0 if it is the whole packet (RFC 6946).
+        if number == FRAGMENT && field & !0x6 != 0 {
+            let part = if field & !0x7 == 0 { Part::First } else { Part::Later };
+            return Ok((next, part, at));
+        }
+    }
+    Ok((next, Part::Whole, at))
+}
+
+pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
+    const MALFORMED: Ended = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
+    const NOT_OURS: Ended = intf::LB_COUNTER_PASSED_NOT_SERVICE;
+    let message = packet.payload;
+    if message.len() < ICMP_HEADER {
+        return Err(MALFORMED);
+    }
+    if !ICMPV6_ERRORS.contains(&message[0]) {
+        return Err(NOT_OURS);
+    }
+    let quoted = &message[ICMP_HEADER..];
+    if quoted.len() < IPV6_HEADER + QUOTED_BYTES || quoted[0] >> 4 != 6 {
+        return Err(MALFORMED);
+    }
+    let protocol = quoted[6];
+    if address_at(quoted, 8) != packet.vip || !Protocol::ALL.map(Protocol::number).contains(&protocol) {
+        return Err(NOT_OURS);
+    }
+    let segment = &quoted[IPV6_HEADER..];
+    Ok(Quote {
+        protocol,
+        client: SocketAddr::new(address_at(quoted, 24), u16_at(segment, 2)),
+        vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
+        value: if protocol == Protocol::Tcp.number() { quoted_value(segment) } else { None },
+    })
+}
+
+pub(super) fn set_flow_label(frame: &mut [u8], label: u16) {
+    frame[ETHERNET_HEADER + 1] &= 0xf0;
+    frame[ETHERNET_HEADER + 2..ETHERNET_HEADER + 4].copy_from_slice(&label.to_be_bytes());
+}
