@@ -167,11 +167,16 @@ struct connection_timers {
 #define CONNECTION_UNSWEPT 600
 
 /*
- * Entry of a recent SYN, for its retransmission: direct-mapped by the connection's hash, the upper bits of its tag and,
- * in the low CONNECTION_SLOT_BITS, the slot. A hint: the entry's own identity decides. With the tag, a new connection
- * does not fetch another one's entry, which is rarely in a cache.
+ * Entries of recent SYNs, for further SYNs of the same connection: sets of RECENT_WAYS words by the connection's hash,
+ * the latest SYN first. A word has the upper bits of the tag and, in the low CONNECTION_SLOT_BITS, the slot. A hint:
+ * the entry's own identity decides. With the tag, a new connection does not fetch another one's entry, which is rarely
+ * in a cache.
+ *
+ * The sets fit the second-level cache. At 4,000 SYN/s they lose 2 % of the connections before the first retransmission,
+ * after a second; a direct-mapped array of this size loses 22 %.
  */
 #define RECENT_CONNECTIONS 16384
+#define RECENT_WAYS 4
 
 /* Source prefixes (/24) share a counter by their hash. */
 #define SOURCE_SHARDS 4096

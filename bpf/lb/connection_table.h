@@ -88,7 +88,7 @@ struct {
 	__type(value, struct connection_stack);
 } connection_stacks SEC(".maps");
 
-/* Tag and slot of the connection with the latest SYN, by hash. */
+/* Tags and slots of connections with a recent SYN, by hash. */
 __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
 
 #define NANOSECONDS_PER_TICK 100000000
@@ -177,22 +177,53 @@ static __always_inline bool update_connection(struct connection *connection, __u
 
 /* ---- first packets --------------------------------------------------------------------------------------------- */
 
-/* Returns the entry of the connection with the latest SYN of this hash, also for a client that reuses its port. */
+static __always_inline volatile __u32 *recent_set(__u64 hash)
+{
+	__u32 set = hash & (RECENT_CONNECTIONS / RECENT_WAYS - 1);
+
+	return &recent_connections[set * RECENT_WAYS];
+}
+
+static __always_inline bool is_recent(__u32 recent, __u64 hash)
+{
+	return !((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_SLOT_MASK);
+}
+
+/* Returns the connection's entry, if its SYN is a recent one of its set; also for a client that reuses its port. */
 static __always_inline struct connection *find_recent_connection(__u64 hash, __u32 service, __u32 *slot,
 								 __u32 *server_id)
 {
-	__u32 recent = recent_connections[hash & (RECENT_CONNECTIONS - 1)];
+	const volatile __u32 *set = recent_set(hash);
 
-	*slot = recent & CONNECTION_SLOT_MASK;
-	if ((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_SLOT_MASK)
-		return NULL;
-	return find_connection(hash, *slot, service, server_id);
+	for (__u32 way = 0; way < RECENT_WAYS; way++) {
+		__u32 recent = set[way];
+
+		if (!is_recent(recent, hash))
+			continue;
+		*slot = recent & CONNECTION_SLOT_MASK;
+		return find_connection(hash, *slot, service, server_id);
+	}
+	return NULL;
 }
 
-static __always_inline void remember_connection(__u64 hash, __u32 slot)
+/*
+ * Moves the connection to the front of its set; the last one leaves a full set. So a connection keeps its entry until
+ * RECENT_WAYS others of the set came since its latest SYN. A race with another CPU can lose one, which then takes
+ * another entry.
+ */
+static __noinline void remember_connection(__u64 hash, __u32 slot)
 {
-	recent_connections[hash & (RECENT_CONNECTIONS - 1)] =
-		(hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_SLOT_MASK) | slot;
+	__u32 moved = (hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_SLOT_MASK) | slot;
+	volatile __u32 *set = recent_set(hash);
+
+	for (__u32 way = 0; way < RECENT_WAYS; way++) {
+		__u32 next = set[way];
+
+		set[way] = moved;
+		if (is_recent(next, hash))
+			return;
+		moved = next;
+	}
 }
 
 /*

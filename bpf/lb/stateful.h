@@ -239,6 +239,7 @@ static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct ser
 		decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->opens = reopen_connection(connection);
 		decision->echo = syn_echo(owner, slot);
+		remember_connection(hash, slot);
 		return;
 	}
 	decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);

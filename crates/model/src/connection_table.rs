@@ -182,9 +182,9 @@ impl ConnectionHash {
         self.0 as u32
     }
 
-    /// Returns the slot that records the entry of its first packet.
-    pub fn recent_slot(self) -> usize {
-        (self.0 as u32 % intf::RECENT_CONNECTIONS) as usize
+    /// Returns the set that records the entry of its latest SYN.
+    pub fn recent_set(self) -> usize {
+        (self.0 as u32 % (intf::RECENT_CONNECTIONS / intf::RECENT_WAYS)) as usize
     }
 }
 

@@ -70,9 +70,8 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
         assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
         assert_eq!((entry.opened, entry.last_seen), (Clock(123), Clock(200)));
     }
-    // FIN and RST leave a mark; a SYN takes it away, if no later connection's SYN is remembered in its place.
-    let slots: Vec<_> = opened.iter().map(|opened| balancer.hash(opened.client).recent_slot()).collect();
-    for (position, (opened, flags)) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()).enumerate() {
+    // FIN and RST leave a mark; a SYN takes it away.
+    for (opened, flags) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
         let frame = packet(&balancer.keys, opened.client, opened.number, flags).frame();
         let closed = || balancer.lb.traffic(opened.server).closed;
         let before = closed();
@@ -81,10 +80,8 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
         }
         assert_eq!(closed(), before + 1, "sent again it closes nothing");
         assert!(balancer.entry(opened.client).unwrap().closing);
-        if !slots[position + 1..].contains(&slots[position]) {
-            assert_eq!(balancer.open(opened.client).1, Some(opened.number));
-            assert!(!balancer.entry(opened.client).unwrap().closing);
-        }
+        assert_eq!(balancer.open(opened.client).1, Some(opened.number));
+        assert!(!balancer.entry(opened.client).unwrap().closing);
     }
     assert_eq!(balancer.events(0, "connection_unknown"), 0);
 }
@@ -133,11 +130,8 @@ fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
     let mut rng = seeded_rng(103, 0);
     let (mut balancer, _) = balancer(4096, &mut rng);
     let first = balancer.opened(client(&mut rng));
-    // None of the others is remembered in its place (one of 16,384, by a key that is drawn).
-    let slot_of = |client| balancer.hash(client).recent_slot();
-    let others = std::iter::repeat_with(|| client(&mut rng)).filter(|other| slot_of(*other) != slot_of(first.client));
-    for other in others.take(50) {
-        balancer.opened(other);
+    for _ in 0..50 {
+        balancer.opened(client(&mut rng));
     }
     balancer.lb.tick(Duration::from_secs(3));
     assert_eq!(balancer.open(first.client), (first.server, Some(first.number)));
@@ -151,6 +145,30 @@ fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
     assert_ne!(server, first.server);
     assert!(number.is_some_and(|number| number != first.number));
     assert_eq!(balancer.lb.connections_in_use(), 52);
+}
+
+#[test]
+fn a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open() {
+    if !may_load_bpf("a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open") {
+        return;
+    }
+    let mut rng = seeded_rng(117, 0);
+    let (balancer, _) = balancer(4096, &mut rng);
+    let first = balancer.opened(client(&mut rng));
+    let set = balancer.hash(first.client).recent_set();
+    for round in 1..=20 {
+        let mut others = Vec::new();
+        while others.len() < intf::RECENT_WAYS as usize - 1 {
+            let other = client(&mut rng);
+            if balancer.hash(other).recent_set() == set {
+                others.push(balancer.opened(other));
+            }
+        }
+        for again in others.iter().chain([&first]) {
+            assert_eq!(balancer.open(again.client), (again.server, Some(again.number)), "round {round}");
+        }
+        assert_eq!(balancer.lb.connections_in_use(), 1 + round * others.len());
+    }
 }
 
 #[test]

@@ -312,29 +312,40 @@ fn changed_top(top: u64, slot_plus_one: u32) -> u64 {
     count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Tag and slot of connections with a recent SYN, by the connection's hash: a hint, because the entry's identity
-/// decides.
+/// Tags and slots of connections with a recent SYN, in sets by the connection's hash: hints, because the entry's
+/// identity decides.
 #[derive(Debug, Clone)]
-pub struct RecentConnections(Vec<u32>);
+pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
 impl Default for RecentConnections {
     fn default() -> Self {
-        Self(vec![0; intf::RECENT_CONNECTIONS as usize])
+        let sets = intf::RECENT_CONNECTIONS / intf::RECENT_WAYS;
+        Self(vec![[0; intf::RECENT_WAYS as usize]; sets as usize])
     }
 }
 
 impl RecentConnections {
     /// Returns the slot to check ([`ConnectionTable::find`]) for the entry of a connection that opens once more.
-    /// `None`: the latest SYN with this slot was another connection's.
+    /// `None`: no recent SYN of its set was the connection's.
     pub fn slot(&self, hash: ConnectionHash) -> Option<u32> {
-        let recent = self.0[hash.recent_slot()];
-        let same = (recent ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0;
-        same.then_some(recent & intf::CONNECTION_SLOT_MASK)
+        let recent = self.0[hash.recent_set()].iter().find(|recent| Self::is_recent(**recent, hash))?;
+        Some(recent & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// `remember_connection()`: records the slot for the next SYN of the same connection.
+    /// `remember_connection()`: records the slot for the next SYN of the same connection, at the front of its set.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
-        self.0[hash.recent_slot()] = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
+        let mut moved = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
+        for way in &mut self.0[hash.recent_set()] {
+            let next = std::mem::replace(way, moved);
+            if Self::is_recent(next, hash) {
+                return;
+            }
+            moved = next;
+        }
+    }
+
+    fn is_recent(recent: u32, hash: ConnectionHash) -> bool {
+        (recent ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0
     }
 }
 

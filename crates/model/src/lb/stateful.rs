@@ -182,6 +182,7 @@ impl LoadBalancer {
             && self.service(service_slot).takes_new_connections(id)
         {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
+            self.stateful.recent.remember(hash, index);
             let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
             return decision.with_tsecr(echo, syn_echo(owner, index.slot()));
         }
