@@ -4,16 +4,22 @@ use std::fs;
 
 // Not /proc/self: that is the namespace of the process's first thread.
 const SOCKSTAT: &str = "/proc/thread-self/net/sockstat";
+/// Sockets of IPv6, and so those with IPv4-mapped addresses. A kernel without IPv6 has no such file.
+const SOCKSTAT_IPV6: &str = "/proc/thread-self/net/sockstat6";
 
 /// Returns the kernel's count of established connections and listening sockets; 0: unknown. It only divides the load by
 /// connections, so a few listening sockets do not matter.
 pub fn open() -> u32 {
-    fs::read_to_string(SOCKSTAT).ok().and_then(|text| parse(&text)).unwrap_or(0)
+    let count = |path| fs::read_to_string(path).ok().and_then(|text| parse(&text)).unwrap_or(0);
+    count(SOCKSTAT) + count(SOCKSTAT_IPV6)
 }
 
 fn parse(sockstat: &str) -> Option<u32> {
-    let line = sockstat.lines().find_map(|line| line.strip_prefix("TCP: inuse "))?;
-    line.split(' ').next()?.parse().ok()
+    let in_use = |line: &str| {
+        let rest = line.strip_prefix("TCP: inuse ").or_else(|| line.strip_prefix("TCP6: inuse "))?;
+        rest.split(' ').next()?.parse().ok()
+    };
+    sockstat.lines().find_map(in_use)
 }
 
 #[cfg(test)]
@@ -24,7 +30,15 @@ mod tests {
     fn the_number_in_use_is_taken() {
         let text = "sockets: used 23\nTCP: inuse 17 orphan 1 tw 300 alloc 20 mem 3\nUDP: inuse 0 mem 0\n";
         assert_eq!(parse(text), Some(17));
+        assert_eq!(parse("TCP6: inuse 5\nUDP6: inuse 1\n"), Some(5));
         assert_eq!(parse(""), None);
+    }
+
+    #[test]
+    fn sockets_of_ipv6_count() {
+        // More than there are sockets of IPv4.
+        let listeners: Vec<_> = (0..500).map(|_| std::net::TcpListener::bind("[::]:0").unwrap()).collect();
+        assert!(open() >= listeners.len() as u32);
     }
 
     #[test]

@@ -2,10 +2,11 @@
 //! stalls.
 
 use std::io::{Read as _, Write as _};
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::mac::MacAddress;
+use coreward_dataplane::sockets::counts::connections_of;
 use coreward_dataplane::sockets::open_sockets;
 use coreward_dataplane::tc::Direction;
 use coreward_dataplane::test_run;
@@ -382,18 +383,29 @@ fn the_kernel_says_which_connections_have_a_socket() {
     if !may_load_bpf("the_kernel_says_which_connections_have_a_socket") {
         return;
     }
-    let bed = Bed::new();
-    let listener = bed.listen();
-    let open: Vec<_> = (0..100).map(|_| bed.connection(&listener)).collect();
-    let mut half_open = HandClient::new(&bed, 4014, true);
+    for family in Family::BOTH {
+        let bed = Bed::of(family, ServiceMode::default());
+        expect_sockets_of_connections(&bed, &bed.listen());
+        // A socket of both families: its IPv4 connections have IPv4-mapped addresses.
+        let bed = Bed::of(family, ServiceMode::default());
+        let of_both = bed.pair.server.within(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
+        expect_sockets_of_connections(&bed, &of_both);
+    }
+}
+
+fn expect_sockets_of_connections(bed: &Bed, listener: &TcpListener) {
+    let service = vip(bed.family);
+    let open: Vec<_> = (0..100).map(|_| bed.connection(listener)).collect();
+    let mut half_open = HandClient::new(bed, 4014, true);
     half_open.open(0);
-    let mut asked = vec![(FourTuple::new(half_open.address(), vip(Family::Ipv4)).unwrap(), true)];
+    let tuple = |client, vip| FourTuple::new(client, vip).unwrap();
+    let mut asked = vec![(tuple(half_open.address(), service), true)];
     for (client, _) in &open {
-        let port = client.local_addr().unwrap().port();
-        asked.push((FourTuple::ipv4((CLIENT, port), (VIP, PORT)), true));
+        let client = client.local_addr().unwrap();
+        asked.push((tuple(client, service), true));
         // The listening socket does not count.
-        asked.push((FourTuple::ipv4((Ipv4Addr::new(10, 9, 9, 9), port), (VIP, PORT)), false));
-        asked.push((FourTuple::ipv4((CLIENT, port), (VIP, PORT + 1)), false));
+        asked.push((tuple((half_open.address().ip(), client.port()).into(), service), false));
+        asked.push((tuple(client, (service.ip(), PORT + 1).into()), false));
     }
     let tuples: Vec<FourTuple> = asked.iter().map(|(tuple, _)| *tuple).collect();
     let found = bed.pair.server.within(|| open_sockets(&tuples).unwrap());
@@ -401,4 +413,7 @@ fn the_kernel_says_which_connections_have_a_socket() {
         assert_eq!(found, *expected, "{tuple:?}");
     }
     assert_eq!(bed.pair.server.within(|| open_sockets(&[]).unwrap()), [] as [bool; 0]);
+    let other_family = vip(if bed.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
+    let counts = bed.pair.server.within(|| connections_of(&[service, other_family]).unwrap());
+    assert_eq!(counts, [101, 0]);
 }
