@@ -1,8 +1,8 @@
 //! Servers to which unknown packets may be forwarded (bpf/server/server.bpf.c, section 8): the controller names them,
-//! ARP resolves them.
+//! ARP or neighbour discovery resolves them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::sync::mpsc::Receiver;
 
 use anyhow::Context as _;
@@ -17,8 +17,8 @@ pub struct DaisyChain {
     interface: String,
     /// Runs once there is a server to resolve.
     resolver: Option<(Resolver, Receiver<Change>)>,
-    ids: BTreeMap<Ipv4Addr, Vec<ServerId>>,
-    found: HashMap<Ipv4Addr, MacAddress>,
+    ids: BTreeMap<IpAddr, Vec<ServerId>>,
+    found: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
@@ -32,17 +32,7 @@ impl DaisyChain {
     pub fn set(&mut self, servers: &[ServerBefore], programs: &mut ServerPrograms) -> anyhow::Result<()> {
         self.ids.clear();
         for server in servers {
-            match server.address {
-                IpAddr::V4(address) => self.ids.entry(address).or_default().push(server.id),
-                IpAddr::V6(address) => {
-                    tracing::warn!(
-                        event = "previous-server-unreachable",
-                        server_id = %server.id,
-                        %address,
-                        "packets for a previous server are forwarded by IPv4 only"
-                    );
-                }
-            }
+            self.ids.entry(server.address).or_default().push(server.id);
         }
         self.found.retain(|address, _| self.ids.contains_key(address));
         let wanted: BTreeSet<ServerId> = self.ids.values().flatten().copied().collect();
@@ -76,7 +66,7 @@ impl DaisyChain {
     /// Returns unresolved servers, as text for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         let missing = self.ids.keys().filter(|address| !self.found.contains_key(address));
-        let missing: Vec<String> = missing.map(Ipv4Addr::to_string).collect();
+        let missing: Vec<String> = missing.map(IpAddr::to_string).collect();
         (!missing.is_empty()).then(|| {
             format!(
                 "no MAC address of {}: packets of connections that may be there are not handed on",

@@ -1,4 +1,4 @@
-//! MAC addresses of servers, by ARP of our own (RFC 826).
+//! MAC addresses of servers, by ARP (RFC 826) and neighbour discovery (RFC 4861) of our own.
 //!
 //! The kernel's neighbour table would serve a host that sends to its neighbours. Packets from XDP never use it, so its
 //! entries go stale, and a new MAC address would be noticed after up to half a minute. Here every server is probed once
@@ -7,8 +7,10 @@
 //!
 //! [`Neighbours`] has the state and the schedule without I/O; [`Resolver`] is the thread with the socket.
 
+mod ndp;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -46,7 +48,7 @@ const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Change {
     /// Address of the neighbour.
-    pub address: Ipv4Addr,
+    pub address: IpAddr,
     /// New MAC address.
     pub mac: Option<MacAddress>,
 }
@@ -55,8 +57,8 @@ pub struct Change {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
     /// Address that is resolved.
-    pub address: Ipv4Addr,
-    /// Destination of the frame.
+    pub address: IpAddr,
+    /// Destination of the frame; [`MacAddress::BROADCAST`] for all that may have the address.
     pub destination: MacAddress,
 }
 
@@ -70,15 +72,15 @@ struct Neighbour {
 /// State of the neighbours, and the schedule of probes. Times are of any monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct Neighbours {
-    known: BTreeMap<Ipv4Addr, Neighbour>,
+    known: BTreeMap<IpAddr, Neighbour>,
     /// Their addresses by the time of the next probe.
-    order: BTreeSet<(Duration, Ipv4Addr)>,
+    order: BTreeSet<(Duration, IpAddr)>,
 }
 
 impl Neighbours {
     /// Sets the addresses to resolve; new ones are probed at once.
-    pub fn set_addresses(&mut self, addresses: &[Ipv4Addr], now: Duration) {
-        let wanted: BTreeSet<Ipv4Addr> = addresses.iter().copied().collect();
+    pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
+        let wanted: BTreeSet<IpAddr> = addresses.iter().copied().collect();
         self.known.retain(|address, _| wanted.contains(address));
         for address in wanted {
             self.known.entry(address).or_insert(Neighbour { mac: None, missed: 0, next_probe: now });
@@ -86,8 +88,8 @@ impl Neighbours {
         self.order = self.known.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
     }
 
-    /// Records the sender of an ARP packet: an answer, a request or an announcement.
-    pub fn heard(&mut self, address: Ipv4Addr, mac: MacAddress, now: Duration) -> Option<Change> {
+    /// Records the sender of a packet of ARP or neighbour discovery: an answer, a request or an announcement.
+    pub fn heard(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<Change> {
         let neighbour = self.known.get_mut(&address)?;
         neighbour.missed = 0;
         self.order.remove(&(neighbour.next_probe, address));
@@ -123,17 +125,22 @@ impl Neighbours {
     }
 }
 
-/// Returns the request frame for `probe`.
-pub fn request_frame(probe: Probe, own_mac: MacAddress, own_address: Ipv4Addr) -> [u8; FRAME_BYTES] {
+/// Returns the ARP request frame for `address`, sent to `destination`.
+pub fn request_frame(
+    address: Ipv4Addr,
+    destination: MacAddress,
+    own_mac: MacAddress,
+    own_address: Ipv4Addr,
+) -> [u8; FRAME_BYTES] {
     let mut frame = [0; FRAME_BYTES];
-    frame[..6].copy_from_slice(&probe.destination.0);
+    frame[..6].copy_from_slice(&destination.0);
     frame[6..12].copy_from_slice(&own_mac.0);
     frame[12..14].copy_from_slice(&ETHERTYPE_ARP.to_be_bytes());
     frame[14..20].copy_from_slice(&ARP_ETHERNET_IPV4);
     frame[20..22].copy_from_slice(&1u16.to_be_bytes());
     frame[22..28].copy_from_slice(&own_mac.0);
     frame[28..32].copy_from_slice(&own_address.octets());
-    frame[38..42].copy_from_slice(&probe.address.octets());
+    frame[38..42].copy_from_slice(&address.octets());
     frame
 }
 
@@ -150,7 +157,7 @@ pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
 /// Resolver of neighbours in a thread of its own, until dropped.
 #[derive(Debug)]
 pub struct Resolver {
-    wanted: Arc<Mutex<Option<Vec<Ipv4Addr>>>>,
+    wanted: Arc<Mutex<Option<Vec<IpAddr>>>>,
     /// Closed by dropping: the thread then ends.
     alive: Sender<()>,
 }
@@ -175,12 +182,12 @@ impl Resolver {
                     );
                 }
             })
-            .context("a thread for ARP")?;
+            .context("a thread for neighbours")?;
         Ok((Self { wanted, alive }, receiver))
     }
 
     /// Sets the addresses to resolve.
-    pub fn set_addresses(&self, addresses: Vec<Ipv4Addr>) {
+    pub fn set_addresses(&self, addresses: Vec<IpAddr>) {
         *self.wanted.lock() = Some(addresses);
     }
 
@@ -190,9 +197,10 @@ impl Resolver {
     }
 }
 
-/// A packet socket for ARP at one device.
+/// Packet sockets for ARP and neighbour discovery at one device.
 struct Link {
-    socket: OwnedFd,
+    arp: OwnedFd,
+    ndp: OwnedFd,
     interface: String,
 }
 
@@ -200,28 +208,16 @@ impl Link {
     fn open(interface: &str) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
-        let protocol = i32::from(ETHERTYPE_ARP.to_be());
-        // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked.
-        let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
-        Errno::result(socket).context("a packet socket for ARP (needs CAP_NET_RAW)")?;
-        // SAFETY: the descriptor was just made and nothing else owns it.
-        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
-        // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
-        let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
-        address.sll_family = libc::AF_PACKET as u16;
-        address.sll_protocol = ETHERTYPE_ARP.to_be();
-        address.sll_ifindex = index as i32;
-        // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
-        let bound = unsafe {
-            libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32)
+        let open = |ethertype, filter| {
+            packet_socket(index, ethertype, filter).with_context(|| format!("a packet socket at {interface}"))
         };
-        Errno::result(bound).with_context(|| format!("cannot listen for ARP at {interface}"))?;
-        Ok(Self { socket, interface: interface.to_owned() })
+        let (arp, ndp) = (open(ETHERTYPE_ARP, &[])?, open(ndp::ETHERTYPE_IPV6, &ndp::FILTER)?);
+        Ok(Self { arp, ndp, interface: interface.to_owned() })
     }
 
     fn run(
         &self,
-        wanted: &Mutex<Option<Vec<Ipv4Addr>>>,
+        wanted: &Mutex<Option<Vec<IpAddr>>>,
         changes: &Sender<Change>,
         ended: &Receiver<()>,
     ) -> anyhow::Result<()> {
@@ -256,64 +252,128 @@ impl Link {
         if probes.is_empty() {
             return;
         }
-        let Some((own_mac, own_address)) = own_addresses(&self.interface) else { return };
-        for probe in probes {
-            let frame = request_frame(*probe, own_mac, own_address);
-            if let Err(error) = nix::unistd::write(&self.socket, &frame) {
-                tracing::debug!(event = "arp-not-sent", address = %probe.address, %error, "cannot send an ARP request");
+        let Some(own) = OwnAddresses::of(&self.interface) else { return };
+        for Probe { address, destination } in probes {
+            let sent = match *address {
+                IpAddr::V4(address) => {
+                    nix::unistd::write(&self.arp, &request_frame(address, *destination, own.mac, own.ipv4))
+                }
+                IpAddr::V6(address) => {
+                    let known = Some(*destination).filter(|mac| *mac != MacAddress::BROADCAST);
+                    nix::unistd::write(&self.ndp, &ndp::solicitation(address, known, own.mac, own.ipv6))
+                }
+            };
+            if let Err(error) = sent {
+                tracing::debug!(event = "probe-not-sent", %address, %error, "cannot send a probe for a MAC address");
             }
         }
     }
 
     /// Waits until a frame arrives or a probe is due, at most as long as a new configuration may take to be noticed.
-    fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(Ipv4Addr, MacAddress)>> {
+    fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let until_due = neighbours.next_due().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
         let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
-        let mut descriptors = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+        let mut descriptors = [&self.arp, &self.ndp].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
         match poll(&mut descriptors, limit) {
             Ok(0) | Err(Errno::EINTR) => return Ok(Vec::new()),
             Ok(_) => {}
-            Err(error) => return Err(error).context("waiting for ARP"),
+            Err(error) => return Err(error).context("waiting for ARP or neighbour discovery"),
         }
+        let mut heard = self.receive(&self.arp, |frame| sender(frame).map(|(address, mac)| (address.into(), mac)))?;
+        heard.extend(self.receive(&self.ndp, |frame| ndp::sender(frame).map(|(address, mac)| (address.into(), mac)))?);
+        Ok(heard)
+    }
+
+    fn receive(
+        &self,
+        socket: &OwnedFd,
+        sender: impl Fn(&[u8]) -> Option<(IpAddr, MacAddress)>,
+    ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let mut heard = Vec::new();
         let mut frame = [0; 128];
         while heard.len() < HEARD_AT_ONCE {
-            match recv(self.socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
+            match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
                 Ok(length) => heard.extend(sender(&frame[..length])),
                 // The device went down; it may come back.
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ENETDOWN) => break,
-                Err(error) => return Err(error).with_context(|| format!("reading ARP at {}", self.interface)),
+                Err(error) => return Err(error).with_context(|| format!("reading neighbours at {}", self.interface)),
             }
         }
         Ok(heard)
     }
 }
 
-/// Returns the device's first IPv4 address, at which others can resolve its MAC address.
-pub fn own_address(interface: &str) -> Option<Ipv4Addr> {
-    own_addresses(interface).map(|(_, address)| address).filter(|address| !address.is_unspecified())
+/// Opens a packet socket that receives frames of this type, if they pass the filter; an empty one passes all. Fails
+/// without CAP_NET_RAW.
+fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
+    // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
+    // nothing before bind(), so no frame evades the filter.
+    let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+    Errno::result(socket).context("needs CAP_NET_RAW")?;
+    // SAFETY: the descriptor was just made and nothing else owns it.
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    if !filter.is_empty() {
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
+        // SAFETY: the kernel copies the instructions, which live until the call returns.
+        let attached = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_ATTACH_FILTER,
+                (&raw const program).cast(),
+                size_of::<libc::sock_fprog>() as u32,
+            )
+        };
+        Errno::result(attached).context("the filter of received frames")?;
+    }
+    // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
+    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+    address.sll_family = libc::AF_PACKET as u16;
+    address.sll_protocol = ethertype.to_be();
+    address.sll_ifindex = index as i32;
+    // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
+    let bound =
+        unsafe { libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32) };
+    Errno::result(bound).context("bind")?;
+    Ok(socket)
 }
 
-/// Returns the device's MAC address and its first IPv4 address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect.
-/// 1.1).
-fn own_addresses(interface: &str) -> Option<(MacAddress, Ipv4Addr)> {
-    let (mut mac, mut address) = (None, Ipv4Addr::UNSPECIFIED);
-    for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
-        let Some(storage) = entry.address else { continue };
-        if let Some(link) = storage.as_link_addr() {
-            mac = link.addr().map(MacAddress);
-        } else if let Some(ipv4) = storage.as_sockaddr_in().filter(|_| address.is_unspecified()) {
-            address = ipv4.ip();
+/// Returns the device's first IPv4 address, at which others can resolve its MAC address.
+pub fn own_address(interface: &str) -> Option<Ipv4Addr> {
+    OwnAddresses::of(interface).map(|own| own.ipv4).filter(|address| !address.is_unspecified())
+}
+
+/// MAC address of a device, and the sources of its probes.
+struct OwnAddresses {
+    mac: MacAddress,
+    /// The first address; without one, 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
+    ipv4: Ipv4Addr,
+    /// The first address; without one, the unspecified address, as in duplicate address detection.
+    ipv6: Ipv6Addr,
+}
+
+impl OwnAddresses {
+    fn of(interface: &str) -> Option<Self> {
+        let (mut mac, mut ipv4, mut ipv6) = (None, Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED);
+        for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
+            let Some(storage) = entry.address else { continue };
+            if let Some(link) = storage.as_link_addr() {
+                mac = link.addr().map(MacAddress);
+            } else if let Some(found) = storage.as_sockaddr_in().filter(|_| ipv4.is_unspecified()) {
+                ipv4 = found.ip();
+            } else if let Some(found) = storage.as_sockaddr_in6().filter(|_| ipv6.is_unspecified()) {
+                ipv6 = found.ip();
+            }
         }
+        mac.map(|mac| Self { mac, ipv4, ipv6 })
     }
-    mac.map(|mac| (mac, address))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const A: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 1);
+    const A: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 1, 1, 1));
     const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
     fn at(ms: u64) -> Duration {
@@ -343,7 +403,7 @@ mod tests {
 
     #[test]
     fn many_are_asked_at_a_pace() {
-        let all: Vec<Ipv4Addr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n)).collect();
+        let all: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&all, at(0));
         let mut asked = BTreeSet::new();
@@ -364,15 +424,15 @@ mod tests {
         neighbours.heard(A, MAC, at(1));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
         assert_eq!(neighbours.heard(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
-        assert_eq!(neighbours.heard(Ipv4Addr::new(10, 1, 1, 2), MAC, at(6)), None);
+        assert_eq!(neighbours.heard(Ipv4Addr::new(10, 1, 1, 2).into(), MAC, at(6)), None);
         neighbours.set_addresses(&[], at(7));
         assert_eq!(neighbours.next_due(), None);
     }
 
     #[test]
     fn frames_there_and_back() {
-        let probe = Probe { address: A, destination: MacAddress::BROADCAST };
-        let frame = request_frame(probe, MAC, Ipv4Addr::new(10, 1, 0, 1));
+        let target = Ipv4Addr::new(10, 1, 1, 1);
+        let frame = request_frame(target, MacAddress::BROADCAST, MAC, Ipv4Addr::new(10, 1, 0, 1));
         assert_eq!(sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
         for length in 0..FRAME_BYTES {
             assert_eq!(sender(&frame[..length]), None);

@@ -50,7 +50,7 @@ pub struct Forwarder {
     balancer: LoadBalancer,
     attachment: lb::Attachment,
     resolver: Resolver,
-    macs: HashMap<Ipv4Addr, MacAddress>,
+    macs: HashMap<IpAddr, MacAddress>,
     /// The kernel's routing table.
     routes: Routes,
     /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
@@ -58,7 +58,7 @@ pub struct Forwarder {
     /// Servers without a route, in words.
     unrouted: BTreeSet<String>,
     /// Services' servers by the address of their neighbour: the server, or a router.
-    at_address: HashMap<Ipv4Addr, Vec<(ServiceIndex, usize)>>,
+    at_address: HashMap<IpAddr, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     name: String,
     /// All load balancers, itself included.
@@ -177,11 +177,11 @@ impl Forwarder {
     }
 
     fn mac_of(&self, peer: &Peer) -> Option<MacAddress> {
-        self.macs.get(&ipv4(peer.address?)?).copied()
+        self.macs.get(&peer.address?).copied()
     }
 
     fn peer_moved(&mut self, change: Change) {
-        let moved = |peer: &&Peer| peer.address == Some(change.address.into()) && peer.name != self.name;
+        let moved = |peer: &&Peer| peer.address == Some(change.address) && peer.name != self.name;
         for peer in self.peers.iter().filter(moved) {
             match change.mac {
                 Some(mac) => {
@@ -316,13 +316,14 @@ impl Forwarder {
             match change.mac {
                 _ if nth > 0 => {}
                 Some(mac) => {
-                    tracing::info!(event = "server-resolved", server = server.name, %mac, "server answers ARP")
+                    let event = "server-resolved";
+                    tracing::info!(event, server = server.name, %mac, "server answers ARP or neighbour discovery");
                 }
                 None => tracing::warn!(
                     event = "server-unresolved",
                     server = server.name,
                     address = %change.address,
-                    "server, or the router to it, does not answer ARP"
+                    "server, or the router to it, does not answer ARP or neighbour discovery"
                 ),
             }
             let server_now = lb::Server { mac: change.mac, eligible: self.is_eligible(*service_index, server) };
@@ -520,7 +521,7 @@ impl Forwarder {
     }
 }
 
-/// IPv6 servers cannot be configured yet: the data plane rejects their services.
+/// Returns the address for what is for IPv4 only: encapsulation and LB-side stamping.
 fn ipv4(address: IpAddr) -> Option<Ipv4Addr> {
     match address {
         IpAddr::V4(address) => Some(address),

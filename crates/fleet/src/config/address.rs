@@ -14,6 +14,14 @@ pub fn why_unusable(vip: SocketAddr) -> Option<&'static str> {
     }
 }
 
+/// Returns the reason why no server can have this address, to follow it in a sentence.
+pub fn why_no_server(address: IpAddr) -> Option<&'static str> {
+    match address {
+        IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
+        IpAddr::V6(address) => why_unusable_ipv6(address),
+    }
+}
+
 fn why_unusable_ipv6(address: Ipv6Addr) -> Option<&'static str> {
     let reasons = [
         (address.is_unspecified(), " is the unspecified address"),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_config::{Period, Reader, Span, Spanned, shown_time};
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::consistency::Timestamps;
+use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
@@ -149,8 +149,11 @@ impl Services<'_> {
             if address.is_some_and(|address| address.socket.is_ipv6()) {
                 mode::check_ipv6(service, mode, reader);
             }
-            let check =
-                |table| health::check(table, protocol, mode, address.map(|address| address.socket.ip()), reader);
+            self.needs_ipv4(service, &pool, mode, reader);
+            let is_ipv6 = |address: IpAddr| address.is_ipv6();
+            let has_ipv6 = address.is_some_and(|address| is_ipv6(address.socket.ip()))
+                || pool.iter().any(|position| is_ipv6(self.servers[*position].address));
+            let check = |table| health::check(table, protocol, mode, has_ipv6, reader);
             let check = service.health.as_ref().and_then(check);
             let (Some(name), Some(address), Some(policy)) = (name, address, service.policy.value) else { continue };
             if mode.timestamps == Timestamps::LoadBalancer {
@@ -172,6 +175,24 @@ impl Services<'_> {
         }
         transfer::check_servers(&services, self.servers, listed, reader);
         services
+    }
+
+    /// An outer header, and LB-side stamping, hold IPv4 addresses of servers.
+    fn needs_ipv4(&self, service: &Service, pool: &[usize], mode: ServiceMode, reader: &mut Reader<'_>) {
+        let lb_stamped = mode.timestamps == Timestamps::LoadBalancer;
+        let (setting, span) = match (&service.forwarding, &service.timestamps) {
+            (Some(written), _) if mode.forwarding.encapsulates() => (mode.forwarding.name(), written.span()),
+            (_, Some(written)) if lb_stamped => (mode.timestamps.name(), written.span()),
+            _ => return,
+        };
+        let ipv6 = pool.iter().map(|position| &self.servers[*position]).find(|server| server.address.is_ipv6());
+        if let Some(server) = ipv6 {
+            let message = format!(
+                "{setting:?} with server {:?} at {}: expected servers with IPv4 addresses",
+                server.name, server.address
+            );
+            reader.mistake(span, message);
+        }
     }
 
     /// A VIP is on every server's loopback without ARP, so a server with this address would be unreachable.

@@ -17,7 +17,7 @@ use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
-use super::address::{is_host_ipv4, why_unusable};
+use super::address::{is_host_ipv4, why_no_server, why_unusable};
 use super::health::Health;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
@@ -64,7 +64,7 @@ config_struct! {
     pub struct Server {
         /// Unique name, as in the agent's file.
         pub name: Field<Name>,
-        /// IPv4 address that load balancers reach: in their own network, or behind routers; used once.
+        /// Address that load balancers reach: in their own network, or, if it is IPv4, behind routers; used once.
         pub address: Field<ServerAddress>,
         /// Id in cookies; drawn at random by default.
         pub id: Option<Spanned<ServerId>>,
@@ -97,9 +97,9 @@ config_struct! {
         /// UDP: what one decision is for.
         pub udp: Option<Spanned<UdpMode>>,
         /// Address of the load balancer that had the service before: what is not known here is sent on to it.
-        pub migrate_from: Option<Spanned<ServerAddress>>,
+        pub migrate_from: Option<Spanned<BalancerAddress>>,
         /// Address of the load balancer that gets new connections; older ones continue here.
-        pub migrate_to: Option<Spanned<ServerAddress>>,
+        pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
         pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// So long the part of a server that joins grows, linearly.
@@ -187,9 +187,32 @@ pub struct ServerAddress(pub IpAddr);
 impl FromToml for ServerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
+            let address = written.parse::<IpAddr>().map_err(|_| "");
+            let usable = address.and_then(|address| why_no_server(address).map_or(Ok(address), Err));
+            let wrong = |reason| format!("server address {written:?}{reason}: expected {}", Self::expected());
+            usable.map(ServerAddress).map_err(wrong)
+        })
+    }
+
+    fn expected() -> String {
+        "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$" })
+    }
+}
+
+/// Address of another load balancer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BalancerAddress(pub IpAddr);
+
+impl FromToml for BalancerAddress {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        parsed(value, reader, |written| {
             let address = written.parse::<Ipv4Addr>().ok().filter(|address| is_host_ipv4(*address));
-            let expected = || format!("server address {written:?}: expected {}", Self::expected());
-            address.map(|v4| ServerAddress(v4.into())).ok_or_else(expected)
+            let expected = || format!("load balancer's address {written:?}: expected {}", Self::expected());
+            address.map(|v4| Self(v4.into())).ok_or_else(expected)
         })
     }
 

@@ -1,7 +1,5 @@
 //! Health checks of a service's servers: its table `[service.health]`.
 
-use std::net::IpAddr;
-
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
     FromToml, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, config_struct, parsed, serde_json,
@@ -156,18 +154,18 @@ impl FromToml for Authorities {
     }
 }
 
-/// Returns the check of the table; contradictions go to the reader's list. `None`: no check. `vip`: `None` after a
-/// mistake in it.
+/// Returns the check of the table; contradictions go to the reader's list. `None`: no check. `has_ipv6`: of the VIP or
+/// of a server.
 pub fn check(
     table: &Spanned<Health>,
     protocol: Protocol,
     mode: ServiceMode,
-    vip: Option<IpAddr>,
+    has_ipv6: bool,
     reader: &mut Reader<'_>,
 ) -> Option<Check> {
     let health = table.get_ref();
     refuse_strangers(health, reader);
-    let probe_address = probe_address(health, why_not_at_vip(mode, vip), reader);
+    let probe_address = probe_address(health, why_not_at_vip(mode, has_ipv6), reader);
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
@@ -200,7 +198,7 @@ pub fn check(
 }
 
 /// Returns the reason why the service's servers cannot be checked at the VIP.
-fn why_not_at_vip(mode: ServiceMode, vip: Option<IpAddr>) -> Option<String> {
+fn why_not_at_vip(mode: ServiceMode, has_ipv6: bool) -> Option<String> {
     if mode.timestamps == Timestamps::LoadBalancer {
         let reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
         return Some(format!("a service with {reason}"));
@@ -210,7 +208,7 @@ fn why_not_at_vip(mode: ServiceMode, vip: Option<IpAddr>) -> Option<String> {
         let reason = "where routers would send them to a load balancer";
         return Some(format!("a service with forwarding {name:?}, {reason}"));
     }
-    vip.is_some_and(|vip| vip.is_ipv6()).then(|| "an IPv6 service, whose servers have IPv4 addresses".to_owned())
+    has_ipv6.then(|| "a service with an IPv6 address, its own or a server's".to_owned())
 }
 
 /// Returns the address of the checks: by default the VIP, if that is possible.

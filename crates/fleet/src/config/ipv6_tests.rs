@@ -71,8 +71,8 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
         ),
         (
             "health = { at = \"vip\" }",
-            "7:17: key `service.health.at`: checks at the VIP of an IPv6 service, whose servers have IPv4 addresses: \
-             expected \"server\"",
+            "7:17: key `service.health.at`: checks at the VIP of a service with an IPv6 address, its own or a \
+             server's: expected \"server\"",
         ),
     ] {
         assert_eq!(parse("[2001:db8::1]:80", keys).unwrap_err(), format!("fleet.toml:{message}"));
@@ -83,4 +83,32 @@ fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
 fn servers_of_an_ipv6_service_are_checked_at_their_own_address() {
     let config = parse("[2001:db8::1]:80", "[service.health]").unwrap();
     assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
+}
+
+fn parse_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
+    let server = format!("[[server]]\nname = \"s1\"\naddress = \"{address}\"\n");
+    let text = format!("{server}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n{keys}\n");
+    FleetConfig::parse(&Source::from_text("fleet.toml", &text)).map_err(|mistakes| mistakes.to_string())
+}
+
+#[test]
+fn server_may_have_an_ipv6_address() {
+    let config = parse_server("2001:db8::11", "[service.health]").unwrap();
+    assert_eq!(config.servers[0].address, "2001:db8::11".parse::<std::net::IpAddr>().unwrap());
+    assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
+    let expected = "fleet.toml:3:11: key `server.address`: server address \"fe80::1\" is a link-local address: \
+                    expected an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
+    assert_eq!(parse_server("fe80::1", "").unwrap_err(), expected);
+}
+
+#[test]
+fn ipv6_server_is_rejected_where_a_header_holds_its_ipv4_address() {
+    for (keys, at) in [
+        ("forwarding = \"ipip\"", "7:14: key `service.forwarding`: \"ipip\""),
+        ("timestamps = \"lb\"", "7:14: key `service.timestamps`: \"lb\""),
+    ] {
+        let expected =
+            format!("fleet.toml:{at} with server \"s1\" at 2001:db8::11: expected servers with IPv4 addresses");
+        assert_eq!(parse_server("2001:db8::11", keys).unwrap_err(), expected);
+    }
 }

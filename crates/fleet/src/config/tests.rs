@@ -153,8 +153,8 @@ fn single_values() {
         (
             "10.2.0.11",
             "10.2.0.256",
-            "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an IPv4 address that \
-             one host can have, as \"10.2.0.11\"",
+            "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an address that \
+             one host can have, as \"10.2.0.11\" or \"2001:db8::11\"",
         ),
         ("\"s1\"", "\"s 1\"", "fleet.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks"),
         (
@@ -217,8 +217,8 @@ fn single_values() {
         (
             "address = \"10.2.0.12\"",
             "",
-            "fleet.toml:12:1: key `server.address`: is missing: expected an IPv4 address that one host can have, as \
-             \"10.2.0.11\"",
+            "fleet.toml:12:1: key `server.address`: is missing: expected an address that one host can have, as \
+             \"10.2.0.11\" or \"2001:db8::11\"",
         ),
     ];
     for (from, to, message) in cases {

@@ -1,7 +1,7 @@
 //! Configuration from the controller: whole at first, then changes.
 
 use std::collections::{BTreeSet, HashSet};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use anyhow::Context as _;
 use coreward_dataplane::clock::monotonic;
@@ -227,7 +227,7 @@ impl Forwarder {
         };
         let servers = self.services.values().flat_map(of_service);
         let peers = self.peers.iter().filter(|peer| peer.name != self.name).filter_map(|peer| peer.address);
-        let followed: BTreeSet<Ipv4Addr> = servers.chain(peers.filter_map(ipv4)).collect();
+        let followed: BTreeSet<IpAddr> = servers.chain(peers).collect();
         self.macs.retain(|address, _| followed.contains(address));
         self.resolver.set_addresses(followed.into_iter().collect());
     }

@@ -1,7 +1,7 @@
 //! Neighbours that servers' packets go to: the server, or the router that the kernel's routes name.
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_dataplane::neighbour;
 use coreward_wire::{Server, Service};
@@ -13,13 +13,15 @@ pub(super) fn neighbour_of(
     next_hops: &HashMap<Ipv4Addr, Ipv4Addr>,
     service: &Service,
     server: &Server,
-) -> Option<Ipv4Addr> {
-    let address = ipv4(server.address)?;
-    if service.mode.forwarding.encapsulates() { next_hops.get(&address).copied() } else { Some(address) }
+) -> Option<IpAddr> {
+    if service.mode.forwarding.encapsulates() {
+        return next_hops.get(&ipv4(server.address)?).copied().map(IpAddr::V4);
+    }
+    Some(server.address)
 }
 
 impl Forwarder {
-    pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Ipv4Addr> {
+    pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<IpAddr> {
         neighbour_of(&self.next_hops, service, server)
     }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
@@ -14,7 +14,7 @@ use coreward_tls::{Files, Identity, Name, Role};
 
 use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
 use super::options::{AdminState, FleetOptions, LoadSource};
-use crate::addresses::{DEVICE, SERVICE, load_balancer_name, rack_name, server_address};
+use crate::addresses::{DEVICE, Family, SERVICE, ipv6_address, load_balancer_name, rack_name, server_address};
 use crate::topology::Testbed;
 
 /// File in which the paced server of a server publishes the busy time of its workers.
@@ -64,7 +64,10 @@ pub(super) fn write_controller_files(
     }
     for (number, standing) in pool {
         let state = if *standing == AdminState::Active { "active" } else { "draining" };
-        let address = server_address(*number);
+        let address = match options.servers_family {
+            Family::Ipv4 => IpAddr::from(server_address(*number)),
+            Family::Ipv6 => IpAddr::from(ipv6_address(server_address(*number))),
+        };
         write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
         text += options.servers_more.get(number).map_or("", String::as_str);
     }

@@ -7,6 +7,7 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
 
 use super::names::{controller_address_of, rack_listens_at};
+use crate::addresses::Family;
 use crate::preload::Preload;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,6 +20,8 @@ pub struct FleetOptions {
     pub timestamps: Timestamps,
     /// Forwarding of the services.
     pub forwarding: Forwarding,
+    /// Family of the servers' addresses in the fleet's file; IPv6 needs a testbed of that family.
+    pub servers_family: Family,
     /// Time between two reports.
     pub report_interval_ms: u32,
     /// Make tables once per report interval, as in the simulator, instead of at each report.
@@ -72,6 +75,7 @@ impl Default for FleetOptions {
             consistency: Consistency::default(),
             timestamps: Timestamps::default(),
             forwarding: Forwarding::default(),
+            servers_family: Family::Ipv4,
             report_interval_ms: 100,
             tables_by_interval: false,
             load: LoadSource::Cpu,

@@ -103,6 +103,22 @@ fn ipv6_services_are_checked_announced_and_explained() {
     });
 }
 
+#[test]
+fn servers_are_found_by_neighbour_discovery() {
+    if skip_without_privilege("servers_are_found_by_neighbour_discovery") {
+        return;
+    }
+    let mut site = start("ipv6nds", FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() });
+    change_and_restart(&mut site);
+    let unresolved = |site: &TestEnv| {
+        let status = site.fleet.status(&site.testbed).unwrap();
+        status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
+    };
+    let server = site.testbed.server(3).unwrap();
+    run(&site, server, &format!("ip link set {DEVICE} down"));
+    eventually(*TIMEOUT, "the load balancer misses the server", || unresolved(&site));
+}
+
 /// Linux answers neighbour solicitations for addresses of the receiving device alone: a VIP on `lo` needs no setting.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {

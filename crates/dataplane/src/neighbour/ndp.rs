@@ -1,0 +1,177 @@
+//! Frames of neighbour discovery (RFC 4861): solicitations to send, and the senders of received frames.
+
+use std::net::Ipv6Addr;
+
+use crate::mac::MacAddress;
+
+pub const ETHERTYPE_IPV6: u16 = 0x86dd;
+
+const IP: usize = 14;
+const ICMP: usize = IP + 40;
+const TARGET: usize = ICMP + 8;
+const OPTIONS: usize = TARGET + 16;
+/// A solicitation with its frame's header and its only option.
+pub const FRAME_BYTES: usize = OPTIONS + 8;
+
+const NEXT_HEADER_ICMPV6: u8 = 58;
+/// Routers decrease it: the sender is on the link.
+const HOP_LIMIT: u8 = 255;
+const SOLICITATION: u8 = 135;
+const ADVERTISEMENT: u8 = 136;
+const OPTION_SOURCE_ADDRESS: u8 = 1;
+const OPTION_TARGET_ADDRESS: u8 = 2;
+
+/// Passes solicitations and advertisements alone: a server's other IPv6 packets would be copied.
+pub const FILTER: [libc::sock_filter; 9] = {
+    const fn step(code: u32, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
+        libc::sock_filter { code: code as u16, jt, jf, k }
+    }
+    const LOAD_HALF: u32 = libc::BPF_LD | libc::BPF_H | libc::BPF_ABS;
+    const LOAD_BYTE: u32 = libc::BPF_LD | libc::BPF_B | libc::BPF_ABS;
+    const EQUALS: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
+    [
+        step(LOAD_HALF, 0, 0, 12),
+        step(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
+        step(LOAD_BYTE, 0, 0, IP as u32 + 6),
+        step(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
+        step(LOAD_BYTE, 0, 0, ICMP as u32),
+        step(EQUALS, 1, 0, SOLICITATION as u32),
+        step(EQUALS, 0, 1, ADVERTISEMENT as u32),
+        step(RETURN, 0, 0, u32::MAX),
+        step(RETURN, 0, 0, 0),
+    ]
+};
+
+/// Returns the solicitation of `target`: to `mac`, or to the target's multicast group.
+pub fn solicitation(
+    target: Ipv6Addr,
+    mac: Option<MacAddress>,
+    own_mac: MacAddress,
+    own_address: Ipv6Addr,
+) -> [u8; FRAME_BYTES] {
+    let [.., a, b, c] = target.octets();
+    let (destination_mac, destination) = match mac {
+        Some(mac) => (mac, target),
+        None => {
+            let group = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 1, 0xff00 | u16::from(a), u16::from_be_bytes([b, c]));
+            (MacAddress([0x33, 0x33, 0xff, a, b, c]), group)
+        }
+    };
+    let mut frame = [0; FRAME_BYTES];
+    frame[..6].copy_from_slice(&destination_mac.0);
+    frame[6..12].copy_from_slice(&own_mac.0);
+    frame[12..14].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
+    frame[IP] = 6 << 4;
+    frame[IP + 4..IP + 6].copy_from_slice(&((FRAME_BYTES - ICMP) as u16).to_be_bytes());
+    frame[IP + 6] = NEXT_HEADER_ICMPV6;
+    frame[IP + 7] = HOP_LIMIT;
+    frame[IP + 8..IP + 24].copy_from_slice(&own_address.octets());
+    frame[IP + 24..ICMP].copy_from_slice(&destination.octets());
+    frame[ICMP] = SOLICITATION;
+    frame[TARGET..OPTIONS].copy_from_slice(&target.octets());
+    frame[OPTIONS] = OPTION_SOURCE_ADDRESS;
+    frame[OPTIONS + 1] = 1;
+    frame[OPTIONS + 2..].copy_from_slice(&own_mac.0);
+    let sum = checksum(&frame);
+    frame[ICMP + 2..ICMP + 4].copy_from_slice(&sum.to_be_bytes());
+    frame
+}
+
+/// Returns the ICMPv6 checksum of a frame, 0 if it contains the right one (RFC 4443, Sect. 2.3).
+fn checksum(frame: &[u8]) -> u16 {
+    let words =
+        frame[IP + 8..].chunks(2).map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into()));
+    let mut sum = words.sum::<u32>() + (frame.len() - ICMP) as u32 + u32::from(NEXT_HEADER_ICMPV6);
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    !(sum as u16)
+}
+
+/// Returns the sender of a solicitation, or the target of an advertisement, with its MAC address. `None`: another
+/// frame, one without a MAC address, or an invalid one.
+pub fn sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
+    if frame.len() < OPTIONS || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
+        return None;
+    }
+    let payload = usize::from(u16::from_be_bytes([frame[IP + 4], frame[IP + 5]]));
+    // Without the padding of short frames.
+    let frame = frame.get(..ICMP + payload).filter(|frame| frame.len() >= OPTIONS)?;
+    let is_discovery = frame[IP] >> 4 == 6 && frame[IP + 6] == NEXT_HEADER_ICMPV6 && frame[IP + 7] == HOP_LIMIT;
+    if !is_discovery || frame[ICMP + 1] != 0 || checksum(frame) != 0 {
+        return None;
+    }
+    let (at, wanted) = match frame[ICMP] {
+        SOLICITATION => (IP + 8, OPTION_SOURCE_ADDRESS),
+        ADVERTISEMENT => (TARGET, OPTION_TARGET_ADDRESS),
+        _ => return None,
+    };
+    let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[at..at + 16]).ok()?);
+    let mac = option(&frame[OPTIONS..], wanted)?;
+    let usable = !address.is_unspecified() && !address.is_multicast();
+    (usable && !mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
+}
+
+/// Returns the MAC address of the first option of this kind.
+fn option(mut options: &[u8], wanted: u8) -> Option<MacAddress> {
+    while let [kind, length, ..] = *options {
+        let bytes = usize::from(length) * 8;
+        let option = options.get(..bytes).filter(|option| !option.is_empty())?;
+        if kind == wanted {
+            return Some(MacAddress(option.get(2..8)?.try_into().ok()?));
+        }
+        options = &options[bytes..];
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OWN: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1);
+    const TARGET_ADDRESS: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xa01, 0x203);
+    const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
+
+    fn with_checksum(mut frame: Vec<u8>) -> Vec<u8> {
+        frame[ICMP + 2..ICMP + 4].fill(0);
+        let sum = checksum(&frame);
+        frame[ICMP + 2..ICMP + 4].copy_from_slice(&sum.to_be_bytes());
+        frame
+    }
+
+    #[test]
+    fn solicitation_names_its_sender_and_goes_to_the_group_of_the_target() {
+        let frame = solicitation(TARGET_ADDRESS, None, MAC, OWN);
+        assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
+        assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(sender(&frame), Some((OWN, MAC)));
+        let other = MacAddress([2, 0, 0, 0, 0, 9]);
+        let unicast = solicitation(TARGET_ADDRESS, Some(other), MAC, OWN);
+        assert_eq!((&unicast[..6], &unicast[IP + 24..ICMP]), (&other.0[..], &TARGET_ADDRESS.octets()[..]));
+        for length in 0..FRAME_BYTES {
+            assert_eq!(sender(&frame[..length]), None, "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn advertisement_names_its_target() {
+        let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN).to_vec();
+        frame[ICMP] = ADVERTISEMENT;
+        assert_eq!(sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
+        frame[OPTIONS] = OPTION_TARGET_ADDRESS;
+        let frame = with_checksum(frame);
+        assert_eq!(sender(&frame), Some((TARGET_ADDRESS, MAC)));
+        // Ethernet pads short frames.
+        assert_eq!(sender(&[&frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, MAC)));
+        for (at, value) in [(IP + 7, 254), (ICMP + 1, 1), (OPTIONS + 1, 0), (OPTIONS + 2, 1)] {
+            let mut invalid = frame.clone();
+            invalid[at] = value;
+            assert_eq!(sender(&with_checksum(invalid)), None, "byte {at}");
+        }
+        let mut damaged = frame;
+        damaged[TARGET] ^= 1;
+        assert_eq!(sender(&damaged), None);
+    }
+}
