@@ -103,12 +103,11 @@ static __always_inline __u64 flow_is_idle(__u64 use)
 }
 
 /*
- * Fills `entry` and returns true if the flow is known. The caller initialises it: clang may spill undefined values,
- * which the verifier rejects.
+ * Fills `entry` and returns true if the flow with this connection_hash() is known. The caller initialises it: clang may
+ * spill undefined values, which the verifier rejects.
  */
-static __always_inline bool find_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
+static __always_inline bool find_flow_by_hash(__u64 hash, struct flow_table_entry *entry)
 {
-	__u64 hash = connection_hash(service, packet->client_address, packet->ports);
 	__u32 tag = flow_tag(hash), now = lb_state.clock;
 	struct flow_set *set = flow_set_of(hash);
 
@@ -132,6 +131,11 @@ static __always_inline bool find_flow(__u32 service, const struct packet *packet
 	return false;
 }
 
+static __always_inline bool find_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
+{
+	return find_flow_by_hash(connection_hash(service, packet->client_address, packet->ports), entry);
+}
+
 static __always_inline __u64 *flow_filter_word(__u64 hash)
 {
 	__u32 word = (hash & 0xffffffff) >> (32 - FLOW_FILTER_BITS + FLOW_FILTER_WORD_SHIFT);
@@ -151,7 +155,7 @@ static __always_inline bool find_plain_flow(__u32 service, const struct packet *
 {
 	__u64 hash = connection_hash(service, packet->client_address, packet->ports);
 
-	return *(volatile __u64 *)flow_filter_word(hash) & flow_filter_bit(hash) && find_flow(service, packet, entry);
+	return *(volatile __u64 *)flow_filter_word(hash) & flow_filter_bit(hash) && find_flow_by_hash(hash, entry);
 }
 
 static __always_inline __u32 service_of_use(__u64 use)
