@@ -1,6 +1,6 @@
 //! The fuzzer's view of a harness's state, and its changes to it.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
@@ -17,9 +17,16 @@ use crate::change::Change;
 use crate::frame::ETHERNET;
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{OWN_MAC, Setup};
+use crate::ipv6;
 
-/// Addresses that may be VIPs.
-const VIPS: [Ipv4Addr; 3] = [Ipv4Addr::new(10, 200, 0, 1), Ipv4Addr::new(10, 200, 0, 2), Ipv4Addr::new(192, 0, 2, 255)];
+/// Addresses that may be VIPs; two stand for IPv6 ones.
+const VIPS: [Ipv4Addr; 5] = [
+    Ipv4Addr::new(10, 200, 0, 1),
+    Ipv4Addr::new(10, 200, 0, 2),
+    Ipv4Addr::new(192, 0, 2, 255),
+    ipv6::STAND_INS[0],
+    ipv6::STAND_INS[1],
+];
 /// Ports of services. Few, so that packets to a VIP's other ports are often another one's.
 const PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
@@ -51,6 +58,7 @@ pub struct Indexed {
 pub struct Planned {
     /// VIP, port, protocol.
     pub address: ServiceAddress,
+    /// VIP and port; of IPv6 the stand-in.
     pub vip: (Ipv4Addr, u16),
     pub mode: ServiceMode,
     pub service_slot: usize,
@@ -94,6 +102,7 @@ pub struct GenState {
     pub clock: Clock,
     /// User space frees entries of the connection table. Otherwise it fills, and packets reuse expired ones.
     pub frees_connections: bool,
+    vips: Vec<Ipv4Addr>,
     rules: Vec<Rule>,
     modes: Vec<Consistency>,
     protocols: Vec<Protocol>,
@@ -127,6 +136,8 @@ impl GenState {
             owners: vec![[2, 0, 0, 2, 0, 1]],
             clock: Clock(0),
             frees_connections: rng.chance(1, 2),
+            // A family that no service needs is not compiled in.
+            vips: rng.pick(&[&VIPS[..], &VIPS[..3], &VIPS[3..]]).to_vec(),
             rules,
             modes,
             protocols,
@@ -140,23 +151,32 @@ impl GenState {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
             if rng.chance(2, 3) {
-                let protocol = planned.address.protocol;
-                let mode = if rng.chance(1, 4) { self.mode(protocol, rng) } else { planned.mode };
+                let mode = if rng.chance(1, 4) { self.mode(planned.address, rng) } else { planned.mode };
                 services.push((planned.address, mode));
             }
         }
         let wanted = 1 + rng.below(5);
         while services.len() < wanted {
-            let socket = (rng.pick(&VIPS), rng.pick(&PORTS)).into();
+            let socket = ipv6::socket((rng.pick(&self.vips), rng.pick(&PORTS)));
             let address = ServiceAddress { socket, protocol: rng.pick(&self.protocols) };
             if !services.iter().any(|(other, _)| *other == address) {
-                services.push((address, self.mode(address.protocol, rng)));
+                services.push((address, self.mode(address, rng)));
             }
         }
         Change::Services(services)
     }
 
-    fn mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
+    /// Returns a mode for a service; IPv6 does not have all of them.
+    fn mode(&self, address: ServiceAddress, rng: &mut FuzzRng) -> ServiceMode {
+        let mode = self.mode_of_ipv4(address.protocol, rng);
+        if address.socket.is_ipv4() || mode.not_for_ipv6().next().is_none() {
+            return mode;
+        }
+        let timestamps = if mode.timestamps == Timestamps::Off { Timestamps::Off } else { Timestamps::Server };
+        ServiceMode { forwarding: Forwarding::L2, transfer: None, timestamps, ..mode }
+    }
+
+    fn mode_of_ipv4(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
             let default = ServiceMode::default_for(Protocol::Udp);
@@ -192,12 +212,15 @@ impl GenState {
         let before = std::mem::take(&mut self.services);
         let placed = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
             let kept = before.iter().find(|service| service.address == *address);
-            let std::net::SocketAddr::V4(vip) = address.socket else { unreachable!("IPv4 only") };
+            let vip = match address.socket.ip() {
+                IpAddr::V4(vip) => vip,
+                IpAddr::V6(vip) => ipv6::stand_in(vip),
+            };
             let (servers, addresses) =
                 kept.map_or_else(Default::default, |service| (service.servers.clone(), service.addresses.clone()));
             Planned {
                 address: *address,
-                vip: (*vip.ip(), vip.port()),
+                vip: (vip, address.socket.port()),
                 mode: *mode,
                 service_slot: *service_slot,
                 servers,
@@ -269,9 +292,11 @@ impl GenState {
     /// Takes note of an entry that a first packet was given. `frame`: as it came.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
         let (Some(told), Some(service_slot)) = (outcome.told, outcome.service) else { return };
-        let transport = ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
-        let client = Ipv4Addr::from(bytes(ETHERNET + 12));
+        let (client, transport) = match ipv6::read(frame) {
+            Some(headers) => (ipv6::stand_in(headers.ends[0]), headers.transport),
+            None => (Ipv4Addr::from(bytes(ETHERNET + 12)), ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4),
+        };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
         let new = Indexed { service_slot, client: (client, port), number: (told & intf::COOKIE_ID_MASK) as u16 };
         // The oldest goes, roughly.

@@ -1,6 +1,6 @@
 //! Packets: structured ones that reach every branch of the program, and what mutation makes of them.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 
 use coreward_intf as intf;
 use coreward_model::FourTuple;
@@ -14,7 +14,7 @@ use crate::frame::{self, Ip, Tcp, timestamp};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::{GenState, Indexed, Planned};
 use crate::harness::{OWN_MAC, TIME_KEY};
-use crate::mutate;
+use crate::{ipv6, mutate};
 
 const FIN: u8 = 0x01;
 const SYN: u8 = 0x02;
@@ -33,6 +33,7 @@ pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         20..40 => answer(state, rng, packet),
         _ => whole(state, rng, packet),
     }
+    ipv6::translate(rng, packet);
     // From another load balancer.
     if rng.chance(1, 10) {
         packet[6..12].copy_from_slice(&rng.pick(&state.owners));
@@ -157,7 +158,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     match planned.address.protocol {
         Protocol::Udp => to_client.datagram(&mut quoted, |packet| frame::udp(packet, (vip.1, client.1), 20)),
         Protocol::Tcp => {
-            let stamp = echo(state, planned, rng, FourTuple::ipv4(client, vip));
+            let stamp = echo(state, planned, rng, ipv6::tuple(client, vip));
             let time = timestamp(stamp, rng.u32());
             let options = match rng.below(8) {
                 0 => soup(rng, &time),
@@ -210,7 +211,7 @@ fn segment(
         9..12 => ACK | PSH,
         _ => ACK,
     };
-    let echo = echo(state, planned, rng, FourTuple::ipv4(client, vip));
+    let echo = echo(state, planned, rng, ipv6::tuple(client, vip));
     Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, echo) }
 }
 
@@ -256,7 +257,7 @@ fn index_of(state: &GenState, planned: &Planned, tuple: &FourTuple) -> Option<u1
         return None;
     }
     let given = |entry: &&Indexed| {
-        entry.service_slot == planned.service_slot && SocketAddr::from(entry.client) == tuple.client()
+        entry.service_slot == planned.service_slot && ipv6::tuple(entry.client, planned.vip) == *tuple
     };
     state.indexed.iter().rev().find(given).map(|entry| entry.number)
 }

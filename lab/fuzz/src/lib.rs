@@ -23,6 +23,7 @@ pub mod fuzz_rng;
 pub mod gen_state;
 pub mod generate;
 pub mod harness;
+mod ipv6;
 pub mod memory;
 pub mod mutate;
 pub mod promises;

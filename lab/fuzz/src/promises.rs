@@ -6,13 +6,14 @@
 //! * A UDP flow does not stay at a server that is down.
 
 use std::collections::{HashMap, HashSet};
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 
 use coreward_model::lb::{Mac, Owner};
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::{Change, Difference};
 use crate::frame::{ETHERNET, TCP, UDP, hex};
+use crate::ipv6;
 
 /// A service as the changes made it.
 #[derive(Debug)]
@@ -26,7 +27,7 @@ struct Service {
     /// Down by the placement table.
     down: HashSet<ServerId>,
     /// UDP flows that were forwarded before.
-    seen: HashSet<(Ipv4Addr, u16)>,
+    seen: HashSet<SocketAddr>,
 }
 
 /// The state as far as promises depend on it.
@@ -38,8 +39,8 @@ pub struct Promises {
 }
 
 struct FrameHeader {
-    source: Ipv4Addr,
-    destination: Ipv4Addr,
+    source: IpAddr,
+    destination: IpAddr,
     protocol: u8,
     /// Source and destination port; `None` in a later fragment.
     ports: Option<(u16, u16)>,
@@ -49,10 +50,16 @@ struct FrameHeader {
 
 fn read(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST: u8 = 0x17;
-    let ip = frame.get(ETHERNET..)?;
-    let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(ip.get(at..at + 4)?).ok()?));
-    let behind = ip.get(usize::from(*ip.first()? & 0xf) * 4..)?;
     let word = |bytes: &[u8], at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
+    if let Some(headers) = ipv6::read(frame) {
+        let behind = frame.get(headers.transport..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
+        let flags = behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST;
+        let ([source, destination], ports) = (headers.ends.map(IpAddr::from), word(behind, 0).zip(word(behind, 2)));
+        return Some(FrameHeader { source, destination, protocol: headers.protocol, ports, flags });
+    }
+    let ip = frame.get(ETHERNET..)?;
+    let address = |at: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip.get(at..at + 4)?).ok()?));
+    let behind = ip.get(usize::from(*ip.first()? & 0xf) * 4..)?;
     let later = word(ip, 6)? & 0x1fff != 0;
     let ports = if later { None } else { word(behind, 0).zip(word(behind, 2)) };
     let flags = if later { 0 } else { behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
@@ -60,13 +67,6 @@ fn read(frame: &[u8]) -> Option<FrameHeader> {
 }
 
 impl Service {
-    fn vip(&self) -> (Ipv4Addr, u16) {
-        match self.address.socket {
-            SocketAddr::V4(vip) => (*vip.ip(), vip.port()),
-            SocketAddr::V6(_) => unreachable!("IPv4 only"),
-        }
-    }
-
     fn takes_new_connections(&self, id: ServerId) -> bool {
         self.servers.get(&id) == Some(&true) && !self.is_down(id)
     }
@@ -131,9 +131,9 @@ impl Promises {
         if destination == [0xff; 6] {
             return None;
         }
-        let of_vip = |service: &&Service| service.vip().0 == seen.destination;
+        let of_vip = |service: &&Service| service.address.socket.ip() == seen.destination;
         let exactly = |service: &&Service| {
-            seen.ports.is_some_and(|(_, port)| port == service.vip().1)
+            seen.ports.is_some_and(|(_, port)| port == service.address.socket.port())
                 && service.address.protocol.number() == seen.protocol
         };
         let with_ports = seen.ports.is_some() && [TCP, UDP].contains(&seen.protocol);
@@ -177,10 +177,11 @@ impl Promises {
     fn remember_flow(&mut self, seen: &FrameHeader) {
         let Some((source, port)) = seen.ports.filter(|_| seen.protocol == UDP) else { return };
         let of_flow = |service: &&mut Service| {
-            service.vip() == (seen.destination, port) && service.address.protocol.number() == seen.protocol
+            service.address.socket == SocketAddr::new(seen.destination, port)
+                && service.address.protocol.number() == seen.protocol
         };
         if let Some(service) = self.services.values_mut().find(of_flow) {
-            service.seen.insert((seen.source, source));
+            service.seen.insert(SocketAddr::new(seen.source, source));
         }
     }
 
@@ -194,7 +195,7 @@ impl Promises {
         if there.iter().any(takes) {
             return None;
         }
-        if !service.seen.contains(&(seen.source, port)) {
+        if !service.seen.contains(&SocketAddr::new(seen.source, port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries some members only: of many that take none it may find none that does.

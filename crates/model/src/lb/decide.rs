@@ -99,6 +99,7 @@ impl LoadBalancer {
         match (whole.protocol, whole.part) {
             (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_OURS),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
+            (packet::PROTOCOL_ICMP, _) => Err(NOT_OURS),
             (protocol, _) if !self.looks_at(protocol) => Err(NOT_OURS),
             (_, Part::First | Part::Later) if whole.vip.is_ipv6() => Err(intf::LB_COUNTER_DROP_FRAGMENT),
             (UDP, Part::Later) => self.later_fragment(&whole, read),

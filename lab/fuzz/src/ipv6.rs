@@ -1,0 +1,169 @@
+//! IPv6 packets, made from the generator's IPv4 ones: services at [`STAND_INS`] have IPv6 VIPs, and packets from or to
+//! them are translated. Both families get the same headers, options, errors and faults.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use coreward_model::FourTuple;
+
+use crate::frame::{ETHERNET, ICMP};
+use crate::fuzz_rng::FuzzRng;
+
+/// IPv4 addresses that stand for IPv6 VIPs.
+pub const STAND_INS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
+
+const PREFIX: u128 = 0x2001_0db8 << 96;
+const IPV4_HEADER: usize = 20;
+const IPV6_HEADER: usize = 40;
+const ICMP_HEADER: usize = 8;
+const ICMPV6: u8 = 58;
+const FRAGMENT: u8 = 44;
+const AUTHENTICATION: u8 = 51;
+
+/// Returns the IPv6 address for an IPv4 one. Those of one /24 have one /64.
+pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
+    let bits = u128::from(ipv4.to_bits());
+    Ipv6Addr::from_bits(PREFIX | bits >> 8 << 64 | bits)
+}
+
+/// Returns the IPv4 address for one of [`address`].
+pub fn stand_in(ipv6: Ipv6Addr) -> Ipv4Addr {
+    Ipv4Addr::from_bits(ipv6.to_bits() as u32)
+}
+
+/// Returns the address of a service at this VIP.
+pub fn socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
+    let ip: IpAddr = if STAND_INS.contains(&vip.0) { address(vip.0).into() } else { vip.0.into() };
+    SocketAddr::new(ip, vip.1)
+}
+
+/// Returns the connection of a client to a VIP.
+pub fn tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
+    match socket(vip) {
+        SocketAddr::V4(_) => FourTuple::ipv4(client, vip),
+        SocketAddr::V6(_) => FourTuple::ipv6((address(client.0), client.1), (address(vip.0), vip.1)),
+    }
+}
+
+fn ipv4_at(bytes: &[u8], at: usize) -> Ipv4Addr {
+    Ipv4Addr::from(<[u8; 4]>::try_from(&bytes[at..at + 4]).expect("four bytes"))
+}
+
+fn word(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+}
+
+/// Translates a well-formed IPv4 packet whose source or destination is a stand-in.
+pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
+    let packet = &frame[ETHERNET.min(frame.len())..];
+    if packet.len() < IPV4_HEADER || frame[12..14] != [8, 0] || packet[0] >> 4 != 4 {
+        return;
+    }
+    let (header, total) = (usize::from(packet[0] & 0xf) * 4, usize::from(word(packet, 2)));
+    let ends = [ipv4_at(packet, 12), ipv4_at(packet, 16)];
+    if header < IPV4_HEADER || total < header || total > packet.len() || !ends.iter().any(|end| STAND_INS.contains(end))
+    {
+        return;
+    }
+    let transport = match packet[9] {
+        ICMP => icmp(rng, &packet[header..total]),
+        _ => packet[header..total].to_vec(),
+    };
+    let protocol = if packet[9] == ICMP { ICMPV6 } else { packet[9] };
+    let (next, extensions) = extension_headers(rng, packet, protocol);
+    let trailer = packet[total..].to_vec();
+    let length = extensions.len() + transport.len();
+    let mut translated = [&frame[..12], &[0x86, 0xdd]].concat();
+    translated.extend(ipv6_header(rng, length, next, ends));
+    for part in [extensions, transport, trailer] {
+        translated.extend(part);
+    }
+    *frame = translated;
+}
+
+fn ipv6_header(rng: &mut FuzzRng, length: usize, next: u8, ends: [Ipv4Addr; 2]) -> Vec<u8> {
+    let mut header = vec![0x60 | rng.u8() & 0xf, rng.u8(), rng.u8(), rng.u8()];
+    header.extend((length as u16).to_be_bytes());
+    header.extend([next, 64]);
+    header.extend(ends.map(|end| address(end).octets()).concat());
+    header
+}
+
+/// Returns the number of the first header behind the fixed one, and the extension headers in front of `protocol`.
+fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u8>) {
+    let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
+    if rng.chance(1, 8) {
+        let most = if rng.chance(1, 16) { 8 } else { 3 };
+        for _ in 0..1 + rng.below(most) {
+            let (number, units) = (rng.pick(&[0, 43, 60, AUTHENTICATION]), rng.below(3));
+            let length = if number == AUTHENTICATION { 8 + 4 * units } else { 8 * (units + 1) };
+            headers.push((number, [&[0, units as u8][..], &vec![0; length - 2]].concat()));
+        }
+    }
+    let fragment = word(ipv4, 6) & 0x3fff;
+    if fragment != 0 || rng.chance(1, 30) {
+        // The offset goes up by three bits, "more fragments" from above it to the lowest one.
+        let field = fragment.rotate_left(3).to_be_bytes();
+        headers.push((FRAGMENT, [&[0, 0][..], &field, &[0, 0], &ipv4[4..6]].concat()));
+    }
+    let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
+    for ((_, bytes), next) in headers.iter_mut().zip(&numbers[1..]) {
+        bytes[0] = *next;
+    }
+    (numbers[0], headers.into_iter().flat_map(|(_, bytes)| bytes).collect())
+}
+
+/// Translates an ICMP message and the packet that it quotes.
+fn icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
+    let mut translated = message[..ICMP_HEADER.min(message.len())].to_vec();
+    if let Some(kind) = translated.first_mut() {
+        *kind = match *kind {
+            3 => rng.pick(&[1, 2]),
+            11 => 3,
+            12 => 4,
+            other => other,
+        };
+    }
+    let quoted = message.get(ICMP_HEADER..).unwrap_or_default();
+    if quoted.len() < IPV4_HEADER {
+        translated.resize(translated.len() + 2 * quoted.len(), 0);
+        return translated;
+    }
+    let header = (usize::from(quoted[0] & 0xf) * 4).min(quoted.len());
+    let length = usize::from(word(quoted, 2)).saturating_sub(header);
+    translated.extend(ipv6_header(rng, length, quoted[9], [ipv4_at(quoted, 12), ipv4_at(quoted, 16)]));
+    translated.extend(&quoted[header..]);
+    translated
+}
+
+/// An IPv6 packet as far as its headers are well-formed.
+pub struct Headers {
+    /// Source and destination.
+    pub ends: [Ipv6Addr; 2],
+    pub protocol: u8,
+    /// Offset of the transport header in the frame.
+    pub transport: usize,
+    /// Neither whole nor the first fragment.
+    pub is_later_fragment: bool,
+}
+
+/// Reads an IPv6 frame; `None`: it is none, or malformed.
+pub fn read(frame: &[u8]) -> Option<Headers> {
+    let packet = frame.get(ETHERNET..).filter(|packet| packet.len() >= IPV6_HEADER && frame[12..14] == [0x86, 0xdd])?;
+    let end = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(at..at + 16)?).ok()?));
+    let (mut protocol, mut at, mut is_later_fragment) = (packet[6], IPV6_HEADER, false);
+    while let 0 | 43 | FRAGMENT | AUTHENTICATION | 60 = protocol {
+        let header = packet.get(at..at + 4)?;
+        let length = usize::from(header[1]);
+        at += match protocol {
+            FRAGMENT => 8,
+            AUTHENTICATION => (length + 2) * 4,
+            _ => (length + 1) * 8,
+        };
+        is_later_fragment |= protocol == FRAGMENT && word(header, 2) & 0xfff8 != 0;
+        protocol = header[0];
+        if is_later_fragment {
+            break;
+        }
+    }
+    Some(Headers { ends: [end(8)?, end(24)?], protocol, transport: ETHERNET + at, is_later_fragment })
+}
