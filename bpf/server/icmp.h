@@ -14,6 +14,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "segment.h"
 #include "socket.h"
 #include "state.h"
@@ -24,20 +25,75 @@
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12
 #define ICMP_HEADER_LENGTH 8
+/* RFC 4443, Sect. 2.1: the errors that are defined. */
+#define ICMPV6_FIRST_ERROR 1
+#define ICMPV6_LAST_ERROR 4
+#define QUOTED_IPV6 (IPV6_TRANSPORT + ICMP_HEADER_LENGTH)
 
-/* Whether this host has the socket that sent the quoted packet. */
-static __always_inline bool quoted_socket_is_here(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple)
+/* Whether this host has the socket that sent the quoted packet. `length`: of the family's tuple. */
+static __always_inline bool quoted_socket_is_here(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
+						  __u32 length)
 {
 	struct bpf_sock *sk;
 	bool here;
 
-	sk = protocol == IPPROTO_TCP ? bpf_skc_lookup_tcp(skb, tuple, sizeof(tuple->ipv4), BPF_F_CURRENT_NETNS, 0)
-				     : bpf_sk_lookup_udp(skb, tuple, sizeof(tuple->ipv4), BPF_F_CURRENT_NETNS, 0);
+	sk = protocol == IPPROTO_TCP ? bpf_skc_lookup_tcp(skb, tuple, length, BPF_F_CURRENT_NETNS, 0)
+				     : bpf_sk_lookup_udp(skb, tuple, length, BPF_F_CURRENT_NETNS, 0);
 	if (!sk)
 		return false;
 	here = protocol != IPPROTO_TCP || sk->state != SOCKET_LISTEN;
 	bpf_sk_release(sk);
 	return here;
+}
+
+/* Accepts a broadcast error if the socket is here, and drops it otherwise. */
+static __always_inline int accept_at_socket(struct __sk_buff *skb, bool here)
+{
+	if (!here) {
+		count(SERVER_COUNTER_ICMP_TO_ALL_IGNORED);
+		return TC_ACT_SHOT;
+	}
+	count(SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED);
+	bpf_skb_change_type(skb, PACKET_HOST);
+	return TC_ACT_UNSPEC;
+}
+
+/* Returns the number of the service with that address (16 bytes), or of its VIP with port and protocol 0. */
+static __always_inline __u32 service_at(const void *address, __u16 port, __u8 protocol)
+{
+	struct service_key_ipv6 key = service_key_ipv6(address, port, protocol);
+
+	return find_service_ipv6(&state.directories, &key);
+}
+
+/*
+ * The same as accept_icmp_error() for IPv6. A quoted packet with extension headers passes: servers send none, and the
+ * load balancer does not broadcast it.
+ */
+static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
+{
+	struct bpf_sock_tuple tuple;
+	struct ipv6_header ip;
+	__u8 type, protocol;
+	__u16 ports[2];
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || ip.next_header != NEXT_ICMPV6 ||
+	    service_at(ip.destination, 0, 0) != SERVICE_ADDRESS_ONLY ||
+	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT, &type, sizeof(type)) || type < ICMPV6_FIRST_ERROR ||
+	    type > ICMPV6_LAST_ERROR)
+		return TC_ACT_UNSPEC;
+	if (bpf_skb_load_bytes(skb, QUOTED_IPV6, &ip, sizeof(ip)) || bpf_ntohl(ip.version_class_label) >> 28 != 6 ||
+	    bpf_skb_load_bytes(skb, QUOTED_IPV6 + sizeof(ip), ports, sizeof(ports)))
+		return TC_ACT_UNSPEC;
+	protocol = ip.next_header;
+	if (service_at(ip.source, ports[0], protocol) >= SERVICE_ADDRESS_ONLY)
+		return TC_ACT_UNSPEC;
+
+	__builtin_memcpy(tuple.ipv6.saddr, ip.destination, sizeof(ip.destination));
+	__builtin_memcpy(tuple.ipv6.daddr, ip.source, sizeof(ip.source));
+	tuple.ipv6.sport = ports[1];
+	tuple.ipv6.dport = ports[0];
+	return accept_at_socket(skb, quoted_socket_is_here(skb, protocol, &tuple, sizeof(tuple.ipv6)));
 }
 
 /*
@@ -73,13 +129,7 @@ static __noinline int accept_icmp_error(struct __sk_buff *skb)
 	tuple.ipv4.daddr = quoted.saddr;
 	tuple.ipv4.sport = ports[1];
 	tuple.ipv4.dport = ports[0];
-	if (!quoted_socket_is_here(skb, quoted.protocol, &tuple)) {
-		count(SERVER_COUNTER_ICMP_TO_ALL_IGNORED);
-		return TC_ACT_SHOT;
-	}
-	count(SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED);
-	bpf_skb_change_type(skb, PACKET_HOST);
-	return TC_ACT_UNSPEC;
+	return accept_at_socket(skb, quoted_socket_is_here(skb, quoted.protocol, &tuple, sizeof(tuple.ipv4)));
 }
 
 #endif

@@ -300,6 +300,12 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 	return restore(skb, segment, number, sent_to_all);
 }
 
+/* Processes a broadcast packet that is not TCP. */
+static __always_inline int accept_broadcast_error(struct __sk_buff *skb)
+{
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? accept_icmpv6_error(skb) : accept_icmp_error(skb);
+}
+
 SEC("tc")
 int server_ingress(struct __sk_buff *skb)
 {
@@ -310,7 +316,7 @@ int server_ingress(struct __sk_buff *skb)
 
 	sent_to_all = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
 	if (locate_pulled(skb, &segment, FROM_CLIENT) != LOCATED_TCP)
-		return sent_to_all ? accept_icmp_error(skb) : TC_ACT_UNSPEC;
+		return sent_to_all ? accept_broadcast_error(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
 	number = service_of(&segment, &word);

@@ -2,7 +2,7 @@
 //! stalls.
 
 use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, Ipv6Addr, TcpListener};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::mac::MacAddress;
@@ -17,8 +17,8 @@ use coreward_model::forwarding::Forwarding;
 use coreward_model::{FourTuple, ServerId};
 
 use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, syn_echo};
-use crate::support::network::{CLIENT, VIP};
-use crate::support::server_bed::{Bed, PORT, TIMEOUT, flags, id, keys, vip};
+use crate::support::network::VIP;
+use crate::support::server_bed::{Bed, PORT, TIMEOUT, client, flags, id, keys, vip};
 use crate::support::{
     self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, is_ipv6, may_load_bpf, now_ms, ones_complement_sum,
     timestamp_offset, word,
@@ -296,28 +296,48 @@ fn expect_chain_of_all_packets(family: Family) {
     }
 }
 
-/// "Fragmentation needed" about a packet from the VIP, to all servers.
-fn icmp_error(client: &HandClient<'_>, quoted_source: (Ipv4Addr, u16), quoted_destination: (Ipv4Addr, u16)) -> Vec<u8> {
-    let quoted = Tcp::new(quoted_source, quoted_destination).frame();
+/// "Fragmentation needed" or "packet too big" about a packet from the VIP, to all servers.
+fn icmp_error(client: &HandClient<'_>, quoted_source: SocketAddr, quoted_destination: SocketAddr) -> Vec<u8> {
+    let quoted = Tcp::between(quoted_source, quoted_destination).frame();
     let mut frame = client.frame(ACK, 0, b"");
-    frame.truncate(34);
-    frame[16..18].copy_from_slice(&56u16.to_be_bytes());
-    frame[23] = 1;
-    frame.extend([3, 4, 0, 0, 0, 0, 2, 0]);
-    frame.extend(&quoted[14..42]);
-    let checksum = !ones_complement_sum(&frame[34..]);
-    frame[36..38].copy_from_slice(&checksum.to_be_bytes());
+    if is_ipv6(&frame) {
+        icmpv6_error(&mut frame, &quoted[14..]);
+    } else {
+        frame.truncate(34);
+        frame[16..18].copy_from_slice(&56u16.to_be_bytes());
+        frame[23] = 1;
+        frame.extend([3, 4, 0, 0, 0, 0, 2, 0]);
+        frame.extend(&quoted[14..42]);
+        let checksum = !ones_complement_sum(&frame[34..]);
+        frame[36..38].copy_from_slice(&checksum.to_be_bytes());
+    }
     set_previous_server(&mut frame, 1);
     send_to_all(&mut frame);
     frame
 }
 
+/// Puts "packet too big" (RFC 4443, Sect. 3.2) for 1,280 bytes in place of the frame's TCP segment.
+fn icmpv6_error(frame: &mut Vec<u8>, quoted: &[u8]) {
+    frame.truncate(14 + 40);
+    frame.extend([2, 0, 0, 0, 0, 0, 5, 0]);
+    frame.extend(quoted);
+    let length = (frame.len() - 54) as u16;
+    frame[18..20].copy_from_slice(&length.to_be_bytes());
+    frame[20] = 58;
+    let pseudo_header = [&frame[22..54], &length.to_be_bytes(), &[0, 58]].concat();
+    let checksum = !ones_complement_sum(&[&pseudo_header[..], &frame[54..]].concat());
+    frame[56..58].copy_from_slice(&checksum.to_be_bytes());
+}
+
 #[test]
 fn icmp_errors_to_all_are_taken_where_the_connection_is() {
-    if !may_load_bpf("icmp_errors_to_all_are_taken_where_the_connection_is") {
-        return;
+    if may_load_bpf("icmp_errors_to_all_are_taken_where_the_connection_is") {
+        Family::BOTH.into_iter().for_each(expect_broadcast_errors_at_connection);
     }
-    let bed = Bed::new();
+}
+
+fn expect_broadcast_errors_at_connection(family: Family) {
+    let bed = Bed::of(family, ServiceMode::default());
     let listener = bed.listen();
     let (stream, _server) = bed.connection(&listener);
     let port = stream.local_addr().unwrap().port();
@@ -327,10 +347,10 @@ fn icmp_errors_to_all_are_taken_where_the_connection_is() {
         (counter(intf::SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED), counter(intf::SERVER_COUNTER_ICMP_TO_ALL_IGNORED))
     };
     let cases = [
-        ((VIP, PORT), (CLIENT, port), (1, 0)),
-        ((VIP, PORT), (CLIENT, port ^ 1), (1, 1)),
+        (vip(family), self::client(family, port), (1, 0)),
+        (vip(family), self::client(family, port ^ 1), (1, 1)),
         // None of ours: the kernel's business.
-        ((VIP, PORT + 1), (CLIENT, port), (1, 1)),
+        ((vip(family).ip(), PORT + 1).into(), self::client(family, port), (1, 1)),
     ];
     for (source, destination, expected) in cases {
         let frame = icmp_error(&client, source, destination);
@@ -338,14 +358,16 @@ fn icmp_errors_to_all_are_taken_where_the_connection_is() {
         client.overheard();
         assert_eq!(counted(), expected, "{source:?} {destination:?}");
     }
-    let mut to_one = icmp_error(&client, (VIP, PORT), (CLIENT, port));
+    let mut to_one = icmp_error(&client, vip(family), self::client(family, port));
     to_one[..6].copy_from_slice(&client.frame(ACK, 0, b"")[..6]);
     client.send(&to_one);
     client.overheard();
     assert_eq!(counted(), (1, 1), "not sent to all");
     // An error for which it finds no socket is one too: that of the other port.
-    for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
-        assert_eq!(bed.pair.server.kernel_counter(kernel), expected, "{kernel}");
+    if family == Family::Ipv4 {
+        for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
+            assert_eq!(bed.pair.server.kernel_counter(kernel), expected, "{kernel}");
+        }
     }
 }
 
