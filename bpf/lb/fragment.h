@@ -31,31 +31,43 @@ typedef __u32 __attribute__((may_alias)) fragment_word;
 
 static __always_inline bool is_later_fragment(const struct packet *packet)
 {
-	return packet->fragment & IP_FRAGMENT_OFFSET;
+	return packet->fragment & (is_ipv6(packet) ? IPV6_FRAGMENT_OFFSET : IP_FRAGMENT_OFFSET);
 }
 
-static __always_inline struct fragment_key fragment_key_of(const struct packet *packet)
+_Static_assert(__builtin_offsetof(struct fragment_key, vip_address) == IPV6_ADDRESS_BYTES, "as in an IPv6 header");
+
+static __always_inline struct fragment_key fragment_key_of(struct xdp_md *ctx, const struct packet *packet)
 {
-	return (struct fragment_key){
+	struct fragment_key key = {
 		.client_address = {0, 0, bpf_htonl(0xffff), packet->client_address},
 		.vip_address = {0, 0, bpf_htonl(0xffff), packet->vip_address},
 		.identification = packet->identification,
 		.protocol = packet->protocol,
 	};
+
+	/* The fragment header, whose last word is the identification, is in front of the transport header. */
+	if (is_ipv6(packet)) {
+		bpf_xdp_load_bytes(ctx, IPV6_CLIENT_AT, &key, 2 * IPV6_ADDRESS_BYTES);
+		bpf_xdp_load_bytes(ctx, packet->transport - sizeof(key.identification), &key.identification,
+				   sizeof(key.identification));
+	}
+	return key;
 }
 
-static __always_inline void remember_fragment(const struct packet *packet, const struct decision *decision)
+static __always_inline void remember_fragment(struct xdp_md *ctx, const struct packet *packet,
+					      const struct decision *decision)
 {
-	struct fragment_key key = fragment_key_of(packet);
+	struct fragment_key key = fragment_key_of(ctx, packet);
 	struct fragment_entry entry = {.service = decision->service, .server_id = decision->server_id};
 
 	bpf_map_update_elem(&fragments, &key, &entry, BPF_ANY);
 }
 
 /* Decides a later fragment. Returns 0, or the end of parsing. */
-static __always_inline int decide_later_fragment(const struct packet *packet, struct decision *decision)
+static __always_inline int decide_later_fragment(struct xdp_md *ctx, const struct packet *packet,
+						 struct decision *decision)
 {
-	struct fragment_key key = fragment_key_of(packet);
+	struct fragment_key key = fragment_key_of(ctx, packet);
 	const volatile fragment_word *found = bpf_map_lookup_elem(&fragments, &key);
 	__u32 word, service, server_id;
 

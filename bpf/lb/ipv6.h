@@ -14,6 +14,7 @@
 #include "connection_table.h"
 #include "decide.h"
 #include "emit.h"
+#include "fragment.h"
 #include "icmp_ipv6.h"
 #include "parse_ipv6.h"
 #include "placement.h"
@@ -121,8 +122,10 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	__u32 number;
 	int ended;
 
-	if (packet->fragment)
+	if (packet->fragment && tcp)
 		return parse_ended(LB_COUNTER_DROP_FRAGMENT);
+	if (is_later_fragment(packet))
+		return decide_later_fragment(ctx, packet, decision);
 	ended = parse_ports(data, data_end, tcp ? LB_COUNTER_DROP_MALFORMED_TCP : LB_COUNTER_DROP_MALFORMED_UDP,
 			    packet);
 	if (ended)
@@ -145,6 +148,8 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 						packet->ports);
 	}
 	decide(ctx, number, packet, decision);
+	if (packet->fragment && is_forwarded(decision->outcome))
+		remember_fragment(ctx, packet, decision);
 	return 0;
 }
 

@@ -224,7 +224,7 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 	int ended;
 
 	if (is_later_fragment(packet))
-		return decide_later_fragment(packet, decision);
+		return decide_later_fragment(ctx, packet, decision);
 	ended = parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_UDP, packet);
 	if (ended)
 		return ended;
@@ -237,7 +237,7 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 		return ended;
 	decide(ctx, number, packet, decision);
 	if (packet->fragment && is_forwarded(decision->outcome))
-		remember_fragment(packet, decision);
+		remember_fragment(ctx, packet, decision);
 	return 0;
 }
 

@@ -41,6 +41,8 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define IP_FRAGMENT_OFFSET 0x1fff
 #define IP_FRAGMENT_MASK (IP_MORE_FRAGMENTS | IP_FRAGMENT_OFFSET)
 
+/* RFC 8200, Sect. 4.5: above the reserved bits and "more fragments". */
+#define IPV6_FRAGMENT_OFFSET 0xfff8
 /* The client's address in its IPv6 packet. */
 #define IPV6_CLIENT_AT (ETH_HLEN + 8)
 #define IPV6_ADDRESS_BYTES 16
@@ -79,7 +81,7 @@ struct packet {
 	__u8 family;
 	/* IP identification, in the packet's byte order. */
 	__u16 identification;
-	/* 0: the packet is complete; else its offset in units of 8 bytes, and IP_MORE_FRAGMENTS. */
+	/* 0: the packet is complete; else the field of its offset and "more fragments". */
 	__u16 fragment;
 	/* Offset of TSecr in the frame; 0: none. */
 	__u16 echo_offset;

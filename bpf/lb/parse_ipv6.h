@@ -6,7 +6,7 @@
  * timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
  *
  * Extension headers (RFC 8200, Sect. 4.1) are walked over as far as the frame's first TRANSPORT_MASK bytes. Whatever
- * needs more is dropped and counted, as are fragments.
+ * needs more is dropped and counted, as are fragments of TCP.
  */
 #ifndef COREWARD_LB_PARSE_IPV6_H
 #define COREWARD_LB_PARSE_IPV6_H

@@ -320,3 +320,34 @@ fn datagrams_of_ipv6_keep_their_server() {
     let client = client(&mut rng);
     balancer.expect(&datagram(client, 9), XDP_DROP, 0, "drop_malformed_udp");
 }
+
+#[test]
+fn fragments_of_ipv6_follow_their_first_one() {
+    if !may_load_bpf("fragments_of_ipv6_follow_their_first_one") {
+        return;
+    }
+    let mut rng = seeded_rng(71, 0);
+    let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
+    let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
+    let mut balancer = Balancer::with(&[(service, mode)], Options::default(), &mut rng);
+    let ids = balancer.replace_servers(0, 20, &mut rng);
+    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    let mut state = PlacementState::for_table(&table);
+    balancer.install(0, &table);
+    let fragment = |client: (Ipv6Addr, u16), identification: u32, field: u16, payload: &[u8]| {
+        let header = [&[0, 0][..], &field.to_be_bytes(), &identification.to_be_bytes()].concat();
+        ipv6_frame([client.0, VIP.0], &[(44, header)], 17, payload)
+    };
+    for identification in 0..200 {
+        let client = client(&mut rng);
+        let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
+        let header = [client.1, VIP.1, 2008, 0].map(u16::to_be_bytes).concat();
+        let later = fragment(client, identification, 1000 | 1, b"more");
+        balancer.expect_without_service(&later, XDP_DROP, "drop_fragment");
+        balancer.expect_sent_to(0, &fragment(client, identification, 1, &header), chosen, "new_connection");
+        balancer.expect_sent_to(0, &later, chosen, "fragment");
+        balancer.expect_sent_to(0, &fragment(client, identification, 2000, b"last"), chosen, "fragment");
+        let other = fragment(client, identification + 1000, 1000, b"another datagram");
+        balancer.expect_without_service(&other, XDP_DROP, "drop_fragment");
+    }
+}

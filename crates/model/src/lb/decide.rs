@@ -101,7 +101,6 @@ impl LoadBalancer {
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
             (packet::PROTOCOL_ICMP, _) => Err(NOT_OURS),
             (protocol, _) if !self.looks_at(protocol) => Err(NOT_OURS),
-            (_, Part::First | Part::Later) if whole.vip.is_ipv6() => Err(intf::LB_COUNTER_DROP_FRAGMENT),
             (UDP, Part::Later) => self.later_fragment(&whole, read),
             (UDP, _) => {
                 let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;

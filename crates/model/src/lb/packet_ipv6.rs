@@ -47,20 +47,30 @@ pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, Ended> {
     if packet[0] >> 4 != 6 || end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let (protocol, part, transport) = walk(&packet[..end])?;
+    let Walked { protocol, part, identification, transport } = walk(&packet[..end])?;
     Ok(IpPacket {
         client: address_at(packet, 8),
         vip: address_at(packet, 24),
         protocol,
-        identification: 0,
+        identification,
         part,
         transport: ETHERNET_HEADER + transport,
         payload: packet.get(transport..end).unwrap_or_default(),
     })
 }
 
-/// Walks over the extension headers. Returns protocol, part, and offset of the transport header.
-fn walk(packet: &[u8]) -> Result<(u8, Part, usize), Ended> {
+/// The end of a chain of extension headers.
+struct Walked {
+    protocol: u8,
+    part: Part,
+    /// Number of a fragmented datagram, else 0.
+    identification: u32,
+    /// Offset of the transport header.
+    transport: usize,
+}
+
+/// Walks over the extension headers.
+fn walk(packet: &[u8]) -> Result<Walked, Ended> {
     let (mut next, mut at) = (packet[6], IPV6_HEADER);
     for _ in 0..MOST_EXTENSION_HEADERS {
         if !EXTENSION_HEADERS.contains(&next) {
@@ -81,10 +91,13 @@ fn walk(packet: &[u8]) -> Result<(u8, Part, usize), Ended> {
         // All but the reserved bits: 0 if it is the whole packet (RFC 6946).
         if number == FRAGMENT && field & !0x6 != 0 {
             let part = if field & !0x7 == 0 { Part::First } else { Part::Later };
-            return Ok((next, part, at));
+            // A frame that ends in the fragment header has no transport header either.
+            let identification =
+                packet.get(at - 4..at).map_or(0, |id| u32::from_be_bytes([id[0], id[1], id[2], id[3]]));
+            return Ok(Walked { protocol: next, part, identification, transport: at });
         }
     }
-    Ok((next, Part::Whole, at))
+    Ok(Walked { protocol: next, part: Part::Whole, identification: 0, transport: at })
 }
 
 pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
