@@ -87,8 +87,9 @@ fn ipv6_services_are_checked_announced_and_explained() {
     let balancer = site.testbed.load_balancer(1).unwrap();
     let vip = site.testbed.service();
     eventually(*TIMEOUT, "the VIP is announced", || {
-        run(&site, balancer, "ip -6 route show table 7400")
-            .contains(&format!("blackhole {} dev lo proto 174", vip.ip()))
+        // Until its first route there is no such table, which `ip` would report as an error.
+        run(&site, balancer, "ip -6 route show table all")
+            .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
     let explained =
         site.coreward(&["explain", "--vip", &vip.to_string(), "--client", "[2001:db8::a01:7]:40000"]).unwrap();
