@@ -32,6 +32,12 @@ _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 /* Each occurs once at most, but for destination options, which may occur twice. */
 #define EXTENSION_HEADERS 6
 
+/* RFC 4443, Sect. 2.1: the errors that are defined. */
+static __always_inline bool is_icmpv6_error(__u8 type)
+{
+	return type >= 1 && type <= 4;
+}
+
 /* First bytes of every extension header: next header, length; of a fragment header also offset and flags. */
 struct extension_header {
 	__u8 next;

@@ -239,17 +239,15 @@ static __always_inline bool reopen_connection(struct connection *connection)
 	return was_closing;
 }
 
-/* Writes the client's address as in struct service_key. */
-static __always_inline void write_client_address(struct xdp_md *ctx, const struct packet *packet,
-						 struct connection *connection)
+/* Writes both halves of the client's address as in struct service_key. */
+static __always_inline void write_client_address(struct xdp_md *ctx, const struct packet *packet, packet_u64 *half)
 {
-	packet_u64 *half = (packet_u64 *)connection->client_address;
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (is_ipv6(packet) && data + IPV6_CLIENT_AT + IPV6_ADDRESS_BYTES <= data_end) {
-		half[0] = PACKET_U64(data, IPV6_CLIENT_AT);
-		half[1] = PACKET_U64(data, IPV6_CLIENT_AT + sizeof(*half));
+	if (is_ipv6(packet) && data + IPV6_AT(source) + IPV6_ADDRESS_BYTES <= data_end) {
+		half[0] = PACKET_U64(data, IPV6_AT(source));
+		half[1] = PACKET_U64(data, IPV6_AT(source) + sizeof(*half));
 		return;
 	}
 	half[0] = 0;
@@ -267,7 +265,7 @@ static __always_inline void fill_connection(struct xdp_md *ctx, struct connectio
 	connection->bytes = frame_bytes(ctx);
 	connection->last_seen = now;
 	connection->opened = now;
-	write_client_address(ctx, packet, connection);
+	write_client_address(ctx, packet, (packet_u64 *)connection->client_address);
 	connection->client_port = packet->ports;
 	connection->flags = 0;
 	__sync_lock_test_and_set(&connection->identity, tag | CONNECTION_IN_USE |

@@ -19,10 +19,6 @@
 #include "parse_ipv6.h"
 #include "service_mode.h"
 
-/* RFC 4443, Sect. 2.1: the errors that are defined. */
-#define ICMPV6_FIRST_ERROR 1
-#define ICMPV6_LAST_ERROR 4
-
 #define QUOTE_IPV6_AT (IPV6_TRANSPORT + sizeof(struct icmp_header))
 #define QUOTED_IPV6_AT(field) (QUOTE_IPV6_AT + __builtin_offsetof(struct ipv6_header, field))
 #define QUOTED_IPV6_TRANSPORT (QUOTE_IPV6_AT + sizeof(struct ipv6_header))
@@ -39,13 +35,14 @@ static __always_inline bool is_address_ipv6(const void *address, const void *oth
  */
 static __always_inline int parse_quote_ipv6(const void *data, const void *data_end, struct packet *quoted)
 {
-	__u32 type, length, ports;
+	__u32 length, ports;
 
-	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
-	if (length < sizeof(struct icmp_header) || data + IPV6_TRANSPORT + sizeof(struct icmp_header) > data_end)
+	if (data + IPV6_TRANSPORT + sizeof(struct icmp_header) > data_end)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
-	type = PACKET_U8(data, IPV6_TRANSPORT);
-	if (type < ICMPV6_FIRST_ERROR || type > ICMPV6_LAST_ERROR)
+	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
+	if (length < sizeof(struct icmp_header))
+		return parse_ended(LB_COUNTER_DROP_MALFORMED_ICMP);
+	if (!is_icmpv6_error(PACKET_U8(data, IPV6_TRANSPORT)))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (IPV6_TRANSPORT + length < ICMPV6_ERROR_LENGTH || data + ICMPV6_ERROR_LENGTH > data_end ||
 	    PACKET_U8(data, QUOTE_IPV6_AT) >> 4 != 6)
@@ -63,23 +60,20 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 	return 0;
 }
 
-/* Fills `decision`. Returns 0, or the end of parsing. */
-static __always_inline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, struct decision *decision)
+/*
+ * Decides a packet of parse_ipv6() without extension headers. Returns 0, or the end of parsing. Not inlined: its stack
+ * would count in every call of decide().
+ */
+static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struct packet *packet,
+						 struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 	struct packet quoted = {};
 	struct service service;
-	__u32 number, sender;
+	__u32 number;
 	int ended;
 
-	if (!is_ipv6_frame(data, data_end) || !sent_to_us(data) ||
-	    service_of_ipv6(data + IPV6_AT(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
-		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 ||
-	    IPV6_TRANSPORT + bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length))) > (__u64)(data_end - data))
-		return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
-	sender = client_word_ipv6(data + IPV6_AT(source));
 	ended = parse_quote_ipv6(data, data_end, &quoted);
 	if (ended)
 		return ended;
@@ -100,7 +94,7 @@ static __always_inline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, struct
 		quoted.cookie = cookie_of_ipv6(quoted.echo, data + QUOTED_IPV6_AT(destination),
 					       data + QUOTED_IPV6_AT(source), quoted.ports);
 	service = decode_service(number);
-	decide_quoted(ctx, &service, sender, &quoted, decision);
+	decide_quoted(ctx, &service, packet->client_address, &quoted, decision);
 	return 0;
 }
 

@@ -167,6 +167,9 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	ended = parse_ipv6(ctx, data, data_end, packet);
 	if (ended)
 		return ended;
+	/* Errors have no extension headers in front. */
+	if (packet->protocol == NEXT_ICMPV6 && packet->transport == IPV6_TRANSPORT)
+		return parse_and_decide_icmp_ipv6(ctx, packet, decision);
 	if (packet->protocol != IPPROTO_TCP && (!udp_in_use || packet->protocol != IPPROTO_UDP))
 		return parse_ended(LB_COUNTER_PASSED_NOT_SERVICE);
 	return parse_and_decide_transport_ipv6(ctx, packet, decision);
@@ -184,31 +187,13 @@ static __noinline int forward_other_ipv6(struct xdp_md *ctx)
 	return apply_decision(ctx, &packet, &decision);
 }
 
-static __noinline int forward_icmp_ipv6(struct xdp_md *ctx)
-{
-	struct packet packet = {.family = ADDRESS_FAMILY_IPV6};
-	struct decision decision = UNDECIDED;
-	int ended = parse_and_decide_icmp_ipv6(ctx, &decision);
-
-	if (ended)
-		decision.outcome = outcome_of(ended);
-	return apply_decision(ctx, &packet, &decision);
-}
-
 static __always_inline int forward_ipv6(struct xdp_md *ctx)
 {
 	int action = forward_fast_path_ipv6(ctx);
-	void *data = (void *)(long)ctx->data;
-	void *data_end = (void *)(long)ctx->data_end;
 
 	if (action < 0)
 		action = forward_fast_path_syn_ipv6(ctx);
-	if (action >= 0)
-		return action;
-	/* Errors have no extension headers in front. */
-	if (is_ipv6_frame(data, data_end) && PACKET_U8(data, IPV6_AT(next_header)) == NEXT_ICMPV6)
-		return forward_icmp_ipv6(ctx);
-	return forward_other_ipv6(ctx);
+	return action < 0 ? forward_other_ipv6(ctx) : action;
 }
 
 #endif

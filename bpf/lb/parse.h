@@ -22,6 +22,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "timestamp.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.h is written for little-endian machines");
@@ -43,8 +44,6 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 
 /* RFC 8200, Sect. 4.5: above the reserved bits and "more fragments". */
 #define IPV6_FRAGMENT_OFFSET 0xfff8
-/* The client's address in its IPv6 packet. */
-#define IPV6_CLIENT_AT (ETH_HLEN + 8)
 #define IPV6_ADDRESS_BYTES 16
 
 #define TCP_FLAGS_OFFSET 13

@@ -118,9 +118,9 @@ static __noinline __u32 source_hash_ipv6(struct xdp_md *ctx, const void *tables,
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + IPV6_CLIENT_AT + IPV6_ADDRESS_BYTES > data_end)
+	if (data + IPV6_AT(source) + IPV6_ADDRESS_BYTES > data_end)
 		return 0;
-	return toeplitz_source_ipv6(source->byte, data + IPV6_CLIENT_AT, client_port);
+	return toeplitz_source_ipv6(source->byte, data + IPV6_AT(source), client_port);
 }
 
 static __always_inline __u32 table_hash(struct xdp_md *ctx, const struct placement *placement, __u32 group,

@@ -103,14 +103,9 @@ static __always_inline __u64 *held_by_source(const packet_u64 *address)
 /* Returns that of a packet's source. */
 static __always_inline __u64 *held_by_client(struct xdp_md *ctx, const struct packet *packet)
 {
-	packet_u64 address[2] = {0, (__u64)packet->client_address << 32 | bpf_htonl(0xffff)};
-	void *data = (void *)(long)ctx->data;
-	void *data_end = (void *)(long)ctx->data_end;
+	packet_u64 address[2];
 
-	if (is_ipv6(packet) && data + IPV6_CLIENT_AT + IPV6_ADDRESS_BYTES <= data_end) {
-		address[0] = PACKET_U64(data, IPV6_CLIENT_AT);
-		address[1] = PACKET_U64(data, IPV6_CLIENT_AT + sizeof(address[0]));
-	}
+	write_client_address(ctx, packet, address);
 	return held_by_source(address);
 }
 

@@ -25,9 +25,6 @@
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12
 #define ICMP_HEADER_LENGTH 8
-/* RFC 4443, Sect. 2.1: the errors that are defined. */
-#define ICMPV6_FIRST_ERROR 1
-#define ICMPV6_LAST_ERROR 4
 #define QUOTED_IPV6 (IPV6_TRANSPORT + ICMP_HEADER_LENGTH)
 
 /* Whether this host has the socket that sent the quoted packet. `length`: of the family's tuple. */
@@ -79,8 +76,7 @@ static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || ip.next_header != NEXT_ICMPV6 ||
 	    service_at(ip.destination, 0, 0) != SERVICE_ADDRESS_ONLY ||
-	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT, &type, sizeof(type)) || type < ICMPV6_FIRST_ERROR ||
-	    type > ICMPV6_LAST_ERROR)
+	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT, &type, sizeof(type)) || !is_icmpv6_error(type))
 		return TC_ACT_UNSPEC;
 	if (bpf_skb_load_bytes(skb, QUOTED_IPV6, &ip, sizeof(ip)) || bpf_ntohl(ip.version_class_label) >> 28 != 6 ||
 	    bpf_skb_load_bytes(skb, QUOTED_IPV6 + sizeof(ip), ports, sizeof(ports)))

@@ -39,7 +39,7 @@ pub enum Identification {
     Before(Option<ServerId>),
 }
 
-/// `frame` with another IP identification, its header's checksum computed anew; of IPv6 with another flow label.
+/// Returns `frame` with another IP identification and its checksum, or with another IPv6 flow label.
 fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     let mut frame = frame.to_vec();
     if super::is_ipv6(&frame) {
