@@ -178,8 +178,10 @@ impl Controller {
             let reports = agent.filter(|agent| !agent.is_behind_rack());
             let cores = reports.and_then(Agent::core_count);
             let fresh = service.reads_loads() && reports.is_some_and(|agent| agent.is_fresh(now));
-            (id, self.eligibility(fleet, id, now), fresh, cores, reports.is_some()).hash(&mut hasher);
-            (self.ramp(service, id, now).to_bits(), server.weight.get()).hash(&mut hasher);
+            let eligibility = self.eligibility(fleet, id, now);
+            (id, eligibility, fresh, cores, reports.is_some()).hash(&mut hasher);
+            (service.next_ramp(id, eligibility, now).to_bits(), server.weight.get()).hash(&mut hasher);
+            self.is_excluded(service, id).hash(&mut hasher);
             server.capacity.map(|capacity| Capacity::get(capacity).to_bits()).hash(&mut hasher);
         }
         hasher.finish()

@@ -205,8 +205,16 @@ impl Service {
 
     /// Returns the part of its share that the server gets so far: from nearly 0 to 1 during the slow start.
     pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
-        let fit = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
-        fit.map_or(1.0, |status| self.ramp_since(status.joined, now))
+        self.statuses.get(&server).map_or(1.0, |status| self.next_ramp(server, status.eligibility, now))
+    }
+
+    /// Returns [`Service::ramp`] in a table that is made now, when the server has this eligibility.
+    pub fn next_ramp(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
+        if eligibility != Eligibility::Eligible {
+            return 1.0;
+        }
+        let known = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
+        self.ramp_since(known.map_or(self.begun.then_some(now.monotonic), |status| status.joined), now)
     }
 
     fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {

@@ -79,8 +79,11 @@ impl Controller {
     /// Returns the part of its share of the service's new connections that the server gets: less than 1 in its slow
     /// start, 0 while it is excluded.
     pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
-        let is_excluded = self.share_limiter.excluded.contains(&(service.fleet().index, id));
-        if is_excluded { 0.0 } else { service.ramp(id, now) }
+        if self.is_excluded(service, id) { 0.0 } else { service.ramp(id, now) }
+    }
+
+    pub(super) fn is_excluded(&self, service: &Service, id: ServerId) -> bool {
+        self.share_limiter.excluded.contains(&(service.fleet().index, id))
     }
 
     /// Updates the allowances once per [`UPDATE_INTERVAL`].
