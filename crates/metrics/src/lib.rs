@@ -7,6 +7,8 @@
 //! * [`endpoint`]: server of `GET /metrics`
 
 pub mod component;
+#[cfg(test)]
+mod documents_tests;
 pub mod endpoint;
 pub mod latency;
 pub mod snapshot;

@@ -11,4 +11,8 @@
 pub mod agents;
 pub mod config;
 pub mod daemon;
+#[cfg(test)]
+mod grpc_tests;
 pub mod reducer;
+#[cfg(test)]
+mod tls_tests;

@@ -6,7 +6,7 @@ mod api_tls;
 mod apply;
 mod audit;
 mod empty_store;
+mod grpc;
 mod leaders;
-
-#[path = "../support/mod.rs"]
+mod sessions;
 mod support;

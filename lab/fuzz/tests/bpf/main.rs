@@ -2,4 +2,5 @@
 
 mod consistency;
 mod cookies;
+mod frames;
 mod lb_fuzz;

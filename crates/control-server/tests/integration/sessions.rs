@@ -1,17 +1,16 @@
 //! Sessions of browsers and streams of watchers end when who may come in is looked at again.
 
-mod support;
-
 use coreward_api::Role;
 use coreward_api::tokens::token_file;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use reqwest::StatusCode;
-use support::{Home, in_time};
 
-/// The only test of this process: a SIGHUP reaches all that listen for one.
+use crate::support::{Home, SIGHUP_REACHES_ALL, in_time};
+
 #[tokio::test]
 async fn new_token_ends_sessions_of_the_old_one() {
+    let _alone = SIGHUP_REACHES_ALL.lock().await;
     let home = Home::new(&["s1"], "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n");
     let running = home.start().await;
     let http = reqwest::Client::builder().no_proxy().build().unwrap();

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::config::Config;
+use crate::daemon::Rack;
 use coreward_config::Source;
 use coreward_control_server::server::Server;
-use coreward_rack::config::Config;
-use coreward_rack::daemon::Rack;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Identity, Role, Tls};

@@ -1,7 +1,5 @@
 //! A controller in this process, behind real gRPC over loopback.
 
-#![allow(dead_code, reason = "each test has a copy of its own, and uses a part of it")]
-
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,12 +19,15 @@ use tonic::transport::{Channel, Endpoint};
 /// long has failed.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// SIGHUP reaches all controllers of a process: held by tests that send it, or that restart a controller (a reload still
+/// holds its store) or count generations.
+pub static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+
 pub async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
 }
 
 /// Applies an update of a load balancer's stream to the newest configuration; returns whether it was a configuration.
-#[allow(dead_code, reason = "not every executable has load balancers")]
 pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) -> bool {
     match update {
         Update::Configuration(whole) => *newest = Some(FleetConfiguration::decode(whole.clone()).unwrap().1),

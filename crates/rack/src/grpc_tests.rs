@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use crate::config::Config;
+use crate::daemon::Rack;
 use coreward_api::Role;
 use coreward_api::client::Client;
 use coreward_api::tokens::token_file;
@@ -11,8 +13,6 @@ use coreward_api::types::Status;
 use coreward_config::Source;
 use coreward_control_server::server::Server;
 use coreward_model::placement::PlacementTable;
-use coreward_rack::config::Config;
-use coreward_rack::daemon::Rack;
 use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
 use coreward_wire::{table, v1};

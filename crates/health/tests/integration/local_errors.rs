@@ -1,5 +1,4 @@
-//! A machine that has run out of files cannot check, and says nothing of servers for it. A process of its own, whose limit
-//! it lowers.
+//! A machine without a free file descriptor cannot check, and reports no server as down.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use coreward_metrics::table::{Kind, METRICS};
+use crate::table::{Kind, METRICS};
 use serde_json::Value;
 
 fn one_line(item: &str) -> String {
@@ -11,7 +11,7 @@ fn one_line(item: &str) -> String {
 
 #[test]
 fn the_documented_metrics_are_those_there_are() {
-    let text = include_str!("../../../../docs/metrics.md");
+    let text = include_str!("../../../docs/metrics.md");
     let section = text.split("## All metrics").nth(1).unwrap();
     let rows: Vec<String> = section.split("\n* ").skip(1).map(one_line).collect();
     let expected: Vec<String> = METRICS
@@ -55,7 +55,7 @@ fn queries(value: &Value, found: &mut Vec<String>) {
 
 #[test]
 fn every_query_of_the_dashboard_names_a_metric_and_its_labels() {
-    let dashboard: Value = serde_json::from_str(include_str!("../../../../contrib/grafana/coreward.json")).unwrap();
+    let dashboard: Value = serde_json::from_str(include_str!("../../../contrib/grafana/coreward.json")).unwrap();
     let mut found = Vec::new();
     queries(&dashboard, &mut found);
     let expressions: Vec<&String> = found.iter().filter(|query| query.contains("coreward_")).collect();

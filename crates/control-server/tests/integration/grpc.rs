@@ -1,7 +1,5 @@
 //! The controller as its peers see it: real gRPC over loopback, with agents and load balancers that only pretend.
 
-mod support;
-
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -16,11 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Streaming};
 
-use support::{Home, Running, apply_update, in_time};
-
-/// SIGHUP reaches every controller of this process: who sends one, and who starts a controller anew
-/// (a reload under way would still hold its store) or counts generations, runs alone.
-static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
+use crate::support::{Home, Running, SIGHUP_REACHES_ALL, apply_update, in_time};
 
 impl Running {
     async fn agent(&self, server: &str) -> Agent {
