@@ -161,7 +161,10 @@ impl Controller {
         let service = &self.services[position];
         let fleet = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
-        (fleet.buckets.get(), fleet.policy, fleet.seed, self.load_balancers.count()).hash(&mut hasher);
+        (fleet.buckets.get(), fleet.policy, fleet.seed).hash(&mut hasher);
+        for (name, balancer) in self.load_balancers.iter() {
+            (name, balancer.is_connected()).hash(&mut hasher);
+        }
         (fleet.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
         self.racks.summaries(fleet.index, now).count().hash(&mut hasher);
         fleet.members.len().hash(&mut hasher);

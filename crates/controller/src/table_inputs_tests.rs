@@ -94,14 +94,13 @@ struct Harness {
 }
 
 impl Harness {
+    fn all_servers() -> Change {
+        let states = [Some(true); SERVERS];
+        Change::Configure { states, weight: 1, capacity: None, slow_start: false, fail_open: false }
+    }
+
     fn new() -> Self {
-        let all = Change::Configure {
-            states: [Some(true); SERVERS],
-            weight: 1,
-            capacity: None,
-            slow_start: false,
-            fail_open: false,
-        };
+        let all = Self::all_servers();
         let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config(&all), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config(&all), &records));
@@ -249,6 +248,17 @@ fn slow_start_ends_with_its_configuration_and_with_its_time() {
         harness.step(&configure(Some(true), true), at(2));
         harness.step(&next, at(2 + pause));
     }
+}
+
+/// A configuration removes load balancers that are neither on record nor connected, and their counts with them.
+#[test]
+fn counts_of_a_removed_load_balancer_leave_the_table() {
+    let mut harness = Harness::new();
+    harness.step(&Change::Traffic { server: 1, opened: 1 }, at(1));
+    harness.step(&Change::Report { server: 1, busy_ms: 0, cores: 2 }, at(2));
+    harness.step(&Change::Traffic { server: 1, opened: 1 }, at(3));
+    harness.step(&Change::LoseLoadBalancer, at(4));
+    harness.step(&Harness::all_servers(), at(5));
 }
 
 proptest! {
