@@ -3,11 +3,10 @@
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=proto");
     let descriptors = protox::compile(["proto/coreward.proto"], ["proto"])?;
-    // Tables are shared, not copied, by all streams that send one; of what racks pass up the numbers are read where they came.
+    // Tables are shared, not copied, by all streams that send one; what racks pass up is read in place.
     let shared = [".coreward.v1.DataplaneUpdate", ".coreward.v1.LoadSpread", ".coreward.v1.CandidateList"];
-    shared
-        .into_iter()
-        .fold(tonic_prost_build::configure(), |builder, path| builder.bytes(path))
-        .compile_fds(descriptors)?;
+    // The services are in crates/rpc.
+    let messages = tonic_prost_build::configure().build_client(false).build_server(false);
+    shared.into_iter().fold(messages, |builder, path| builder.bytes(path)).compile_fds(descriptors)?;
     Ok(())
 }

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_daemon::Connection;
+use coreward_daemon::metrics_endpoint::Scrapes;
 use coreward_dataplane::pins::PinLock;
-use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::snapshot::Snapshot;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::Role;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
-use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::{AgentConfiguration, SocketQuery, v1};
 use futures_util::future::LocalBoxFuture;
 use tokio::signal::unix::{Signal, SignalKind, signal};

@@ -4,8 +4,8 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use coreward_api::client::Client;
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
+use coreward_http::client::Client;
 use coreward_render::ask;
 use coreward_render::fleet::{Wanted, shown};
 

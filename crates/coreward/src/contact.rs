@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
-use coreward_api::client::{Client, ControllerUrl, Proof};
 use coreward_control_server::config::DEFAULT_API;
+use coreward_http::client::{Client, ControllerUrl, Proof};
 use coreward_tls::Files;
 use coreward_tls::verify::Host;
 

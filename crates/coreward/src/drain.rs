@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
-use coreward_api::Problem;
-use coreward_api::client::Client;
 use coreward_api::types::{DrainServer, DrainStatus, Drained, DrainedBy, ServerState};
+use coreward_http::Problem;
+use coreward_http::client::Client;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{AskArgs, Format, print};
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn a_controller_that_says_no_is_not_asked_again() {
-        use coreward_api::ProblemKind;
+        use coreward_http::ProblemKind;
         let of = |kind| is_final(&Problem::new(kind, "").into());
         assert!(of(ProblemKind::NotFound) && of(ProblemKind::Forbidden));
         assert!(!of(ProblemKind::NotLeading) && !of(ProblemKind::Internal) && !of(ProblemKind::TooManyRequests));

@@ -1,10 +1,11 @@
-//! Life of a daemon: readiness and watchdog of the service manager (sd_notify(3)), signals, and its [`Connection`] to
-//! the controllers.
+//! Life of a daemon: readiness and watchdog of the service manager (sd_notify(3)), signals, its metrics, and its
+//! [`Connection`] to the controllers.
 
 mod connection;
 mod controllers;
 pub mod drop_capabilities;
 pub mod log_level;
+pub mod metrics_endpoint;
 pub mod priority;
 
 use std::time::Duration;

@@ -5,9 +5,10 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use coreward_daemon::metrics_endpoint;
+use coreward_metrics::component;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_metrics::table::Component;
-use coreward_metrics::{component, endpoint};
 use coreward_wire::v1;
 
 use crate::config::Config;
@@ -24,7 +25,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     let dispatcher = Dispatcher::start(config)?;
     let pins: Vec<PathBuf> =
         config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
-    endpoint::serve(config.metrics, || (), move || page(&pins))?;
+    metrics_endpoint::serve(config.metrics, || (), move || page(&pins))?;
     while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "nobody looks after the services any more");
     }

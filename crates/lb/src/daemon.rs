@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use coreward_daemon::Connection;
+use coreward_daemon::metrics_endpoint::Scrapes;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::neighbour::{self, Change, Resolver};
 use coreward_dataplane::pins::{self, PinLock};
 use coreward_dataplane::routes::Routes;
-use coreward_metrics::endpoint::Scrapes;
 use coreward_metrics::snapshot::Snapshot;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::Role;
 use coreward_wire::address::address_bytes;
-use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
 use coreward_wire::{FleetChange, FleetConfiguration, STATE_INTERVAL, SocketAnswer, SocketQuery, table, v1};

@@ -4,8 +4,8 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
+use coreward_rpc::v1::control_server::{Control, ControlServer, SERVICE_NAME};
 use coreward_wire::AGENT_MESSAGE_BYTES;
-use coreward_wire::v1::control_server::{Control, ControlServer, SERVICE_NAME};
 use http::Request;
 use tonic::server::NamedService;
 use tower_service::Service;

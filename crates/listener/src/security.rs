@@ -4,8 +4,8 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use coreward_api::serve::{Acceptor, Certified, Peer};
 use coreward_daemon::add_expiry;
+use coreward_http::serve::{Acceptor, Certified, Peer};
 use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_metrics::endpoint;
+use coreward_daemon::metrics_endpoint;
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
@@ -65,7 +65,7 @@ impl Daemon {
             let published = Arc::new(Mutex::new(daemon.report()));
             daemon.published = Some(published.clone());
             let snapshot = move || published.lock().unwrap_or_else(PoisonError::into_inner).snapshot();
-            endpoint::serve(config.metrics, || (), snapshot)?;
+            metrics_endpoint::serve(config.metrics, || (), snapshot)?;
         }
         Ok(daemon)
     }

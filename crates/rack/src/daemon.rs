@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use coreward_daemon::Connection;
+use coreward_daemon::metrics_endpoint;
 use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::Security;
 use coreward_metrics::component;
-use coreward_metrics::endpoint;
 use coreward_metrics::table::Component;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::{Limits, Role};
 use coreward_wire::v1;
-use coreward_wire::v1::control_client::ControlClient;
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -109,7 +109,7 @@ impl Rack {
     async fn run(self) -> anyhow::Result<()> {
         let shared = Arc::new(Shared::default());
         let (asked, protected) = (shared.clone(), self.security.clone());
-        endpoint::serve(
+        metrics_endpoint::serve(
             self.config.metrics,
             || (),
             move || {

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use anyhow::Context as _;
-use coreward_api::client::Client;
 use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
+use coreward_http::client::Client;
 
 use super::{Format, ask, json};
 

@@ -8,8 +8,8 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-use coreward_api::client::Client;
 use coreward_api::types::{Explain, Keys, RotateKeys};
+use coreward_http::client::Client;
 use serde::Serialize;
 
 use coreward_fleet::clock::wall_now;

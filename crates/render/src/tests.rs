@@ -329,7 +329,7 @@ fn nobody_there() {
         assert!(error.contains("operator.token holds no token: expected at least 32 characters"), "{error}");
     }
     std::fs::remove_file(&token).unwrap();
-    coreward_api::tokens::Tokens::open(directory.path()).unwrap();
+    coreward_http::tokens::Tokens::open(directory.path()).unwrap();
     let client = Client::new(address.into(), &token).unwrap();
     let error = super::status(&client, false, Format::Text).unwrap_err().to_string();
     assert_eq!(

@@ -24,12 +24,6 @@ impl WireError {
     }
 }
 
-impl From<WireError> for tonic::Status {
-    fn from(error: WireError) -> Self {
-        tonic::Status::invalid_argument(error.to_string())
-    }
-}
-
 /// Adds the field to an error.
 pub trait Context<T> {
     /// Prefixes the field's name to the path of an error.

@@ -1,4 +1,5 @@
-//! Messages between coreward's processes: the generated gRPC types ([`v1`]), and their conversion from and to types
+//! Messages between coreward's processes: the types generated from
+//! `proto/coreward.proto` ([`v1`]), and their conversion from and to types
 //! that are always valid. A receiver parses a message here, once.
 //!
 //! * [`address`]: addresses of servers and services
@@ -58,5 +59,5 @@ pub const TERM: &str = "coreward-term";
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
-    tonic::include_proto!("coreward.v1");
+    include!(concat!(env!("OUT_DIR"), "/coreward.v1.rs"));
 }

@@ -9,12 +9,12 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_api::client::Client;
-use coreward_api::tokens::token_file;
 use coreward_api::types::{Reports, Status};
+use coreward_http::client::Client;
+use coreward_http::tokens::token_file;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Role, Tls};
-use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{dataplane_update, load_balancer_message};
 use coreward_wire::{table, v1};
 use tokio::net::TcpStream;

@@ -7,9 +7,9 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use coreward_intf::{SERVER_COUNTER_NAMES, STEER_COUNTER_NAMES};
 use coreward_model::rss::{IndirectionTable, seeded_rng, uniform_below};
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message;
-use coreward_wire::v1::control_client::ControlClient;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};

@@ -237,8 +237,8 @@ fn numbers_are_those_of_the_constants() {
     let servers = thousands(coreward_model::ServerId::COUNT);
     let of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
     let owners = coreward_model::connection_table::OwnerNumber::all().count();
-    let megabytes = coreward_api::endpoints::DOCUMENT_BODY >> 20;
-    let kilobytes = coreward_api::endpoints::SMALL_BODY >> 10;
+    let megabytes = coreward_http::endpoints::DOCUMENT_BODY >> 20;
+    let kilobytes = coreward_http::endpoints::SMALL_BODY >> 10;
     let entries = thousands(audit::ENTRIES);
     for (page, text) in [
         ("config.md", format!("`[[service]]`, at most {services}:")),

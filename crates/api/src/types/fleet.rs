@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use super::{MAX_INTEGER, serde_whole};
-use crate::problem::DocumentMistake;
+use coreward_config::Diagnostic;
 
 /// The document in force.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -90,4 +90,40 @@ pub struct Checked {
     pub mistakes: Vec<DocumentMistake>,
     /// Number of further mistakes, at least.
     pub more: u64,
+}
+
+/// A mistake in a document.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DocumentMistake {
+    /// Name of the document in the request.
+    pub file: String,
+    /// Line from 1; null: the whole document.
+    pub line: Option<u32>,
+    /// Column from 1, in characters.
+    pub column: Option<u32>,
+    /// Full name of the key, as `service.vip`; null where there is none (a syntax error).
+    pub key: Option<String>,
+    /// Found value.
+    pub problem: String,
+    /// Expected value, if it can be named.
+    pub expected: Option<String>,
+    /// The valid name closest to the found one.
+    pub nearest: Option<String>,
+    /// The mistake in one line.
+    pub message: String,
+}
+
+impl From<&Diagnostic> for DocumentMistake {
+    fn from(mistake: &Diagnostic) -> Self {
+        Self {
+            file: mistake.file.display().to_string(),
+            line: mistake.place.map(|place| place.line),
+            column: mistake.place.map(|place| place.column),
+            key: (!mistake.key.is_empty()).then(|| mistake.key.clone()),
+            problem: mistake.problem.clone(),
+            expected: mistake.expected.as_deref().map(str::to_owned),
+            nearest: mistake.nearest.as_deref().map(str::to_owned),
+            message: mistake.to_string(),
+        }
+    }
 }

@@ -19,7 +19,7 @@ pub use audit::{Audit, AuditEntry, AuditQuery};
 pub use drain::{CountedConnections, DrainServer, DrainStatus, Drained, DrainedBy};
 pub use events::{Event, EventId, EventKind, Events, EventsQuery, Severity};
 pub use explain::{Explain, ExplainedServer, Explanation, PacketKind};
-pub use fleet::{Check, Checked, Fleet, FleetApplied, FleetChange, NewFleet};
+pub use fleet::{Check, Checked, DocumentMistake, Fleet, FleetApplied, FleetChange, NewFleet};
 pub use keys::{KeyPhase, Keys, RotateKeys};
 pub use loads::{
     LoadBalancerCounts, Loads, Overview, OverviewLoadBalancer, OverviewServer, OverviewService, ServerLoads,

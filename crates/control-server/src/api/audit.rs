@@ -2,10 +2,11 @@
 
 use axum::Extension;
 use axum::extract::State;
-use coreward_api::extract::{Path, Query};
+use coreward_api::Caller;
 use coreward_api::types::{Audit, AuditQuery, EventId, EventKind, LoadBalancers, MAX_INTEGER};
-use coreward_api::work::{Answer, Size, answer};
-use coreward_api::{Caller, Problem, ProblemKind};
+use coreward_http::extract::{Path, Query};
+use coreward_http::work::{Answer, Size, answer};
+use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::state_manager::{Change, NotForgotten};

@@ -5,9 +5,9 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
-use coreward_api::serve::{Certified, Peer};
-use coreward_api::sessions::Shown;
-use coreward_api::{Problem, ProblemKind};
+use coreward_http::serve::{Certified, Peer};
+use coreward_http::sessions::Shown;
+use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 

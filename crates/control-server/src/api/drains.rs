@@ -2,9 +2,10 @@
 
 use axum::Extension;
 use axum::extract::State;
-use coreward_api::extract::{Json, Path};
+use coreward_api::Caller;
 use coreward_api::types::{DrainServer, DrainStatus, EventId, EventKind};
-use coreward_api::{Caller, Problem, ProblemKind};
+use coreward_http::extract::{Json, Path};
+use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::controller_state::ControllerState;

@@ -1,10 +1,10 @@
 //! Explanation of a packet's destination.
 
 use axum::extract::State;
-use coreward_api::extract::Query;
 use coreward_api::types::{Explain, Explanation, PacketKind};
-use coreward_api::work::{Answer, Size, answer};
-use coreward_api::{Problem, ProblemKind};
+use coreward_http::extract::Query;
+use coreward_http::work::{Answer, Size, answer};
+use coreward_http::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 
 use super::Api;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_api::types::{Loads, Overview};
-use coreward_api::{Problem, ProblemKind};
+use coreward_http::{Problem, ProblemKind};
 use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};

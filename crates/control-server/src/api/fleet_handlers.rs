@@ -4,13 +4,14 @@ use std::path::PathBuf;
 
 use axum::Extension;
 use axum::extract::State;
-use coreward_api::extract::Json;
+use coreward_api::Caller;
 use coreward_api::types::{
     Acknowledgements, Check, Checked, EventId, EventKind, Fleet, FleetApplied, FleetChange, NewFleet,
 };
-use coreward_api::work::{self, Answer, Size, answer};
-use coreward_api::{Caller, Problem, ProblemKind};
 use coreward_config::Source;
+use coreward_http::extract::Json;
+use coreward_http::work::{self, Answer, Size, answer};
+use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::controller_state::ControllerState;
@@ -159,8 +160,8 @@ mod tests {
 
     use axum::response::IntoResponse as _;
     use coreward_api::Role;
-    use coreward_api::endpoints::Guard;
-    use coreward_api::tokens::Tokens;
+    use coreward_http::endpoints::Guard;
+    use coreward_http::tokens::Tokens;
     use tokio::sync::mpsc;
 
     use super::*;

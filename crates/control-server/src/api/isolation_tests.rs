@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_api::Role;
-use coreward_api::endpoints::{DOCUMENT_BODY, SMALL_BODY};
-use coreward_api::serve::{Listener, Plain};
-use coreward_api::tokens::{Tokens, token_file};
+use coreward_http::endpoints::{DOCUMENT_BODY, SMALL_BODY};
+use coreward_http::serve::{Listener, Plain};
+use coreward_http::tokens::{Tokens, token_file};
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
 use nix::time::{ClockId, clock_gettime};

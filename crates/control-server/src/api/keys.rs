@@ -2,9 +2,10 @@
 
 use axum::Extension;
 use axum::extract::State;
-use coreward_api::extract::Json;
+use coreward_api::Caller;
 use coreward_api::types::{EventId, EventKind, Keys, RotateKeys};
-use coreward_api::{Caller, Problem, ProblemKind};
+use coreward_http::extract::Json;
+use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::state_manager::Change;

@@ -1,5 +1,5 @@
 //! Handlers of the HTTP API: each endpoint is a function with its description above it, and a line in [`endpoints`]
-//! with its role. `coreward_api::endpoints` has the common parts.
+//! with its role. `coreward_http::endpoints` has the common parts.
 //!
 //! * [`events`]: events, found by polling the status
 //! * [`feed`]: updates for watchers
@@ -25,11 +25,12 @@ use axum::Router;
 use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
-use coreward_api::endpoints::{DOCUMENT_BODY, Endpoints, Guard};
-use coreward_api::serve::{Acceptor, Listener, Serving};
-use coreward_api::tokens::Tokens;
-use coreward_api::work::{self, Size};
-use coreward_api::{Problem, ProblemKind, Role, routes};
+use coreward_api::Role;
+use coreward_http::endpoints::{DOCUMENT_BODY, Endpoints, Guard};
+use coreward_http::serve::{Acceptor, Listener, Serving};
+use coreward_http::tokens::Tokens;
+use coreward_http::work::{self, Size};
+use coreward_http::{Problem, ProblemKind, routes};
 use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
 

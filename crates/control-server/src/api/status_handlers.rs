@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use axum::Extension;
 use axum::extract::State;
-use coreward_api::extract::{Json, Path, Query};
 use coreward_api::types::{
     Health, HealthState, LoadBalancer, LoadBalancers, Loads, Server, Servers, Service, Services, Status, StatusQuery,
     Table, Tables, Version,
 };
-use coreward_api::work::{Answer, Size, answer};
-use coreward_api::{Caller, Problem, ProblemKind, Role};
+use coreward_api::{Caller, Role};
+use coreward_http::extract::{Json, Path, Query};
+use coreward_http::work::{Answer, Size, answer};
+use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::controller_state::ControllerState;

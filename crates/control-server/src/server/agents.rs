@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use coreward_rpc::invalid_argument;
 use coreward_tls::Role;
 use coreward_wire::sanitize::sanitize;
 use coreward_wire::{Report, SocketAnswer, v1};
@@ -136,7 +137,7 @@ async fn converse(
             message = next_message(shared, session, messages, &mut log) => match message? {
                 Some(v1::agent_message::Message::Report(report)) => take(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
-                    if !shared.sockets.answer(session.number(), SocketAnswer::try_from(answer)?) {
+                    if !shared.sockets.answer(session.number(), SocketAnswer::try_from(answer).map_err(invalid_argument)?) {
                         shared.controller().unsolicited_message(session, shared.now());
                     }
                 }

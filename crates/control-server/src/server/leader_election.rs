@@ -6,11 +6,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use coreward_api::endpoints::RequestCounts;
 use coreward_config::read_secret;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::{Candidate, LeaderState, Leadership};
 use coreward_etcd::{Certificate, EtcdError, Identity, TlsOptions};
+use coreward_http::endpoints::RequestCounts;
 use coreward_metrics::component;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_metrics::table::Component;

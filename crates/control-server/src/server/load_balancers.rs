@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use coreward_rpc::invalid_argument;
 use coreward_tls::Role;
 use coreward_wire::address::parse_optional_address;
 use coreward_wire::sanitize::sanitize;
@@ -98,7 +99,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
         first.map_err(|_| Status::deadline_exceeded("no registration received"))??.and_then(|message| message.message);
     match message {
         Some(v1::load_balancer_message::Message::Registration(first)) => {
-            let address = parse_optional_address("address", &first.address)?;
+            let address = parse_optional_address("address", &first.address).map_err(invalid_argument)?;
             let in_force = first.configuration_generation;
             Ok(Registration { name: sanitize(first.name), address, in_force })
         }

@@ -27,19 +27,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_api::serve::Listener;
-use coreward_api::tokens::Tokens;
+use coreward_daemon::metrics_endpoint;
 use coreward_daemon::priority::lower_thread_priority;
 pub use coreward_daemon::raise_file_limit;
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
+use coreward_http::serve::Listener;
+use coreward_http::tokens::Tokens;
 use coreward_listener::builder;
 use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::{AuthenticatedPeer, Security};
-use coreward_metrics::endpoint;
+use coreward_rpc::v1::control_server::Control;
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{Limits, Role};
-use coreward_wire::v1::control_server::Control;
 use coreward_wire::{TERM, v1};
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
@@ -177,7 +177,7 @@ impl Server {
     async fn run(self) -> anyhow::Result<()> {
         let asked = self.election.clone();
         // A page does not delay reports and tables on a shared CPU.
-        endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
+        metrics_endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
         // Before the first request: the starter of the only controller may query it at once.
         let work = match self.store {
             OpenedStore::Own(manager) => Work::Alone(Box::new(Term::begin(*manager, &self.election, None))),

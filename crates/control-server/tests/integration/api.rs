@@ -3,10 +3,11 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-use coreward_api::client::Client;
-use coreward_api::tokens::token_file;
+use coreward_api::Role;
 use coreward_api::types::{Check, DrainServer, DrainedBy, NewFleet, ServerState};
-use coreward_api::{Problem, ProblemKind, Role};
+use coreward_http::client::Client;
+use coreward_http::tokens::token_file;
+use coreward_http::{Problem, ProblemKind};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
 

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use coreward_api::client::{Client, ControllerUrl, Proof};
-use coreward_api::tokens::token_file;
 use coreward_api::types::RotateKeys;
-use coreward_api::{Problem, ProblemKind};
+use coreward_http::client::{Client, ControllerUrl, Proof};
+use coreward_http::tokens::token_file;
+use coreward_http::{Problem, ProblemKind};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::verify::Host;
 use coreward_tls::{Files, Identity, Role};

@@ -1,7 +1,7 @@
 //! Audit entries, rejected updates and concurrent changes, with a controller in this process.
 
 use coreward_api::types::{AuditQuery, DrainServer, NewFleet, ServerState};
-use coreward_api::{Problem, ProblemKind};
+use coreward_http::{Problem, ProblemKind};
 use coreward_wire::v1::{self, load_balancer_message::Message};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;

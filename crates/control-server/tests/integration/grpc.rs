@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use coreward_api::types::{KeyPhase, Reports, RotateKeys};
-use coreward_api::{Problem, ProblemKind};
+use coreward_http::{Problem, ProblemKind};
 use coreward_model::placement::PlacementTable;
-use coreward_wire::v1::control_client::ControlClient;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
 use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketQuery, table, v1};
 use tokio::sync::mpsc;

@@ -4,10 +4,10 @@ use std::net::SocketAddr;
 use std::process::Child;
 
 use coreward_api::Role;
-use coreward_api::tokens::token_file;
 use coreward_api::types::{Health, HealthState, NewFleet};
-use coreward_api::{Problem, ProblemKind};
 use coreward_etcd::local::Member;
+use coreward_http::tokens::token_file;
+use coreward_http::{Problem, ProblemKind};
 use coreward_wire::{TERM, v1};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;

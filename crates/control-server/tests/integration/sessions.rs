@@ -1,7 +1,7 @@
 //! Sessions of browsers and streams of watchers end when who may come in is looked at again.
 
 use coreward_api::Role;
-use coreward_api::tokens::token_file;
+use coreward_http::tokens::token_file;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use reqwest::StatusCode;

@@ -4,8 +4,8 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1;
-use coreward_wire::v1::control_client::ControlClient;
 use tokio::net::TcpListener;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::body::Body;

@@ -5,15 +5,15 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::anyhow;
-use coreward_api::client::{Client, Proof};
-use coreward_api::tokens::token_file;
 use coreward_control_server::config::ControllerConfig;
+use coreward_http::client::{Client, Proof};
+use coreward_http::tokens::token_file;
 use coreward_model::ServiceAddress;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
 use coreward_tls::verify::Host;
 use coreward_tls::{Files, Role as CertifiedRole};
 use coreward_wire::address::parse_address;
-use coreward_wire::v1::control_client::ControlClient;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
 use tonic::transport::Endpoint;
 

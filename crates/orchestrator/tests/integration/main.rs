@@ -1,5 +1,7 @@
 //! Tests that need neither rights nor other machines.
 
 mod allocation;
+mod classify;
+mod config;
 mod engine;
 mod metrics;

@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use coreward_model::rss::{seeded_rng, uniform_below};
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Role, Tls};
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
-use coreward_wire::v1::control_client::ControlClient;
 use rand_xoshiro::Xoshiro256PlusPlus;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;

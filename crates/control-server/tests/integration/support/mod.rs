@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_api::Role;
-use coreward_api::client::Client;
-use coreward_api::tokens::token_file;
 use coreward_api::types::Status;
 use coreward_control_server::server::Server;
-use coreward_wire::v1::control_client::ControlClient;
+use coreward_http::client::Client;
+use coreward_http::tokens::token_file;
+use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::{FleetChange, FleetConfiguration};
 use tokio::task::JoinHandle;

@@ -17,7 +17,8 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
 use crate::connection_limit::{Answer, ConnectionSlots, Permit};
-use crate::{Role, work};
+use crate::work;
+use coreward_api::Role;
 
 /// Limits of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
-use crate::snapshot::Snapshot;
+use coreward_metrics::snapshot::Snapshot;
 
 /// OpenMetrics 1.0, as prometheus-client writes it.
 const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";

@@ -9,7 +9,8 @@ use governor::middleware::NoOpMiddleware;
 use governor::state::keyed::DashMapStateStore;
 use governor::{Quota, RateLimiter};
 
-use crate::{Problem, ProblemKind, Role};
+use crate::{Problem, ProblemKind};
+use coreward_api::Role;
 
 type Limiter<K> = RateLimiter<
     K,

@@ -4,7 +4,8 @@ use axum::Json;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use coreward_config::{Diagnostic, Diagnostics};
+use coreward_api::types::DocumentMistake;
+use coreward_config::Diagnostics;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -104,42 +105,6 @@ pub struct Problem {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(format = "uri")]
     pub leader_api: Option<Box<str>>,
-}
-
-/// A mistake in a document.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-pub struct DocumentMistake {
-    /// Name of the document in the request.
-    pub file: String,
-    /// Line from 1; null: the whole document.
-    pub line: Option<u32>,
-    /// Column from 1, in characters.
-    pub column: Option<u32>,
-    /// Full name of the key, as `service.vip`; null where there is none (a syntax error).
-    pub key: Option<String>,
-    /// Found value.
-    pub problem: String,
-    /// Expected value, if it can be named.
-    pub expected: Option<String>,
-    /// The valid name closest to the found one.
-    pub nearest: Option<String>,
-    /// The mistake in one line.
-    pub message: String,
-}
-
-impl From<&Diagnostic> for DocumentMistake {
-    fn from(mistake: &Diagnostic) -> Self {
-        Self {
-            file: mistake.file.display().to_string(),
-            line: mistake.place.map(|place| place.line),
-            column: mistake.place.map(|place| place.column),
-            key: (!mistake.key.is_empty()).then(|| mistake.key.clone()),
-            problem: mistake.problem.clone(),
-            expected: mistake.expected.as_deref().map(str::to_owned),
-            nearest: mistake.nearest.as_deref().map(str::to_owned),
-            message: mistake.to_string(),
-        }
-    }
 }
 
 impl Problem {

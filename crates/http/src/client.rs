@@ -21,11 +21,11 @@ use tokio::task::JoinSet;
 
 use crate::Problem;
 use crate::tokens::read_token;
-use crate::types::{
+pub use contact::{ControllerUrl, InvalidControllerUrl, Proof};
+use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
     FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
-pub use contact::{ControllerUrl, InvalidControllerUrl, Proof};
 use exchange::{Question, exchange};
 
 /// Time in which each of several controllers must report whether it leads.

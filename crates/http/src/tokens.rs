@@ -13,7 +13,7 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
 
-use crate::Role;
+use coreward_api::Role;
 
 /// Random bytes of a token that is drawn.
 const TOKEN_BYTES: usize = 32;

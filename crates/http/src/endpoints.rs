@@ -25,7 +25,8 @@ use crate::problem::PROBLEM_JSON;
 use crate::serve::Peer;
 use crate::sessions::Sessions;
 use crate::tokens::Tokens;
-use crate::{Caller, Problem, ProblemKind, Role};
+use crate::{Problem, ProblemKind};
+use coreward_api::{Caller, Role};
 
 /// Default limit of a request's body in bytes.
 pub const SMALL_BODY: usize = 64 << 10;

@@ -1,0 +1,83 @@
+//! The file of `coreward orchestrate`.
+
+use coreward_config::Source;
+use coreward_model::dispatch::{Lambda, RankRule, Ranking, RateLimit, Selection};
+use coreward_orchestrator::classify::{Classifier, Pattern};
+use coreward_orchestrator::config::Config;
+use coreward_orchestrator::engine::EngineConfig;
+
+fn parse(text: &str) -> Result<Config, String> {
+    let source = Source::from_text("orchestrate.toml", text);
+    Config::parse(&source).map_err(|mistakes| mistakes.to_string())
+}
+
+const HEAD: &str = "memory = \"/run/cores\"\ncores = 4\n";
+
+#[test]
+fn defaults() {
+    let config = parse(&format!("{HEAD}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
+    let EngineConfig { depth, rule, payload_bytes, services, scheduler, .. } = &config.engine;
+    assert_eq!((depth.get(), *rule, *payload_bytes), (4, RankRule::Ranked, 1472));
+    assert_eq!(services[0].lambda, Lambda::PUBLISHED);
+    assert_eq!((scheduler.capacity, scheduler.selection), (4096, Selection::FirstEligible));
+    assert_eq!(config.listeners[0].1.rules, [(0, None)]);
+}
+
+#[test]
+fn services_share_a_port_and_two_levels_rank_them() {
+    let text = format!(
+        r#"{HEAD}ranking = "share"
+policy = "per-service-jbsq"
+[[group]]
+name = "fast"
+weight = 3
+ranking = "deadline"
+[[group]]
+name = "batch"
+[[service]]
+listen = "127.0.0.1:4000"
+match = {{ offset = 2, value = 258, bytes = 2, little_endian = true }}
+group = "fast"
+deadline = "20us"
+[[service]]
+listen = "127.0.0.1:4001"
+match = {{ prefix = "get " }}
+group = "fast"
+lambda = 0.5
+[[service]]
+listen = "127.0.0.1:4000"
+group = "batch"
+priority = 7
+rate = 1000
+burst = 10
+"#
+    );
+    let config = parse(&text).unwrap();
+    let rules: Vec<_> = config.listeners.iter().map(|(address, classifier)| (address.port(), classifier)).collect();
+    let pattern = |offset, bytes: &[u8]| Some(Pattern { offset, bytes: bytes.to_vec() });
+    assert_eq!(rules[0], (4000, &Classifier { rules: vec![(0, pattern(2, &[2, 1])), (2, None)] }));
+    assert_eq!(rules[1], (4001, &Classifier { rules: vec![(1, pattern(0, b"get "))] }));
+    let scheduler = &config.engine.scheduler;
+    let groups: Vec<_> = scheduler.groups.iter().map(|group| (group.member.parameter, group.ranking)).collect();
+    assert_eq!(groups, [(3, Ranking::EarliestDeadline), (1, Ranking::StrictPriority)]);
+    let queues: Vec<_> = scheduler.queues.iter().map(|queue| (queue.group, queue.member.parameter)).collect();
+    assert_eq!(queues, [(0, 20_000), (0, 1_000_000), (1, 7)]);
+    assert_eq!(scheduler.queues[2].member.limit, Some(RateLimit { interval: 1_000_000, burst: 10 }));
+    assert_eq!(config.engine.services[1].lambda.get(), 0.5);
+}
+
+#[test]
+fn mistakes_are_named_with_line_and_expectation() {
+    let error = |rest: &str| parse(&format!("{HEAD}[[service]]\n{rest}\n")).unwrap_err();
+    let text = error("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
+    assert_eq!(text, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
+    assert!(error("listen = \"[::1]:4000\"").contains("expected an IPv4 address and a port from 1 to 65535"));
+    let listen = "listen = \"127.0.0.1:4000\"\n";
+    assert!(error(&format!("{listen}priority = 8")).ends_with("8: expected a whole number from 0 to 7"));
+    assert!(error(&format!("{listen}match = {{}}")).ends_with("match: expected either `value` or `prefix`"));
+    let text = error(&format!("{listen}match = {{ value = 256 }}"));
+    assert!(text.ends_with("value = 256: expected a number of 1 bytes"), "{text}");
+    assert!(error(&format!("{listen}group = \"x\"")).ends_with("no [[group]] has the name \"x\""));
+    assert!(parse(HEAD).unwrap_err().contains("service"));
+    assert!(parse(&format!("service = []\n{HEAD}")).unwrap_err().contains("0 services: expected 1 to 64"));
+}

@@ -1,0 +1,8 @@
+//! Generates the services of `proto/coreward.proto`; their messages are those of `coreward-wire`.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo::rerun-if-changed=../wire/proto");
+    let descriptors = protox::compile(["../wire/proto/coreward.proto"], ["../wire/proto"])?;
+    tonic_prost_build::configure().extern_path(".coreward.v1", "::coreward_wire::v1").compile_fds(descriptors)?;
+    Ok(())
+}
