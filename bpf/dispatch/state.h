@@ -2,7 +2,7 @@
 /*
  * Requests in flight, and what each worker has outstanding.
  *
- * One rule keeps the counts exact under concurrency: an entry in `requests` stands for one outstanding request. Its
+ * One rule keeps the counts exact under concurrency: an entry in `requests` represents one outstanding request. Its
  * insertion by compare-and-swap adds it to its worker's counts; its removal by compare-and-swap (a response, or user
  * space) subtracts what the entry recorded. Only one of several concurrent attempts succeeds, so nothing is subtracted
  * twice, and an entry exists before its datagram is delivered. Between the two steps a count may be off by one for some

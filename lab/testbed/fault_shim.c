@@ -1,4 +1,4 @@
-// What a test cannot do to one process alone from outside, by LD_PRELOAD: give it a wall clock of its own (CLOCK_REALTIME is
+// Faults for one process by LD_PRELOAD: give it a wall clock of its own (CLOCK_REALTIME is
 // not namespaced, and a test must not set the machine's), and a disk on which no write succeeds (a file system that never
 // overwrites refuses every write when it is full; a tmpfs only those that need another page). How, stands in the file that
 // COREWARD_FAULTS names, and may change at any time. For tests only: nothing loads this but the testbed.
@@ -74,7 +74,7 @@ int ftruncate64(int file, off64_t length)
 	return real_ftruncate64(file, length);
 }
 
-// Where off_t has 64 bits programs use either name.
+// With a 64-bit off_t programs use either name.
 int ftruncate(int file, off_t length)
 {
 	return ftruncate64(file, length);

@@ -28,21 +28,21 @@ use crate::config::{self, Config};
 use crate::connection_counter::ConnectionCounter;
 use crate::daisy_chain::DaisyChain;
 use crate::decapsulation::{self, Decapsulator};
-use crate::forwarded::{self, Forwarded};
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoad;
 use crate::load::{LoadSource, queues};
 use crate::report_state::ReportState;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
-use crate::rss::input::InputSearch;
-use crate::rss::manager::{RssManager, Wanted};
+use crate::rss::input::TransformSearch;
+use crate::rss::manager::{RssManager, WantedRss};
 use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::testbed::TestbedRss;
 use crate::rss_conflicts::RssConflicts;
 use crate::saved_settings::SettingsStore;
 use crate::stall::{Counts, StallDetector};
 use crate::steering::{self, Steering};
+use crate::unstamped_syn_acks::{self, UnstampedSynAcks};
 use crate::{connections, dispatch, timestamps};
 
 /// Interval until the controller sets another one.
@@ -50,7 +50,7 @@ pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// A report expires when this many later ones are missing ...
 const INTERVALS_TO_LIVE: u32 = 5;
 /// ... and not earlier: a busy machine delays a report now and then.
-const SHORTEST_LIFE: Duration = Duration::from_millis(500);
+const MIN_TIME_TO_LIVE: Duration = Duration::from_millis(500);
 const HAZARDS_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
@@ -61,13 +61,13 @@ pub struct Agent {
     verifier: RssVerifier,
     /// The same for established packets, which a flow director moves.
     established_verifier: RssVerifier,
-    input_search: InputSearch,
+    input_search: TransformSearch,
     load: Box<dyn LoadSource>,
     steering: Steering,
     daisy_chain: DaisyChain,
     decapsulator: Decapsulator,
     stalls: StallDetector,
-    forwarded: Forwarded,
+    unstamped_syn_acks: UnstampedSynAcks,
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent rejects.
@@ -125,15 +125,15 @@ impl Agent {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stalls: StallDetector::from(stall_counts(&programs)),
-            forwarded: Forwarded::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
+            stalls: StallDetector::from(stall_counters(&programs)),
+            unstamped_syn_acks: UnstampedSynAcks::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
             rss: RssManager::new(rss_device(&config)),
             config,
             memory,
             programs,
             verifier: RssVerifier::default(),
             established_verifier: RssVerifier::default(),
-            input_search: InputSearch::default(),
+            input_search: TransformSearch::default(),
             load,
             cpu_of_queue: vec![],
             configuration: None,
@@ -269,7 +269,7 @@ impl Agent {
             self.steering.set_services(&addresses, self.programs.rss_map())?;
         }
         if self.config.manage_rss {
-            let wanted = Wanted { key: new.fleet_rss_key.clone(), server_id: new.server_id };
+            let wanted = WantedRss { key: new.fleet_rss_key.clone(), server_id: new.server_id };
             self.rss.manage(wanted, &mut self.memory);
             self.rss_changed();
         }
@@ -292,12 +292,12 @@ impl Agent {
         }
         self.warnings.extend(self.daisy_chain.warning());
         self.warnings.extend(self.decapsulator.warning());
-        self.warnings.extend(self.stalls.observe(stall_counts(&self.programs)).map(str::to_owned));
+        self.warnings.extend(self.stalls.observe(stall_counters(&self.programs)).map(str::to_owned));
         let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
-        self.warnings.extend(self.forwarded.observe(foreign, Instant::now()));
+        self.warnings.extend(self.unstamped_syn_acks.observe(foreign, Instant::now()));
         let services = self.configuration.iter().flat_map(|configuration| &configuration.services);
         let forwarded = services.filter(|service| self.programs.is_forwarded(&service.address));
-        self.warnings.extend(forwarded.filter_map(forwarded::limitation));
+        self.warnings.extend(forwarded.filter_map(unstamped_syn_acks::limitation));
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(not_in_force);
         self.warnings.extend(self.connection_counter.warning());
@@ -434,7 +434,7 @@ impl Agent {
         });
         let report = Report {
             sent: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
-            time_to_live: (self.report_interval() * INTERVALS_TO_LIVE).max(SHORTEST_LIFE),
+            time_to_live: (self.report_interval() * INTERVALS_TO_LIVE).max(MIN_TIME_TO_LIVE),
             readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.readings.clone() },
             open_connections: connections::open(),
             rss_generation: generation,
@@ -507,7 +507,7 @@ fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.stamps_new_connections())
 }
 
-fn stall_counts(programs: &ServerPrograms) -> Counts {
+fn stall_counters(programs: &ServerPrograms) -> Counts {
     let counters = programs.counters();
     Counts {
         handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE as usize],

@@ -104,7 +104,7 @@ impl Config {
 mod tests {
     use super::*;
 
-    const SHORTEST: &str = r#"server = "s1"
+    const MINIMAL: &str = r#"server = "s1"
 controller = "10.1.0.1:7400"
 interface = "eth0"
 pin_directory = "/sys/fs/bpf/coreward/agent"
@@ -116,16 +116,16 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
 
     #[test]
     fn shortest_file_gets_defaults() {
-        let config = parse(SHORTEST).unwrap();
+        let config = parse(MINIMAL).unwrap();
         assert_eq!((config.manage_rss, config.manage_timestamps), (false, true));
         assert_eq!((config.steer, config.load, config.rss), (Steer::Affinity, Load::Cpu {}, Rss::Ethtool {}));
         assert_eq!(config.dispatch, None);
     }
 
     #[test]
-    fn the_testbed_says_everything() {
+    fn testbed_reports_everything() {
         let text = format!(
-            "{SHORTEST}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
+            "{MINIMAL}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
              load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" }}\n"
         );
         let config = parse(&text).unwrap();
@@ -139,19 +139,19 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
         let table = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
         let own = format!("[[service]]\n{table}[[service.type]]\nprefix = \"get \"\n");
         let own = coreward_dispatch::config::Config::parse(&Source::from_text("dispatch.toml", &own)).unwrap();
-        let text = format!("{SHORTEST}[[dispatch.service]]\n{table}[[dispatch.service.type]]\nprefix = \"get \"\n");
+        let text = format!("{MINIMAL}[[dispatch.service]]\n{table}[[dispatch.service.type]]\nprefix = \"get \"\n");
         assert_eq!(parse(&text).unwrap().dispatch, Some(own));
         assert_eq!(
-            parse(&format!("{SHORTEST}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n")).unwrap_err(),
+            parse(&format!("{MINIMAL}[[dispatch.service]]\nlisten = \"0.0.0.0:53\"\nbound = 0\n")).unwrap_err(),
             "agent.toml:7:9: key `dispatch.service.bound`: 0: expected a whole number from 1 to 65535"
         );
         assert_eq!(
-            parse(&format!("{SHORTEST}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{table}"))
+            parse(&format!("{MINIMAL}[dispatch]\nmetrics = \"127.0.0.1:9440\"\n[[dispatch.service]]\n{table}"))
                 .unwrap_err(),
             "agent.toml:6:11: key `dispatch.metrics`: 127.0.0.1:9440: expected `metrics` outside of this table: the daemon \
              serves all"
         );
-        let mistakes = parse(&format!("{SHORTEST}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
+        let mistakes = parse(&format!("{MINIMAL}[[dispatch.service]]\nliste = 1\n")).unwrap_err();
         assert_eq!(mistakes.lines().count(), 2, "{mistakes}");
         assert!(mistakes.contains("agent.toml:6:1: key `dispatch.service.liste`: is not known"), "{mistakes}");
     }
@@ -181,7 +181,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
             ),
         ];
         for (line, message) in cases {
-            assert_eq!(parse(&format!("{SHORTEST}{line}\n")).unwrap_err(), format!("agent.toml:{message}"));
+            assert_eq!(parse(&format!("{MINIMAL}{line}\n")).unwrap_err(), format!("agent.toml:{message}"));
         }
     }
 }

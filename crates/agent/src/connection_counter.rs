@@ -21,14 +21,13 @@ const REST: u32 = 20;
 /// The newest count, and the next one.
 #[derive(Default)]
 pub struct ConnectionCounter {
-    newest: Option<Counted>,
-    under_way: Option<JoinHandle<anyhow::Result<Counted>>>,
+    newest: Option<CountResult>,
+    under_way: Option<JoinHandle<anyhow::Result<CountResult>>>,
     problem: Option<String>,
-    /// Beginning and duration of the last one.
     last: Option<(Instant, Duration)>,
 }
 
-struct Counted {
+struct CountResult {
     began: Instant,
     took: Duration,
     configuration_generation: u64,
@@ -62,7 +61,7 @@ impl ConnectionCounter {
             of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
         let count = move || {
             let services = names.into_iter().zip(connections_of(&addresses)?).collect();
-            Ok(Counted { began, took: began.elapsed(), configuration_generation, services })
+            Ok(CountResult { began, took: began.elapsed(), configuration_generation, services })
         };
         match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {
             Ok(thread) => self.under_way = Some(thread),
@@ -70,7 +69,7 @@ impl ConnectionCounter {
         }
     }
 
-    fn take(&mut self, outcome: anyhow::Result<Counted>) {
+    fn take(&mut self, outcome: anyhow::Result<CountResult>) {
         if let (Some((_, took)), Ok(counted)) = (&mut self.last, &outcome) {
             *took = counted.took;
         }
@@ -88,7 +87,6 @@ impl ConnectionCounter {
         *self = Self { problem: self.problem.take(), ..Self::default() };
     }
 
-    /// Returns the counts for a report.
     pub fn newest(&self) -> Option<CountedConnections> {
         self.newest.as_ref().map(|counted| CountedConnections {
             age: counted.began.elapsed(),

@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_in_use_is_taken() {
+    fn address_in_use_is_found() {
         let text = "sockets: used 23\nTCP: inuse 17 orphan 1 tw 300 alloc 20 mem 3\nUDP: inuse 0 mem 0\n";
         assert_eq!(parse(text), Some(17));
         assert_eq!(parse("TCP6: inuse 5\nUDP6: inuse 1\n"), Some(5));

@@ -147,7 +147,7 @@ fn every(period: Duration) -> Interval {
 async fn run_sessions(agent: &mut Agent, mut connection: Connection, mut chores: Chores) -> std::convert::Infallible {
     loop {
         let error = run_session(&mut connection, agent, &mut chores).await.err();
-        let pause = connection.ended(error.as_ref());
+        let pause = connection.record_end(error.as_ref());
         chores.run_while(agent, &connection, tokio::time::sleep(pause)).await;
     }
 }
@@ -161,7 +161,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
     messages.send(message(Message::Registration(registration))).await?;
     let stream = client.agent(ReceiverStream::new(receiver));
     let begun = chores.run_while(agent, connection, stream).await?;
-    let mut updates = connection.begun(begun)?;
+    let mut updates = connection.accept_stream(begun)?;
     agent.begin_stream();
     tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
     let mut tick = every(agent.report_interval());
@@ -170,7 +170,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
         tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                connection.heard();
+                connection.record_message();
                 match update.update {
                     Some(Update::Configuration(configuration)) => {
                         let generation = configuration.generation;

@@ -10,7 +10,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::neighbour::{Change, Resolver};
 use coreward_dataplane::server::ServerPrograms;
 use coreward_model::ServerId;
-use coreward_wire::ServerBefore;
+use coreward_wire::PreviousServer;
 
 #[derive(Debug)]
 pub struct DaisyChain {
@@ -29,7 +29,7 @@ impl DaisyChain {
 
     /// Sets the servers. Addresses from an earlier process stay until ARP returns others. Fails when packet sockets are
     /// not allowed.
-    pub fn set(&mut self, servers: &[ServerBefore], programs: &mut ServerPrograms) -> anyhow::Result<()> {
+    pub fn set(&mut self, servers: &[PreviousServer], programs: &mut ServerPrograms) -> anyhow::Result<()> {
         self.ids.clear();
         for server in servers {
             self.ids.entry(server.address).or_default().push(server.id);

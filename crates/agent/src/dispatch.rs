@@ -8,7 +8,7 @@ pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     if dispatcher.is_running() {
         return dispatcher.seen().warnings;
     }
-    vec!["nobody looks after dispatched services any more: restart the agent".to_owned()]
+    vec!["no daemon maintains the dispatched services: restart the agent".to_owned()]
 }
 
 /// Returns the state at the last poll.

@@ -34,7 +34,6 @@ impl ReportState {
         newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
 
-    /// Returns the state after this report.
     pub fn after(&self, report: &v1::Report) -> Self {
         let new = || SentDetails { at: Instant::now(), warnings: report.warnings.clone() };
         let details = if report.without_details { self.details.clone() } else { Some(new()) };
@@ -47,9 +46,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn details_are_said_first_and_when_warnings_change() {
+    fn details_are_sent_first_and_when_warnings_change() {
         let sent = ReportState::default();
-        assert!(sent.needs_details(None, &[]), "nothing was said");
+        assert!(sent.needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
         let sent = sent.after(&report);
         assert_eq!(sent.rss_generation(), 3);

@@ -13,7 +13,7 @@ use coreward_model::tuple::address_of;
 use serde::Serialize;
 
 use crate::rss::ethtool::EthtoolRss;
-use crate::rss::input::InputSearch;
+use crate::rss::input::TransformSearch;
 use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::{RssDevice as _, RssSettings};
 
@@ -127,7 +127,7 @@ fn set(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
 
 fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result<bool> {
     let end = Instant::now() + Duration::from_secs(args.seconds);
-    let (mut last, mut search, mut input) = (0, InputSearch::default(), None);
+    let (mut last, mut search, mut input) = (0, TransformSearch::default(), None);
     loop {
         let over = Instant::now() >= end;
         let samples = programs.samples(last);

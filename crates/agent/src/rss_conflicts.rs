@@ -47,7 +47,6 @@ impl RssConflicts {
         if self.takes_flow_rules { "accelerated RFS" } else { "RFS" }
     }
 
-    /// Describes the conflicts for `coreward status`.
     pub fn describe(&self, interface: &str) -> Vec<String> {
         let mut found = Vec::new();
         if !self.steered_queues.is_empty() {
@@ -111,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn each_hazard_is_said_in_words() {
+    fn each_rss_conflict_is_described() {
         assert!(RssConflicts::default().describe("eth7").is_empty());
         let rss_conflicts = RssConflicts {
             steered_queues: vec!["rx-0".to_owned()],

@@ -15,7 +15,6 @@ use crate::rss::RssSettings;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSettings {
     pub rss: Option<RssSettings>,
-    /// net.ipv4.tcp_timestamps.
     pub tcp_timestamps: Option<String>,
 }
 
@@ -23,7 +22,6 @@ pub struct SavedSettings {
 const VALUE_BYTES: u32 = 16384;
 const MAP_NAME: &str = "coreward_orig";
 
-/// File of the settings.
 #[derive(Debug)]
 pub struct SettingsStore {
     map: MapHandle,
@@ -60,7 +58,6 @@ impl SettingsStore {
         Ok(Self { map, pin, content: SavedSettings::default() })
     }
 
-    /// Returns the stored settings.
     pub fn get(&self) -> &SavedSettings {
         &self.content
     }

@@ -40,7 +40,7 @@ impl StallDetector {
                 format!(
                     "of {handshakes} stamped connections {shaking} got no answer to four SYN-ACKs and {talking} none to \
                      a segment sent five times: a firewall on the way may drop their timestamps (the service's \
-                     timestamps = \"off\" shows whether), or somebody floods with SYNs"
+                     timestamps = \"off\" shows whether), or a SYN flood"
                 )
             });
             self.began = counts;
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn more_than_one_in_a_hundred_is_said_until_a_better_window() {
+    fn stall_warning_needs_more_than_one_percent() {
         let counts = |handshakes, stalled_handshakes, stalled_connections| Counts {
             handshakes,
             stalled_handshakes,

@@ -40,7 +40,6 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
     Ok(())
 }
 
-/// Restores the original.
 pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     if let Some(original) = memory.get().tcp_timestamps.clone() {
         write(&original)?;

@@ -38,7 +38,6 @@ pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     }
 }
 
-/// Format of a line.
 enum LogFormat {
     Text(Format),
     /// One object a line: `timestamp` (RFC 3339, UTC), `level`, `message`, and the event's fields by name.

@@ -37,10 +37,10 @@ pub struct Location {
 }
 
 /// Longest name or value that is shown whole and compared with valid names, characters.
-const LONGEST: usize = 1000;
+const MAX_SHOWN_LENGTH: usize = 1000;
 
 fn shortened(text: String) -> String {
-    match text.char_indices().nth(LONGEST) {
+    match text.char_indices().nth(MAX_SHOWN_LENGTH) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
     }
@@ -149,7 +149,7 @@ const ALIKE: f64 = 0.75;
 
 /// Returns the name of `known` nearest to `given`.
 pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    if given.len() > LONGEST {
+    if given.len() > MAX_SHOWN_LENGTH {
         return None;
     }
     let given = given.to_lowercase();

@@ -303,7 +303,7 @@ impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for usize {
 pub struct Name(pub String);
 
 /// Limit of a name, bytes.
-const LONGEST_NAME: usize = 64;
+const MAX_NAME: usize = 64;
 
 impl From<Name> for String {
     fn from(name: Name) -> Self {
@@ -315,7 +315,7 @@ impl FromToml for Name {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |name| {
             let readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
-            match name.is_empty() || !readable || name.len() > LONGEST_NAME {
+            match name.is_empty() || !readable || name.len() > MAX_NAME {
                 true => Err(format!("name {name:?}: expected {}", Self::expected())),
                 false => Ok(Self(name.to_owned())),
             }
@@ -323,11 +323,11 @@ impl FromToml for Name {
     }
 
     fn expected() -> String {
-        format!("1 to {LONGEST_NAME} bytes without blanks")
+        format!("1 to {MAX_NAME} bytes without blanks")
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "minLength": 1, "maxLength": LONGEST_NAME, "pattern": r"^\S+$" })
+        json!({ "type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": r"^\S+$" })
     }
 }
 

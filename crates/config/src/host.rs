@@ -13,7 +13,7 @@ use crate::{FromToml, Reader, parsed};
 pub struct Interface(pub String);
 
 /// Bytes (IFNAMSIZ with the zero byte at its end).
-const LONGEST_INTERFACE: usize = 15;
+const MAX_INTERFACE_NAME: usize = 15;
 
 impl From<Interface> for String {
     fn from(interface: Interface) -> Self {
@@ -24,7 +24,7 @@ impl From<Interface> for String {
 impl FromToml for Interface {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |name| {
-            let has_length = (1..=LONGEST_INTERFACE).contains(&name.len());
+            let has_length = (1..=MAX_INTERFACE_NAME).contains(&name.len());
             let is_odd = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
             match has_length && !name.contains(is_odd) && name != "." && name != ".." {
                 true => Ok(Self(name.to_owned())),
@@ -34,11 +34,11 @@ impl FromToml for Interface {
     }
 
     fn expected() -> String {
-        format!("the name of a network device, 1 to {LONGEST_INTERFACE} bytes, as \"eth0\"")
+        format!("the name of a network device, 1 to {MAX_INTERFACE_NAME} bytes, as \"eth0\"")
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "minLength": 1, "maxLength": LONGEST_INTERFACE, "pattern": r"^[^\s/:]+$" })
+        json!({ "type": "string", "minLength": 1, "maxLength": MAX_INTERFACE_NAME, "pattern": r"^[^\s/:]+$" })
     }
 }
 

@@ -42,8 +42,8 @@ number!(BucketCount as u64, BucketCount::new, "a power of two from 1 to 2048",
     { "type": "integer", "enum": [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048] });
 number!(ServerId as u64, ServerId::try_from, format!("0 to {}", ServerId::COUNT - 1),
     { "type": "integer", "minimum": 0, "maximum": ServerId::COUNT - 1 });
-number!(Weight as u64, Weight::new, format!("0 (no new connections) to {}", Weight::LARGEST),
-    { "type": "integer", "minimum": 0, "maximum": Weight::LARGEST });
+number!(Weight as u64, Weight::new, format!("0 (no new connections) to {}", Weight::MAX),
+    { "type": "integer", "minimum": 0, "maximum": Weight::MAX });
 number!(Capacity as f64, Capacity::new, "a number above 0, at most 1000000: cores of the usual speed",
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
 number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194304",

@@ -92,11 +92,11 @@ impl<'a> Reader<'a> {
 
     /// Stores a mistake within the present value; the key follows from the place.
     pub fn mistake_within(&mut self, span: Span, message: impl Display) {
-        self.by_place(|reader| reader.mistake(span, message));
+        self.check_value(|reader| reader.mistake(span, message));
     }
 
     /// Runs `check` of the present value; the key of each mistake follows from its place.
-    pub fn by_place<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
+    pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let keys = std::mem::take(&mut self.keys);
         let checked = check(self);
         self.keys = keys;
@@ -148,7 +148,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns whether there is a mistake so far.
-    pub fn has_found_any(&self) -> bool {
+    pub fn has_diagnostics(&self) -> bool {
         !self.found.is_empty()
     }
 
@@ -168,7 +168,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns a path relative to the file's directory.
-    pub fn beside(&self, path: &Path) -> PathBuf {
+    pub fn resolve_path(&self, path: &Path) -> PathBuf {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 

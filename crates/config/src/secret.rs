@@ -42,7 +42,7 @@ impl<T> fmt::Debug for Secret<T> {
 }
 
 /// Limit of a secret file, bytes.
-const LARGEST: u64 = 65_536;
+const MAX_SECRET_BYTES: u64 = 65_536;
 
 /// Whether secrets of other users are rejected.
 static STRICT: AtomicBool = AtomicBool::new(false);
@@ -79,14 +79,14 @@ pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String
         ));
     }
     let mut text = String::new();
-    file.take(LARGEST).read_to_string(&mut text).map_err(unreadable)?;
+    file.take(MAX_SECRET_BYTES).read_to_string(&mut text).map_err(unreadable)?;
     Ok(text.trim().to_owned())
 }
 
 impl<T: SecretText> FromToml for Secret<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let DeValue::String(name) = value.get_ref() else { return reader.wrong_type::<Self>(value) };
-        let path = reader.beside(Path::new(name.as_ref()));
+        let path = reader.resolve_path(Path::new(name.as_ref()));
         let secret = read_secret(&path).and_then(|text| {
             let wrong = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);
             text.parse::<T>().map_err(wrong)

@@ -15,7 +15,7 @@ use crate::diagnostic::{DISPLAY_LIMIT, Location};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
 /// Limit of a file, bytes: as the API's for a fleet's document.
-const LARGEST: u64 = 8 << 20;
+const MAX_FILE_BYTES: u64 = 8 << 20;
 /// Limit of nesting, as `toml`'s.
 const DEEPEST: u32 = 80;
 
@@ -67,8 +67,8 @@ impl Source {
             |reason: &dyn Display| Diagnostic::for_file(path, &format!("{reason}: expected a readable TOML file"));
         let mut bytes = Vec::new();
         let file = File::open(path).map_err(|reason| unreadable(&reason))?;
-        file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(|reason| unreadable(&reason))?;
-        if bytes.len() as u64 > LARGEST {
+        file.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(|reason| unreadable(&reason))?;
+        if bytes.len() as u64 > MAX_FILE_BYTES {
             return Err(unreadable(&"more than 8 MiB"));
         }
         let text = String::from_utf8(bytes).map_err(|error| {

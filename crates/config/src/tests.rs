@@ -138,7 +138,7 @@ fn single_mistakes() {
 }
 
 #[test]
-fn checks_over_several_values_stand_in_the_same_list() {
+fn contradictions_are_reported_with_other_mistakes() {
     let text = "name = \"a\"\ncount = 0\nservice = [{ listen = \"[::1]:1\" }, { listen = \"[::1]:1\" }]\n";
     assert_eq!(
         diagnostics_of(text),

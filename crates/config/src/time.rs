@@ -33,7 +33,7 @@ const LARGEST_FIRST: [(&str, u64); 6] =
     [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
 
 /// Formats a time in the largest unit of which it is a whole number.
-pub fn shown_time(time: Duration) -> String {
+pub fn format_time(time: Duration) -> String {
     let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     match LARGEST_FIRST.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {
         Some((name, unit)) => format!("{}{name}", ns / unit),
@@ -64,7 +64,7 @@ impl<const MIN: u64, const MAX: u64> FromToml for Period<MIN, MAX> {
     }
 
     fn expected() -> String {
-        let [least, most] = [MIN, MAX].map(|ns| shown_time(Duration::from_nanos(ns)));
+        let [least, most] = [MIN, MAX].map(|ns| format_time(Duration::from_nanos(ns)));
         format!("a time with its unit, from \"{least}\" to \"{most}\"")
     }
 
@@ -87,7 +87,7 @@ mod tests {
             (12_500, "12500ns"),
         ] {
             let time = Duration::from_nanos(ns);
-            assert_eq!(shown_time(time), text);
+            assert_eq!(format_time(time), text);
             assert_eq!(Period::<0, { 48 * HOUR }>::parse(text), Ok(Period(time)));
         }
     }

@@ -16,9 +16,8 @@ use super::traffic::Totals;
 
 #[derive(Debug, Default)]
 pub struct Agent {
-    /// Its present agent.
     pub session: Option<LiveSession>,
-    pub newest: Option<Newest>,
+    pub newest: Option<LatestReport>,
     /// Newest configuration that an agent has confirmed. The server's programs keep their state when the agent ends.
     pub confirmed: u64,
     /// Load balancers' traffic to it when the newest report was accepted.
@@ -36,7 +35,7 @@ pub struct LiveSession {
     /// Different for every session.
     pub number: u64,
     /// Time of its last message (since the controller's start).
-    pub heard: Duration,
+    pub last_message: Duration,
     /// Silence after which another agent may take over.
     pub time_to_live: Duration,
     pub version: String,
@@ -46,41 +45,38 @@ pub struct LiveSession {
 
 /// Fields of a report for `coreward status`.
 #[derive(Debug)]
-pub struct Newest {
+pub struct LatestReport {
     /// Time of arrival (since the controller's start).
     pub received: Duration,
     /// End of validity (since the controller's start).
     pub fresh_until: Duration,
-    /// As reported.
     pub open_connections: u32,
-    /// As reported.
     pub rss_matched: u64,
-    /// As reported.
     pub rss_mismatched: u64,
-    pub details: Details,
+    pub details: AgentDetails,
 }
 
 /// Fields that are not in every report.
 #[derive(Debug, Default)]
-pub struct Details {
+pub struct AgentDetails {
     /// As reported.
     pub counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
     pub dispatch: Vec<v1::DispatchedService>,
-    pub connections: Option<Counted>,
+    pub connections: Option<ConnectionCount>,
     pub refused: Vec<v1::RefusedUpdate>,
 }
 
-impl Details {
+impl AgentDetails {
     fn reported(details: ReportDetails, now: Now) -> Self {
         let ReportDetails { counters, warnings, dispatch, connections, refused } = details;
-        let connections = connections.map(|counted| Counted::reported(counted, now));
+        let connections = connections.map(|counted| ConnectionCount::reported(counted, now));
         Self { counters, warnings, dispatch, connections, refused }
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Counted {
+pub struct ConnectionCount {
     /// Start (since the controller's start).
     pub at: Duration,
     /// Agent's configuration in force at that time.
@@ -88,7 +84,7 @@ pub struct Counted {
     pub services: BTreeMap<String, u32>,
 }
 
-impl Counted {
+impl ConnectionCount {
     fn reported(counted: CountedConnections, now: Now) -> Self {
         let CountedConnections { age, configuration_generation, services } = counted;
         Self { at: now.monotonic.saturating_sub(age), configuration_generation, services }
@@ -133,7 +129,7 @@ impl Agent {
     }
 
     /// Returns its newest count of connections; `None`: unknown or expired.
-    pub fn connections(&self, now: Now) -> Option<&Counted> {
+    pub fn connections(&self, now: Now) -> Option<&ConnectionCount> {
         self.newest.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
@@ -141,7 +137,7 @@ impl Agent {
     /// listening ones included.
     pub fn open_connections(&self) -> u32 {
         let Some(newest) = &self.newest else { return 0 };
-        let counted = newest.details.connections.as_ref().map(Counted::sum);
+        let counted = newest.details.connections.as_ref().map(ConnectionCount::sum);
         counted.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
@@ -193,7 +189,7 @@ impl Agent {
             }
         })?;
         if let Some(session) = &mut self.session {
-            session.heard = now.monotonic;
+            session.last_message = now.monotonic;
             session.time_to_live = report.time_to_live;
         }
         if report.configuration_generation <= generation {
@@ -205,8 +201,8 @@ impl Agent {
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
         let known = self.newest.take().map(|newest| newest.details);
-        let details = report.details.map(|details| Details::reported(details, now)).or(known);
-        self.newest = Some(Newest {
+        let details = report.details.map(|details| AgentDetails::reported(details, now)).or(known);
+        self.newest = Some(LatestReport {
             received: now.monotonic,
             fresh_until: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,

@@ -50,7 +50,7 @@ impl Agents {
         &mut self.known[position]
     }
 
-    pub fn named_mut(&mut self, name: &str) -> Option<&mut Agent> {
+    pub fn find_mut(&mut self, name: &str) -> Option<&mut Agent> {
         self.by_name.get(name).map(|position| &mut self.known[*position])
     }
 

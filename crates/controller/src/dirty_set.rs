@@ -36,11 +36,11 @@ impl DirtySet {
     }
 
     pub fn mark(&mut self, id: ServerId) {
-        self.mark_passed_up(id);
+        self.mark_relayed(id);
         self.server(id).more = true;
     }
 
-    pub fn mark_passed_up(&mut self, id: ServerId) {
+    pub fn mark_relayed(&mut self, id: ServerId) {
         if !std::mem::replace(&mut self.server(id).load, true) {
             self.marked.push(id);
         }

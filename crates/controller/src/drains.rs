@@ -8,24 +8,22 @@ use coreward_api::types::{CountedConnections, DrainStatus, Drained, DrainedBy, R
 use coreward_model::ServerId;
 use coreward_model::tuple::Protocol;
 
-use super::agent::{Agent, Counted};
+use super::agent::{Agent, ConnectionCount};
 use super::service::Eligibility;
 use super::{Controller, Now};
-use coreward_fleet::drains::{NotDrained, WantedDrain};
+use coreward_fleet::drains::{DrainError, WantedDrain};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Longest delay of a report. The start of a count is derived from the report's arrival, so that a delayed report seems
-/// newer.
-const LONGEST_WAY: Duration = Duration::from_secs(1);
+/// Longest delay of a report. A count's start is derived from the report's arrival, so a delayed one seems newer.
+const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Checks that the others' health allows a drain of the server.
-    pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), NotDrained> {
+    pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), DrainError> {
         wanted.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
-    /// Returns whether the server of that name is drained, and its remaining connections; `None`: there is no such
-    /// server.
+    /// Returns the server's drain and its remaining connections; `None`: there is no such server.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
         let id = self.fleet.id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
@@ -57,7 +55,6 @@ impl Controller {
         })
     }
 
-    /// Returns the origin of the drain.
     pub(super) fn drained(&self, id: ServerId, now: Now) -> Option<Drained> {
         let server = &self.fleet.servers[&id];
         if server.admin_state == AdminState::Left {
@@ -98,9 +95,9 @@ impl Controller {
             }
             (Reports::Fresh, Some(counted)) => Ok(counted),
         };
-        let is_new = |counted: &Counted| {
+        let is_new = |counted: &ConnectionCount| {
             counted.configuration_generation >= generation
-                && confirmed.as_ref().is_ok_and(|since| counted.at >= *since + LONGEST_WAY)
+                && confirmed.as_ref().is_ok_and(|since| counted.at >= *since + MAX_MESSAGE_DELAY)
         };
         match (counted, &confirmed) {
             (Ok(counted), Ok(_)) if is_new(counted) => {
@@ -125,7 +122,7 @@ fn is_counted(service: &FleetService) -> bool {
 }
 
 /// Returns a count in the form of the API.
-pub(super) fn counted_connections(counted: &Counted, now: Now) -> CountedConnections {
+pub(super) fn counted_connections(counted: &ConnectionCount, now: Now) -> CountedConnections {
     let services: BTreeMap<String, u32> = counted.services.clone();
     CountedConnections { age_ms: counted.age(now).as_millis() as u64, services }
 }

@@ -90,7 +90,7 @@ impl Harness {
 }
 
 #[test]
-fn a_count_is_believed_when_nobody_sends_new_connections_any_more() {
+fn drain_count_is_valid_after_all_load_balancers_confirmed() {
     let mut harness = Harness::new();
     let balancers = ["lb1", "lb2"].map(|name| harness.controller.register_load_balancer(name, at(10)).unwrap());
     let session = harness.controller.register("s1", "test", at(10)).unwrap();

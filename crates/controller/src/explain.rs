@@ -23,7 +23,7 @@ use coreward_fleet::records::LoadBalancerRecord;
 
 /// Reason why there is no explanation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotExplained {
+pub enum ExplainError {
     #[error("no service at {address}: expected one of {known}")]
     UnknownService { address: ServiceAddress, known: String },
     #[error(transparent)]
@@ -48,9 +48,9 @@ pub type ViewedServer = (ServerId, String, Option<PoolServer>);
 impl Controller {
     /// Returns a view of the service without servers, which follow step by step ([`Controller::viewed_server`]). Fails
     /// when there is no such service.
-    pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, NotExplained> {
+    pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
-        let service = service.ok_or_else(|| NotExplained::UnknownService { address, known: self.known_services() })?;
+        let service = service.ok_or_else(|| ExplainError::UnknownService { address, known: self.known_services() })?;
         let owner = |(name, known): (&String, &LoadBalancerRecord)| Some((known.owner?, name.clone()));
         Ok(ServiceView {
             service: service.fleet().clone(),
@@ -76,7 +76,7 @@ impl Controller {
         client: SocketAddr,
         packet: ExplainedPacket,
         now: Now,
-    ) -> Result<Explanation, NotExplained> {
+    ) -> Result<Explanation, ExplainError> {
         let view = self.service_view(address, now)?;
         let servers = self.servers_after(None).map(|(id, server)| self.viewed_server(&view, id, &server.name, now));
         let servers: Vec<ViewedServer> = servers.collect();
@@ -102,11 +102,11 @@ impl ServiceView {
 
     /// Explains a packet from `client` to the service: a first one by the table of the last tick, another one as far as
     /// the controller can know. Fails when client and VIP are of different address families.
-    pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, NotExplained> {
+    pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
         Ok(self.case(client)?.reply(packet))
     }
 
-    fn case(&self, client: SocketAddr) -> Result<Case<'_>, NotExplained> {
+    fn case(&self, client: SocketAddr) -> Result<Case<'_>, ExplainError> {
         Ok(Case { view: self, tuple: FourTuple::new(client, self.service.address.socket)? })
     }
 }
@@ -306,13 +306,13 @@ impl Case<'_> {
     }
 
     /// Whether the candidate is one core, and not a whole server.
-    fn knows_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
+    fn names_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
         self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
 
     fn core_words(&self, table: &PlacementTable, candidate: Candidate) -> String {
         let load = shown_load(candidate.load);
-        if !self.knows_core(table, candidate) {
+        if !self.names_core(table, candidate) {
             let why = if self.rss_key(candidate.server).is_none() { ", its RSS not being known," } else { "" };
             return format!("the whole server{why} with load {load:.3} in the table");
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::health::{Check, Judge, Probe, Verdict, majority_verdicts};
+use coreward_model::health::{Check, HealthTracker, Probe, Verdict, majority_verdicts};
 
 use super::Now;
 use super::load_balancers::{LoadBalancers, START_GRACE, Target};
@@ -24,7 +24,7 @@ pub struct Health {
 #[derive(Debug)]
 struct AgentCheck {
     check: Arc<Check>,
-    judge: Judge,
+    judge: HealthTracker,
     due: Duration,
 }
 
@@ -37,9 +37,9 @@ impl Health {
         now: Now,
         reports: impl Fn(ServerId) -> bool,
     ) {
-        self.ask_agents(fleet, now, reports);
-        let said = load_balancers.verdict_versions(now);
-        let made_of = Some((fleet.generation, said));
+        self.check_agents(fleet, now, reports);
+        let printed = load_balancers.verdict_versions(now);
+        let made_of = Some((fleet.generation, printed));
         if self.made_of == made_of {
             return;
         }
@@ -56,7 +56,7 @@ impl Health {
 
     /// Performs the checks whose probe is the agent, each at its own interval. Agents have some time to return after
     /// the controller's start.
-    fn ask_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
+    fn check_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
         let mut wanted: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
         for service in &fleet.services {
             let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
@@ -66,7 +66,7 @@ impl Health {
         for (target, check) in wanted {
             let asked = self.agents.entry(target).or_insert_with(|| AgentCheck {
                 check: check.clone(),
-                judge: Judge::default(),
+                judge: HealthTracker::default(),
                 due: now.monotonic.max(START_GRACE),
             });
             if now.monotonic >= asked.due {

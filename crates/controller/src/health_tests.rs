@@ -117,7 +117,7 @@ fn only_load_balancers_on_the_list_may_connect() {
 
 /// A controller that has just begun to lead has no verdicts: it waits for the load balancers'.
 #[test]
-fn the_first_tables_wait_for_what_load_balancers_know() {
+fn first_tables_wait_for_health_verdicts() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2"]);
     assert!(!harness.controller.all_have_checked(at(10)));
     harness.say("lb1", "ud?", at(20));
@@ -132,7 +132,7 @@ fn the_majority_of_load_balancers_decides() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
     assert_eq!(harness.members(at(0)), [0, 1, 2]);
     harness.say("lb1", "udu", at(100));
-    assert_eq!(harness.members(at(100)), [0, 2], "nobody says the contrary");
+    assert_eq!(harness.members(at(100)), [0, 2], "no verdict is against it");
     harness.say("lb2", "uuu", at(200));
     assert_eq!(harness.members(at(200)), [0, 2], "a tie changes nothing");
     harness.say("lb3", "uuu", at(300));
@@ -156,7 +156,7 @@ fn the_majority_of_load_balancers_decides() {
 }
 
 #[test]
-fn a_load_balancer_that_is_cut_off_takes_nobody_out() {
+fn partitioned_load_balancer_does_not_mark_servers_down() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
     for name in ["lb1", "lb2"] {
         harness.say(name, "ddd", at(100));
@@ -186,7 +186,7 @@ fn when_all_are_down_the_service_fails_open_or_drops() {
 
 /// Failing open excludes servers that drain or are not on the network.
 #[test]
-fn failing_open_is_for_those_who_are_only_unwell() {
+fn fail_open_excludes_draining_servers() {
     let mut harness = Harness::new(TCP, &["lb1"]);
     let unresolved = v1::LoadBalancerState { unresolved_servers: vec!["s0".to_owned()], ..Default::default() };
     let session = harness.sessions["lb1"];
@@ -241,8 +241,8 @@ fn a_service_without_a_check_does_not_care() {
 fn agents_that_do_not_report() {
     let agent = "[service.health]\ncheck = \"agent\"\ninterval = \"1s\"\nrise = 2\nfall = 3\n";
     let mut harness = Harness::new(agent, &[]);
-    let told = harness.controller.fleet_configuration(at(0));
-    assert!(told.services[0].check.is_none(), "load balancers have nothing to do with it");
+    let reported = harness.controller.fleet_configuration(at(0));
+    assert!(reported.services[0].check.is_none(), "load balancers have nothing to do with it");
     let mut sessions: Vec<_> =
         (0..3).map(|n| harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
     let mut down = Vec::new();

@@ -80,7 +80,7 @@ use load_balancers::LoadBalancers;
 use racks::{RackRelay, Racks};
 use rejection::Rejection;
 use rss_keys::RssKeys;
-use service::{Replaced, Service, TableTrigger};
+use service::{PreviousService, Service, TableTrigger};
 use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
@@ -120,14 +120,13 @@ pub struct NewTable {
     pub table: Arc<PlacementTable>,
 }
 
-/// Indexes of a fleet's services.
-pub struct Indexed {
+pub struct ServiceIndexes {
     positions: HashMap<ServiceIndex, usize>,
     services_of: HashMap<ServerId, Vec<usize>>,
     services: Vec<FleetService>,
 }
 
-impl Indexed {
+impl ServiceIndexes {
     pub fn of(fleet: &Fleet) -> Self {
         let positions = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
         let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
@@ -140,11 +139,11 @@ impl Indexed {
     }
 }
 
-pub struct Before {
+pub struct RetiredConfiguration {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
     _services_of: HashMap<ServerId, Vec<usize>>,
-    _replaced: Vec<Replaced>,
+    _replaced: Vec<PreviousService>,
 }
 
 /// The controller: reports in, tables out.
@@ -198,24 +197,23 @@ impl Controller {
 
     /// Puts another configuration in force, with the state of servers that are in both.
     pub fn configure(&mut self, fleet: Fleet) {
-        let indexed = Indexed::of(&fleet);
+        let indexed = ServiceIndexes::of(&fleet);
         drop(self.configure_indexed(fleet, indexed));
     }
 
-    /// [`Controller::configure`] with an index of the fleet; returns the previous configuration, which the caller drops
-    /// at leisure.
-    pub fn configure_indexed(&mut self, fleet: Fleet, indexed: Indexed) -> Before {
+    /// [`Controller::configure`] with an index of the fleet; returns the previous configuration for a later drop.
+    pub fn configure_indexed(&mut self, fleet: Fleet, indexed: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain(&fleet);
-        self.load_balancers.on_record(fleet.load_balancers.keys());
+        self.load_balancers.set_known_names(fleet.load_balancers.keys());
         let old = std::mem::take(&mut self.services);
         let mut by_index: HashMap<ServiceIndex, Service> =
             old.into_iter().map(|service| (service.fleet().index, service)).collect();
-        let Indexed { positions, services_of, services } = indexed;
+        let ServiceIndexes { positions, services_of, services } = indexed;
         let mut replaced = Vec::new();
         self.services = services
             .into_iter()
             .map(|new| match by_index.remove(&new.index) {
-                Some(service) if service.continues_as(&new) => {
+                Some(service) if service.is_same_service(&new) => {
                     let (service, before) = service.reconfigured(new);
                     replaced.push(before);
                     service
@@ -231,7 +229,7 @@ impl Controller {
         self.positions = positions;
         let services_of = std::mem::replace(&mut self.services_of, services_of);
         self.services_changed();
-        Before { _fleet: fleet, _services: by_index, _services_of: services_of, _replaced: replaced }
+        RetiredConfiguration { _fleet: fleet, _services: by_index, _services_of: services_of, _replaced: replaced }
     }
 
     /// Registers an agent for its server. Fails when the server is unknown, or has a live agent.
@@ -265,7 +263,7 @@ impl Controller {
             return Err(Rejection::TooManyRegistrations(server.to_owned()));
         }
         if let Some(live) = &agent.session {
-            let silence = now.monotonic.saturating_sub(live.heard);
+            let silence = now.monotonic.saturating_sub(live.last_message);
             if silence <= live.time_to_live {
                 return Err(Rejection::DuplicateSession { server: server.to_owned(), silence });
             }
@@ -278,8 +276,8 @@ impl Controller {
             self.racks.replaced(rack);
         }
         let rack = relay.as_ref().map(|relay| relay.name.clone());
-        agent.begin(LiveSession { number: self.sessions, heard: now.monotonic, time_to_live, version, rack });
-        self.source_changed(id);
+        agent.begin(LiveSession { number: self.sessions, last_message: now.monotonic, time_to_live, version, rack });
+        self.on_load_source_changed(id);
         let session = Session { server: server.into(), number: self.sessions, relay };
         if let Some(relay) = &session.relay {
             self.racks.begin(relay, &session);
@@ -307,8 +305,7 @@ impl Controller {
         alive.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Registers a load balancer and returns its session. Fails when one of that name is connected and has reported
-    /// lately.
+    /// Registers a load balancer and returns its session. Fails when one of that name is alive.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
@@ -318,7 +315,6 @@ impl Controller {
         self.count(outcome)
     }
 
-    /// Records a load balancer's traffic.
     pub fn load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         let newly = self.load_balancers.traffic(session, message, self.fleet.alpha, now);
         self.share_limiter.add(&newly);
@@ -350,8 +346,7 @@ impl Controller {
         self.services.iter().map(Service::predecessor_changes).sum()
     }
 
-    /// Records a report, or the reason why it could not be parsed. A rejected report is counted, and the previous state
-    /// remains.
+    /// Records a report, or its parse error. A rejected report is counted, and changes nothing.
     pub fn report(
         &mut self,
         session: &Session,
@@ -372,7 +367,7 @@ impl Controller {
         now: Now,
     ) -> Result<(), Rejection> {
         let server = session.server();
-        let agent = self.agents.named_mut(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
+        let agent = self.agents.find_mut(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
             return Err(Rejection::Superseded(server.to_owned()));
         }
@@ -398,7 +393,7 @@ impl Controller {
             return Duration::ZERO;
         }
         let interval = self.fleet.report_interval;
-        let agent = self.agents.named_mut(session.server());
+        let agent = self.agents.find_mut(session.server());
         agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
     }
 
@@ -410,7 +405,7 @@ impl Controller {
     /// Counts an unsolicited message like a report.
     pub fn unsolicited_message(&mut self, session: &Session, now: Now) {
         let interval = self.fleet.report_interval;
-        if let Some(agent) = self.agents.named_mut(session.server()) {
+        if let Some(agent) = self.agents.find_mut(session.server()) {
             agent.may_report(interval, now);
         }
     }
@@ -421,12 +416,12 @@ impl Controller {
 
     /// Ends the session. Its server's loads remain valid as long as the last report.
     pub fn disconnect(&mut self, session: &Session) {
-        if let Some(agent) = self.agents.named_mut(session.server())
+        if let Some(agent) = self.agents.find_mut(session.server())
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
         {
             agent.session = None;
             if let Some(id) = self.fleet.id(session.server()) {
-                self.source_changed(id);
+                self.on_load_source_changed(id);
             }
         }
         if let Some(relay) = &session.relay {
@@ -436,9 +431,9 @@ impl Controller {
 
     /// Whether the loads of all servers that take new connections are known.
     pub fn all_report(&self, now: Now) -> bool {
-        let passed_up = self.racks.servers(now);
+        let relayed = self.racks.servers(now);
         let known =
-            |id: ServerId| passed_up.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
+            |id: ServerId| relayed.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
         let eligible = |service: &FleetService, id: ServerId| self.fleet.eligible(service, id);
         self.services
             .iter()

@@ -11,12 +11,11 @@ use coreward_wire::sanitize::{readable, readable_state};
 use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
-use super::rejection::{MOST_LOAD_BALANCERS, REGISTRATIONS, Rejection};
+use super::rejection::{MAX_LOAD_BALANCERS, REGISTRATIONS, Rejection};
 use super::token_bucket::TokenBucket;
-use super::traffic::{NewlyOpened, Totals, Traffic};
+use super::traffic::{OpenedConnections, Totals, Traffic};
 use coreward_fleet::fleet::Fleet;
 
-/// A checked server of a service.
 pub type Target = (ServiceIndex, ServerId);
 
 /// Time after which a server that no load balancer reaches gets no new connections. The data plane handles shorter
@@ -68,25 +67,23 @@ struct Ahead {
 #[derive(Debug, Default)]
 struct ReportedHealth {
     checked: BTreeMap<Target, CheckedServer>,
-    /// Results that are verdicts.
     verdicts: BTreeMap<Target, Verdict>,
     /// Time of the last message (since the controller's start).
     at: Duration,
-    /// Number of changes of the verdicts.
     changes: u64,
-    said: bool,
+    printed: bool,
 }
 
 #[derive(Debug)]
 struct LiveSession {
     number: u64,
     /// Time of its last message (since the controller's start).
-    heard: Duration,
+    last_message: Duration,
 }
 
 impl LoadBalancers {
     /// Adds these, and removes others that are not connected.
-    pub fn on_record<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
+    pub fn set_known_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
         let names: BTreeSet<&String> = names.collect();
         self.known.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
         for name in names {
@@ -94,10 +91,9 @@ impl LoadBalancers {
         }
     }
 
-    /// Registers a load balancer and returns its session. Fails when one of that name is connected and has reported
-    /// lately.
+    /// Registers a load balancer and returns its session. Fails when one of that name is alive.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
-        if self.known.len() >= MOST_LOAD_BALANCERS && !self.known.contains_key(name) {
+        if self.known.len() >= MAX_LOAD_BALANCERS && !self.known.contains_key(name) {
             return Err(Rejection::TooManyLoadBalancers(readable(name)));
         }
         let balancer = self.known.entry(name.to_owned()).or_default();
@@ -105,13 +101,13 @@ impl LoadBalancers {
             return Err(Rejection::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live) = &balancer.session {
-            let silence = now.monotonic.saturating_sub(live.heard);
+            let silence = now.monotonic.saturating_sub(live.last_message);
             if silence <= LOST_AFTER {
                 return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), silence });
             }
         }
         self.sessions += 1;
-        balancer.session = Some(LiveSession { number: self.sessions, heard: now.monotonic });
+        balancer.session = Some(LiveSession { number: self.sessions, last_message: now.monotonic });
         balancer.state = None;
         balancer.unresolved_since.clear();
         balancer.health.take(HealthMessage::default(), now);
@@ -119,7 +115,7 @@ impl LoadBalancers {
     }
 
     /// Records the configuration in force when its stream began. Returns its name if the store has an older one.
-    pub fn had(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
+    pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.known.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
         balancer.ahead = is_ahead.then_some(Ahead { generation, document: fleet.document.generation });
@@ -135,16 +131,16 @@ impl LoadBalancers {
         })
     }
 
-    fn heard(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
+    fn record_message(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
         let of_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
         let balancer = self.known.values_mut().find(of_session)?;
-        balancer.session.as_mut()?.heard = now.monotonic;
+        balancer.session.as_mut()?.last_message = now.monotonic;
         Some(balancer)
     }
 
     /// Records its state. `newest`: generation of the configuration in force, the highest that can be confirmed.
     pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
-        if let Some(balancer) = self.heard(session, now) {
+        if let Some(balancer) = self.record_message(session, now) {
             let state = readable_state(state);
             let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
             balancer.unresolved_since =
@@ -167,15 +163,15 @@ impl LoadBalancers {
     }
 
     pub fn health(&mut self, session: u64, message: HealthMessage, now: Now) {
-        if let Some(balancer) = self.heard(session, now) {
+        if let Some(balancer) = self.record_message(session, now) {
             balancer.health.take(message, now);
-            balancer.health.said = true;
+            balancer.health.printed = true;
         }
     }
 
     /// Whether all live ones have reported check results since this controller leads.
     pub fn all_have_checked(&self, now: Now) -> bool {
-        self.alive(now).all(|(_, balancer)| balancer.health.said)
+        self.alive(now).all(|(_, balancer)| balancer.health.printed)
     }
 
     /// Returns the number of changes of each live one's verdicts: while it is equal, so are the verdicts.
@@ -183,19 +179,18 @@ impl LoadBalancers {
         self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.changes)).collect()
     }
 
-    /// Returns the verdicts of each live one.
     pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<Target, Verdict>> {
         self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
     }
 
     /// Returns the verdict of each live one about one server, and its age.
     pub fn checked(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
-        let mut said = Vec::new();
+        let mut printed = Vec::new();
         for (name, LoadBalancer { health, .. }) in self.alive(now) {
             let age = now.monotonic.saturating_sub(health.at);
-            said.extend(health.checked.get(&target).map(|checked| (name.as_str(), checked, age)));
+            printed.extend(health.checked.get(&target).map(|checked| (name.as_str(), checked, age)));
         }
-        said
+        printed
     }
 
     /// Returns since when all live ones have had this configuration, or a newer one, in force (since the controller's
@@ -212,9 +207,9 @@ impl LoadBalancers {
     }
 
     /// Records a count of traffic. `alpha`: weight of the newest rate. Returns the increase.
-    pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) -> NewlyOpened {
-        let Some(balancer) = self.heard(session, now) else { return NewlyOpened::default() };
-        let newly = balancer.traffic.newly_in(message);
+    pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) -> OpenedConnections {
+        let Some(balancer) = self.record_message(session, now) else { return OpenedConnections::default() };
+        let newly = balancer.traffic.opened_connections(message);
         balancer.traffic.take(message, alpha, now);
         newly
     }
@@ -230,8 +225,7 @@ impl LoadBalancers {
         rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
     }
 
-    /// Returns the connections that all of them have opened for the service since the last call; `None`: fewer than two
-    /// messages.
+    /// Returns the connections opened for the service since the last call; `None`: fewer than two messages.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened = self.known.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
         opened.reduce(u64::saturating_add)
@@ -258,7 +252,7 @@ impl LoadBalancers {
     }
 
     /// Whether no load balancer with a state has reached the server for [`UNREACHABLE_AFTER`].
-    pub fn cannot_reach(&self, server: &str, now: Now) -> bool {
+    pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
         let for_long = |balancer: &LoadBalancer| {
             let since = balancer.unresolved_since.get(server);
             since.is_some_and(|since| now.monotonic.saturating_sub(*since) >= UNREACHABLE_AFTER)
@@ -304,7 +298,7 @@ impl LoadBalancer {
     /// Whether it sent a message recently. After a power failure its stream stays open until the keep-alive fails, and
     /// clients do not wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
-        let last = self.session.as_ref().map_or(self.ended, |live| live.heard);
+        let last = self.session.as_ref().map_or(self.ended, |live| live.last_message);
         now.monotonic < START_GRACE.max(last + LOST_AFTER)
     }
 }

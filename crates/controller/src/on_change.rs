@@ -13,7 +13,7 @@ use coreward_wire::ServiceIndex;
 
 use super::agent::Agent;
 use super::input_fingerprints::Shard;
-use super::pool::loads_here;
+use super::pool::direct_loads;
 use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
@@ -57,19 +57,19 @@ impl Controller {
     }
 
     /// Marks a server whose agent came or went.
-    pub(super) fn source_changed(&mut self, id: ServerId) {
+    pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.services_of.get(&id).into_iter().flatten() {
             self.services[*position].forget_servers();
         }
     }
 
-    pub(super) fn loads_passed_up(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
+    pub(super) fn on_relayed_loads(&mut self, service: ServiceIndex, summary: &RackSummary, now: Now) {
         let Some(position) = self.positions.get(&service) else { return };
         let service = &mut self.services[*position];
         if !service.reads_loads() {
             return;
         }
-        summary.servers.iter().for_each(|server| service.load_is_passed_up(server.id));
+        summary.servers.iter().for_each(|server| service.on_relayed_load(server.id));
         let trigger = TableTrigger { received: now.monotonic, is_load: true, sent: None };
         make_due(&mut self.due, service, trigger, self.fleet.tables);
     }
@@ -146,11 +146,11 @@ impl Controller {
 
     /// Restarts the counts of servers that do not report at the end of the interval, because no load will show them.
     fn renew_unreported(&mut self, position: usize, now: Now) {
-        let passed_up = self.racks.passed_up(self.services[position].fleet().index, now);
+        let relayed = self.racks.relayed(self.services[position].fleet().index, now);
         let members = self.services[position].fleet().members.keys().copied();
         let silent = |id: &ServerId| {
-            let is_passed_up = passed_up.get(usize::from(id.get())).copied().unwrap_or(false);
-            !is_passed_up && self.agent(*id).and_then(|agent| loads_here(agent, now)).is_none()
+            let is_relayed = relayed.get(usize::from(id.get())).copied().unwrap_or(false);
+            !is_relayed && self.agent(*id).and_then(|agent| direct_loads(agent, now)).is_none()
         };
         let silent: Vec<ServerId> = members.filter(silent).collect();
         silent.into_iter().for_each(|id| self.services[position].load_is_new(id));

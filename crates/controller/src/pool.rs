@@ -43,12 +43,11 @@ impl Controller {
     }
 
     /// Returns whether the pool of the service at this position is not cached. `None`: there is no such service.
-    pub fn lacks_pool(&self, position: usize) -> Option<bool> {
+    pub fn needs_pool(&self, position: usize) -> Option<bool> {
         Some(self.services.get(position)?.cached_pool().is_none())
     }
 
-    /// Adds the servers that follow those in `servers`, at most `count`, in order of their ids. Returns whether all are
-    /// there.
+    /// Adds the next servers after those in `servers`, at most `count`, by id. Returns whether all are there.
     pub fn add_pool_servers(&self, position: usize, servers: &mut Vec<PoolServer>, count: usize, now: Now) -> bool {
         let Some(service) = self.services.get(position) else { return true };
         let after = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
@@ -101,7 +100,7 @@ impl Controller {
             Eligibility::Left
         } else if !self.fleet.eligible(service, id) {
             Eligibility::Drained
-        } else if self.load_balancers.cannot_reach(&self.fleet.servers[&id].name, now) {
+        } else if self.load_balancers.is_unreachable(&self.fleet.servers[&id].name, now) {
             Eligibility::Unreachable
         } else if self.health.is_down(&(service.index, id)) {
             Eligibility::Unhealthy
@@ -111,8 +110,8 @@ impl Controller {
     }
 
     pub(super) fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
-        let told = service.takes_connections(id);
-        told.unwrap_or_else(|| self.eligibility(service.fleet(), id, now) == Eligibility::Eligible)
+        let reported = service.takes_connections(id);
+        reported.unwrap_or_else(|| self.eligibility(service.fleet(), id, now) == Eligibility::Eligible)
     }
 
     pub(super) fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
@@ -120,7 +119,7 @@ impl Controller {
         PoolServer {
             id,
             eligible: self.takes_connections(service, id, now),
-            loads: agent.and_then(|agent| loads_here(agent, now)).map(|loads| loads_for(service.fleet(), loads)),
+            loads: agent.and_then(|agent| direct_loads(agent, now)).map(|loads| loads_for(service.fleet(), loads)),
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
@@ -141,9 +140,8 @@ impl Controller {
     }
 }
 
-/// Returns the loads from the server's own agent. Behind a rack they come from the rack, and the agent's reports are
-/// for display.
-pub(super) fn loads_here(agent: &Agent, now: Now) -> Option<&CoreLoads> {
+/// Returns the loads from the server's own agent. Behind a rack the agent's reports are for display.
+pub(super) fn direct_loads(agent: &Agent, now: Now) -> Option<&CoreLoads> {
     agent.loads(now).filter(|_| !agent.is_behind_rack())
 }
 
@@ -155,10 +153,10 @@ pub(super) fn places_requests(service: &FleetService) -> bool {
 /// Returns the loads of a server's cores for the service. The server chooses the worker of a request that is placed on
 /// its own, so each core counts with the server's load. Flows stay, so a policy can use a core with less load.
 fn loads_for(service: &FleetService, loads: &CoreLoads) -> Loads {
-    loads_of_placed(places_requests(service), loads)
+    relayed_loads(places_requests(service), loads)
 }
 
 /// [`loads_for`] for a rack; `requests`: whether the service places each datagram on its own.
-pub fn loads_of_placed(requests: bool, loads: &CoreLoads) -> Loads {
+pub fn relayed_loads(requests: bool, loads: &CoreLoads) -> Loads {
     Loads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
 }

@@ -102,8 +102,8 @@ fn weights_share_out_buckets_and_weight_0_gets_none() {
     let table = harness.table(at(0));
     assert_eq!(shares(&table), BTreeMap::from([(0, 96), (1, 32)]));
     assert!(table.consistent.iter().all(|server| *server != id(2)));
-    let told = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
-    assert_eq!(told.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
+    let reported = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
+    assert_eq!(reported.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
     harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
     assert!(harness.table(at(1)).members.is_empty());
 }
@@ -129,7 +129,7 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
 }
 
 #[test]
-fn connections_are_those_of_the_report_and_what_came_since() {
+fn connections_are_reported_plus_new_ones() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
     let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
@@ -155,11 +155,11 @@ fn opened_connections_are_those_that_load_balancers_counted() {
     let opened = |harness: &mut Harness| harness.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
     let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    let say = |harness: &mut Harness, session, said: &[(u64, u64, u64)], now| {
-        harness.controller.load_balancer_traffic(session, &counts(said), now);
+    let say = |harness: &mut Harness, session, printed: &[(u64, u64, u64)], now| {
+        harness.controller.load_balancer_traffic(session, &counts(printed), now);
     };
     say(&mut harness, one, &[(0, 1000, 0), (1, 500, 0)], at(1));
-    assert_eq!(opened(&mut harness), None, "nobody knows what of it is new");
+    assert_eq!(opened(&mut harness), None, "the new part is unknown");
     say(&mut harness, one, &[(0, 1010, 0), (1, 505, 0)], at(2));
     say(&mut harness, two, &[(0, 77, 0)], at(2));
     assert_eq!(opened(&mut harness), Some(15));
@@ -174,7 +174,7 @@ fn opened_connections_are_those_that_load_balancers_counted() {
 }
 
 #[test]
-fn requests_are_not_told_apart_by_core() {
+fn requests_do_not_depend_on_the_core() {
     let unequal = [0, 80_000_000];
     let table = |service: &str| {
         let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
@@ -194,7 +194,7 @@ fn requests_are_not_told_apart_by_core() {
 }
 
 #[test]
-fn buckets_remember_whose_they_were_and_agents_are_told() {
+fn previous_servers_of_buckets_are_sent_to_agents() {
     let mut harness = Harness::new(&["", "", ""], "");
     let sessions: Vec<Session> = (0..2).map(|n| harness.agent(n, 0, at(0))).collect();
     let before = harness.table(at(0)).consistent;
@@ -209,8 +209,8 @@ fn buckets_remember_whose_they_were_and_agents_are_told() {
     }
     assert!(harness.controller.predecessor_changes() > changes);
     for session in &sessions {
-        let told = harness.controller.agent_configuration(session).unwrap().servers_before;
-        assert_eq!(told.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
+        let reported = harness.controller.agent_configuration(session).unwrap().servers_before;
+        assert_eq!(reported.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
     }
     // Another process continues from the records.
     let (name, history) = harness.controller.changed_histories().remove(0);
@@ -225,14 +225,14 @@ fn buckets_remember_whose_they_were_and_agents_are_told() {
 }
 
 #[test]
-fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
+fn silent_load_balancers_are_lost() {
     let mut harness = Harness::new(&[""], "");
     let session = harness.controller.register_load_balancer("lb1", at(10)).unwrap();
     let refused = harness.controller.register_load_balancer("lb1", at(12)).unwrap_err();
     assert!(refused.ends_session());
     assert_eq!(
         refused.to_string(),
-        "load balancer \"lb1\" is connected already, last heard of 2000 ms ago: expected a name of its own for each"
+        "load balancer \"lb1\" is connected already, last message 2000 ms ago: expected a name of its own for each"
     );
     let newer = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
     assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
@@ -243,12 +243,12 @@ fn load_balancers_are_lost_when_nothing_is_heard_of_them() {
     let ended = Duration::from_secs(21);
     assert!(alive(&harness, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&harness, ended + LOST_AFTER));
     let silent = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
-    let heard = Duration::from_secs(30);
-    assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, heard + LOST_AFTER));
+    let last_message = Duration::from_secs(30);
+    assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, last_message + LOST_AFTER));
     harness.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
     assert!(alive(&harness, Duration::from_secs(41)));
     // After the controller's start those on record have time to come back.
-    harness.records.enrol("lb1", None);
+    harness.records.register_load_balancer("lb1", None);
     let controller = Controller::new(Fleet::new(&config(&[""], ""), &harness.records));
     assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));
 }
@@ -260,16 +260,16 @@ fn servers_that_load_balancers_stamp_for_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
     assert_eq!(harness.table(at(10)).members.len(), 2);
     let fleet = &harness.controller.fleet;
-    let told = fleet.for_load_balancers(|_| true);
-    let key = told.services[0].time_key.expect("load balancers stamp");
+    let reported = fleet.for_load_balancers(|_| true);
+    let key = reported.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
     assert!(!fleet.stamps(server));
     assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
     assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
 
-    let (address, client) = (told.services[0].address, "10.1.0.7:1024".parse().unwrap());
+    let (address, client) = (reported.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
-    let echo = lb_stamping::stamp(&told.keys, &key, &tuple, server, 5);
+    let echo = lb_stamping::stamp(&reported.keys, &key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { cookie: Some(echo), reset: false };
     let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
     assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
@@ -281,7 +281,7 @@ fn servers_that_load_balancers_stamp_for_need_no_agent() {
     harness.records.key_ring.switch(at(20).wall, 3);
     harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
     let rotated = harness.controller.fleet.for_load_balancers(|_| true);
-    assert_ne!(rotated.keys, told.keys);
+    assert_ne!(rotated.keys, reported.keys);
     assert_eq!(rotated.services[0].time_key, Some(key));
     harness.configure(&["", ""], "policy = \"rr\"\n", at(30));
     assert_eq!(harness.controller.fleet.for_load_balancers(|_| true).services[0].time_key, None);

@@ -18,8 +18,7 @@ use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
-/// Limit of full reports from agents behind racks, in all racks together: a tenth of a controller's capacity without
-/// racks.
+/// Limit of full reports from agents behind racks, in all: a tenth of a controller's capacity without racks.
 const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Report intervals for which a rack's summaries are valid, like an agent's report by default.
@@ -48,30 +47,30 @@ struct Rack {
     session: Option<u64>,
     version: String,
     /// Time of its last message (since the controller's start).
-    heard: Duration,
+    last_message: Duration,
     agents: BTreeMap<u64, Session>,
     /// Number of the last change of its agents. With hundreds of racks it would cost a quarter of a CPU to send each
     /// agent to all.
     changes: u64,
-    summaries: BTreeMap<ServiceIndex, PassedUp>,
+    summaries: BTreeMap<ServiceIndex, Relayed>,
 }
 
 #[derive(Debug)]
-struct PassedUp {
+struct Relayed {
     summary: Arc<RackSummary>,
     /// End of validity (since the controller's start).
     fresh_until: Duration,
 }
 
-impl PassedUp {
-    fn holds(&self, now: Now) -> bool {
+impl Relayed {
+    fn is_valid(&self, now: Now) -> bool {
         now.monotonic <= self.fresh_until
     }
 }
 
 impl Rack {
     fn fresh(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        self.summaries.values().filter(move |passed_up| passed_up.holds(now)).map(|passed_up| &passed_up.summary)
+        self.summaries.values().filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 }
 
@@ -104,8 +103,8 @@ impl Racks {
 
     /// Returns the valid summaries of the service's servers.
     pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        let passed_up = self.known.values().filter_map(move |rack| rack.summaries.get(&service));
-        passed_up.filter(move |passed_up| passed_up.holds(now)).map(|passed_up| &passed_up.summary)
+        let relayed = self.known.values().filter_map(move |rack| rack.summaries.get(&service));
+        relayed.filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 
     /// Returns the servers with valid summaries.
@@ -114,16 +113,16 @@ impl Racks {
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
-    pub fn passed_up(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
-        let mut passed_up = Vec::new();
+    pub fn relayed(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
+        let mut relayed = Vec::new();
         for server in self.summaries(service, now).flat_map(|summary| &summary.servers) {
             let id = usize::from(server.id.get());
-            if id >= passed_up.len() {
-                passed_up.resize(id + 1, false);
+            if id >= relayed.len() {
+                relayed.resize(id + 1, false);
             }
-            passed_up[id] = true;
+            relayed[id] = true;
         }
-        passed_up
+        relayed
     }
 
     pub fn begin(&mut self, relay: &RackRelay, session: &Session) {
@@ -167,7 +166,7 @@ impl Controller {
             RackStatus {
                 name: name.clone(),
                 version: rack.version.clone(),
-                age_ms: now.monotonic.saturating_sub(rack.heard).as_millis() as u32,
+                age_ms: now.monotonic.saturating_sub(rack.last_message).as_millis() as u32,
                 servers,
                 may_speak_for: may_speak_for.of(name),
             }
@@ -199,7 +198,7 @@ impl Controller {
         self.count(known)?;
         let racks = &mut self.racks;
         if let Some(live) = racks.known.get(name).filter(|rack| rack.session.is_some()) {
-            let silence = now.monotonic.saturating_sub(live.heard);
+            let silence = now.monotonic.saturating_sub(live.last_message);
             if silence <= LOST_AFTER {
                 let refused = Rejection::DuplicateRack { name: name.to_owned(), silence };
                 return self.count(Err(refused));
@@ -212,7 +211,7 @@ impl Controller {
         let rack = Rack {
             session: Some(racks.sessions),
             version: version.to_owned(),
-            heard: now.monotonic,
+            last_message: now.monotonic,
             agents: BTreeMap::new(),
             changes: 0,
             summaries,
@@ -232,7 +231,7 @@ impl Controller {
     /// Records that a rack has sent a message.
     pub fn rack_message_received(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.by_session(session) {
-            rack.heard = now.monotonic;
+            rack.last_message = now.monotonic;
         }
     }
 
@@ -264,19 +263,18 @@ impl Controller {
         }
         let fresh_until = now.monotonic + HOLDS_FOR * self.fleet.report_interval;
         if let Some(rack) = self.racks.by_session(session) {
-            rack.summaries.retain(|_, passed_up| passed_up.holds(now));
-            let passed_up = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
-                (*service, PassedUp { summary: summary.clone(), fresh_until })
+            rack.summaries.retain(|_, relayed| relayed.is_valid(now));
+            let relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
+                (*service, Relayed { summary: summary.clone(), fresh_until })
             };
-            rack.summaries.extend(summaries.iter().map(passed_up));
+            rack.summaries.extend(summaries.iter().map(relayed));
         }
         for (service, summary) in &summaries {
-            self.loads_passed_up(*service, summary, now);
+            self.on_relayed_loads(*service, summary, now);
         }
         Ok(())
     }
 
-    /// Returns the version of [`Controller::rack_configuration`].
     pub fn rack_changes(&self, session: u64) -> RackChanges {
         let own = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
         RackChanges { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }

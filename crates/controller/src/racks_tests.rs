@@ -29,7 +29,7 @@ impl Harness {
     /// `fleet`: keys of the document; `servers`: a line of each server, or nothing.
     fn new(fleet: &str, servers: &[&str]) -> Self {
         let records = Records::draw(START, &mut seeded_rng(5, 0));
-        let nobody = FleetConfig::on_record(&Source::from_text("fleet.toml", "")).unwrap();
+        let nobody = FleetConfig::parse_stored(&Source::from_text("fleet.toml", "")).unwrap();
         let mut harness = Self { controller: Controller::new(Fleet::new(&nobody, &records)), records };
         harness.configure(fleet, servers);
         harness
@@ -57,7 +57,7 @@ impl Harness {
     }
 
     /// Returns streams and servers in the rack's configuration.
-    fn told(&self, rack: u64) -> Vec<(u64, u16)> {
+    fn reported(&self, rack: u64) -> Vec<(u64, u16)> {
         let configuration = self.controller.rack_configuration(rack, at(0)).unwrap().unwrap();
         configuration.servers.iter().map(|server| (server.stream, server.id.get())).collect()
     }
@@ -73,14 +73,14 @@ fn any_rack_may_report_for_any_server_by_default() {
     let mut harness = Harness::new("", &["", ""]);
     let rack = harness.rack("r1");
     harness.behind(rack, "r1", "s0", 1).unwrap();
-    assert_eq!(harness.told(rack), [(1, 0)]);
+    assert_eq!(harness.reported(rack), [(1, 0)]);
     let status = harness.controller.status(at(0));
     assert_eq!((status.racks[0].may_speak_for, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
     assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].racks), (Some("r1"), &None));
 }
 
 #[test]
-fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_themselves() {
+fn rack_reports_only_for_servers_that_name_it() {
     let mut harness = Harness::new("racks = [\"r1\", \"r2\"]", &["racks = [\"r1\"]", "racks = []", ""]);
     let unknown = harness.controller.register_rack("r3", "test", at(0)).unwrap_err();
     assert_eq!(unknown, Rejection::UnknownRack("r3".to_owned()));
@@ -90,7 +90,7 @@ fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_thems
     harness.behind(first, "r1", "s0", 2).unwrap();
     harness.behind(second, "r2", "s2", 2).unwrap();
     harness.controller.register("s1", "test", at(0)).unwrap();
-    assert_eq!((harness.told(first), harness.told(second)), (vec![(2, 0)], vec![(2, 2)]));
+    assert_eq!((harness.reported(first), harness.reported(second)), (vec![(2, 0)], vec![(2, 2)]));
     let status = harness.controller.status(at(0));
     let may: Vec<u32> = status.racks.iter().map(|rack| rack.may_speak_for).collect();
     assert_eq!(may, [2, 1]);
@@ -102,7 +102,7 @@ fn a_rack_speaks_only_for_servers_that_name_it_and_their_agents_always_for_thems
 }
 
 #[test]
-fn another_document_ends_what_it_forbids() {
+fn new_document_disconnects_forbidden_peers() {
     let mut harness = Harness::new("", &["racks = [\"r1\"]"]);
     let rack = harness.rack("r1");
     let session = harness.behind(rack, "r1", "s0", 1).unwrap();
@@ -134,14 +134,14 @@ fn agent_reconnect_moves_it_out_of_old_rack() {
     let changes = |harness: &Harness| [rack, other].map(|rack| harness.controller.rack_changes(rack));
     let (later, before) = (at(10_000), changes(&harness));
     harness.controller.register("s0", "test", later).unwrap();
-    assert_ne!(changes(&harness)[0], before[0], "the rack is to be told");
+    assert_ne!(changes(&harness)[0], before[0], "the rack gets an update");
     assert_eq!(changes(&harness)[1], before[1], "the other one is not");
-    assert_eq!(harness.told(rack), [(2, 1)]);
+    assert_eq!(harness.reported(rack), [(2, 1)]);
     assert_eq!(harness.controller.status(later).servers[0].rack, None);
 }
 
 #[test]
-fn refusals_say_who_may() {
+fn rejections_name_the_required_role() {
     let words = foreign("s0", "r3", &["r1", "r2"]).to_string();
     let expected = "rack \"r3\" may not speak for server \"s0\": expected rack \"r1\", rack \"r2\", or its agent itself (`racks` in \
                     the fleet's document)";
@@ -163,9 +163,9 @@ fn summaries_are_accepted_per_service() {
         load_sum: vec![0.5],
         ..Default::default()
     };
-    let passed_up = |harness: &Harness, now: Now| harness.controller.racks.summaries(web, now).count();
+    let relayed = |harness: &Harness, now: Now| harness.controller.racks.summaries(web, now).count();
     harness.controller.rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
     // Another message, of a service outside the fleet.
     harness.controller.rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
-    assert_eq!((passed_up(&harness, at(300)), passed_up(&harness, at(301))), (1, 0));
+    assert_eq!((relayed(&harness, at(300)), relayed(&harness, at(301))), (1, 0));
 }

@@ -14,8 +14,7 @@ pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 pub const REGISTRATIONS: Quota = Quota { every: Duration::from_secs(1), at_once: 30 };
 /// Burst of reports: after a pause of the network they arrive together.
 pub const REPORTS_AT_ONCE: u32 = 64;
-/// Limit of names of load balancers.
-pub const MOST_LOAD_BALANCERS: usize = 1024;
+pub const MAX_LOAD_BALANCERS: usize = 1024;
 
 /// Reason for which a report or a registration was rejected. Running components continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -23,7 +22,7 @@ pub enum Rejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
     UnknownServer(String),
     #[error(
-        "server {server:?} has an agent already, last heard of {} ms ago: expected one agent per server",
+        "server {server:?} has an agent already, last message {} ms ago: expected one agent per server",
         silence.as_millis()
     )]
     DuplicateSession {
@@ -33,7 +32,7 @@ pub enum Rejection {
     },
     /// Two load balancers with one name, and so one owner number.
     #[error(
-        "load balancer {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
+        "load balancer {name:?} is connected already, last message {} ms ago: expected a name of its own for each",
         silence.as_millis()
     )]
     DuplicateLoadBalancer {
@@ -42,7 +41,7 @@ pub enum Rejection {
         silence: Duration,
     },
     #[error(
-        "rack {name:?} is connected already, last heard of {} ms ago: expected a name of its own for each",
+        "rack {name:?} is connected already, last message {} ms ago: expected a name of its own for each",
         silence.as_millis()
     )]
     DuplicateRack {
@@ -62,7 +61,6 @@ pub enum Rejection {
     )]
     ForeignRack {
         server: String,
-        /// Rack of the message.
         rack: String,
         /// Racks that its agent may use.
         racks: Vec<String>,
@@ -76,9 +74,7 @@ pub enum Rejection {
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
     /// Each new name stays on record.
-    #[error(
-        "load balancer {0:?} is one more than {MOST_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten"
-    )]
+    #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
     Readings(#[from] ReadingsRejection),

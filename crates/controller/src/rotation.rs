@@ -12,7 +12,7 @@ use coreward_model::ServerId;
 
 /// Reason for which a rotation cannot begin, or continue, now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotRotated {
+pub enum RotationError {
     /// Cookies of the key that would be overwritten may still be in use.
     #[error(
         "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have been \
@@ -47,7 +47,6 @@ fn have(who: &[String]) -> String {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyStep {
-    /// Announce the next key to all.
     Announce {
         /// Without those that are not connected.
         forced: bool,
@@ -57,7 +56,7 @@ pub enum KeyStep {
 
 impl KeyStep {
     /// Returns the step for a log line.
-    pub fn words(self) -> &'static str {
+    pub fn describe(self) -> &'static str {
         match self {
             KeyStep::Announce { forced: false } => "the next key is on its way to everybody",
             KeyStep::Announce { forced: true } => "the next key is on its way to everybody who is connected",
@@ -69,7 +68,7 @@ impl KeyStep {
 impl Controller {
     /// Returns the step that is due by itself: the switch when all peers have the next key, a rotation by the schedule.
     /// The error is the reason why the scheduled rotation cannot begin.
-    pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, NotRotated> {
+    pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
         let ring = &self.fleet.key_ring;
         match ring.phase {
             KeyPhase::Announced { forced } => Ok(self.unconfirmed(forced, now).is_empty().then_some(KeyStep::Switch)),
@@ -83,7 +82,7 @@ impl Controller {
 
     /// Returns the step of a requested rotation. Fails when it would break connections and is not forced, or when one
     /// is in progress.
-    pub fn wanted_key_step(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
+    pub fn wanted_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let ring = &self.fleet.key_ring;
         if ring.phase == KeyPhase::Steady {
             return self.may_announce(force, now);
@@ -96,21 +95,21 @@ impl Controller {
         if force && ring.phase == (KeyPhase::Announced { forced: false }) {
             return Ok(KeyStep::Announce { forced: true });
         }
-        Err(NotRotated::UnderWay { who, generation: ring.generation })
+        Err(RotationError::UnderWay { who, generation: ring.generation })
     }
 
-    fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, NotRotated> {
+    fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let ring = &self.fleet.key_ring;
         let age = now.record.saturating_sub(ring.current_since);
         let expected = self.fleet.max_connection_lifetime;
         if age < expected && !force {
-            return Err(NotRotated::TooYoung { age, expected });
+            return Err(RotationError::TooYoung { age, expected });
         }
         let who = self.unconfirmed(force, now);
         if who.is_empty() {
             Ok(KeyStep::Announce { forced: force })
         } else {
-            Err(NotRotated::Unconfirmed { who, generation: ring.generation })
+            Err(RotationError::Unconfirmed { who, generation: ring.generation })
         }
     }
 
@@ -151,7 +150,7 @@ impl Controller {
 
     /// Returns the state of the keys, of those that it waits for the load balancers alone
     /// ([`Controller::keys_wait_for`]).
-    pub fn keys_head(&self, now: Now) -> Keys {
+    pub fn keys_summary(&self, now: Now) -> Keys {
         let ring = &self.fleet.key_ring;
         Keys {
             current: ring.keys.current.get() as u32,
@@ -178,7 +177,7 @@ impl Controller {
     /// Returns the state of the keys at once.
     #[cfg(test)]
     pub fn keys(&self, now: Now) -> Keys {
-        let mut keys = self.keys_head(now);
+        let mut keys = self.keys_summary(now);
         keys.waiting_for
             .extend(self.servers_after(None).filter_map(|(id, server)| self.keys_wait_for(id, server, now)));
         keys

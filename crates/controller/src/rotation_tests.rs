@@ -11,7 +11,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_wire::{Report, v1};
 use proptest::prelude::*;
 
-use super::rotation::{KeyStep, NotRotated};
+use super::rotation::{KeyStep, RotationError};
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
@@ -123,7 +123,7 @@ impl Harness {
         let session = self.controller.register_load_balancer(&name, self.now()).unwrap();
         let inbox = VecDeque::new();
         self.balancers[n].stream = Some(Stream { session, inbox, confirmed: 0 });
-        if self.records.enrol(&name, None) {
+        if self.records.register_load_balancer(&name, None) {
             self.configure();
         } else {
             let newest = self.newest();
@@ -134,7 +134,7 @@ impl Harness {
     fn disconnect_balancer(&mut self, n: usize) {
         if let Some(stream) = self.balancers[n].stream.take() {
             self.controller.load_balancers.disconnect(stream.session, self.now());
-            self.records.departed(&format!("lb{n}"), self.now);
+            self.records.record_disconnect(&format!("lb{n}"), self.now);
         }
     }
 
@@ -245,7 +245,7 @@ fn settled(more: &str, service: &str) -> Harness {
     harness
 }
 
-/// Returns such a harness after a first rotation: a fleet's first keys need no confirmation, as nobody has had others.
+/// Returns such a harness after a first rotation: a fleet's first keys need no confirmation: there were no others.
 fn rotated(more: &str) -> Harness {
     let mut harness = settled(more, "");
     harness.step(KeyStep::Announce { forced: false });
@@ -293,7 +293,7 @@ fn a_rotation_has_two_phases_and_changes_what_stamps() {
     assert_eq!(announced.keys.keys[0], first.keys.keys[0]);
     assert_ne!(announced.keys.keys[1], first.keys.keys[1]);
     assert_eq!(announced.keys.current, first.keys.current);
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "nobody has confirmed it");
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "no daemon has confirmed it");
     let status = harness.controller.keys(harness.now());
     assert_eq!((status.phase, status.waiting_for.len()), (ShownPhase::Announced, 2 + SERVERS));
     harness.settle();
@@ -354,7 +354,7 @@ fn missing_acknowledgements_are_named() {
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive()));
     harness.confirm();
     let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(&refused, NotRotated::UnderWay { who, .. } if who.len() == 2), "{refused}");
+    assert!(matches!(&refused, RotationError::UnderWay { who, .. } if who.len() == 2), "{refused}");
     assert!(refused.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     assert_eq!(harness.controller.wanted_key_step(true, harness.now()), Ok(KeyStep::Switch));
@@ -369,7 +369,7 @@ fn a_young_key_stays_unless_forced() {
     harness.settle();
     harness.now += Duration::from_secs(100);
     let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(refused, NotRotated::TooYoung { expected: RETIRE_AFTER, .. }));
+    assert!(matches!(refused, RotationError::TooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have been \
@@ -385,11 +385,11 @@ fn the_schedule_begins_a_rotation() {
     harness.now += Duration::from_secs(2600);
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Announce { forced: false })));
     harness.restart_controller();
-    assert!(matches!(harness.controller.due_key_step(harness.now()), Err(NotRotated::Unconfirmed { .. })));
+    assert!(matches!(harness.controller.due_key_step(harness.now()), Err(RotationError::Unconfirmed { .. })));
 }
 
 #[test]
-fn servers_that_stamp_nothing_are_not_waited_for() {
+fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
     let mut harness = Harness::new(config("", "timestamps = \"off\"\n"));
     harness.connect_balancer(0);
     harness.balancers[0].receive();

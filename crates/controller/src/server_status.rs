@@ -11,7 +11,7 @@ use super::service::{Eligibility, ServerStatus, Service};
 use super::{Controller, Now};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-const BY_COMMAND: &str = "`coreward drain` says so";
+const BY_COMMAND: &str = "by `coreward drain`";
 
 pub(super) struct StateReason {
     pub state: ServerState,
@@ -26,8 +26,7 @@ impl StateReason {
         Self { state, reason, lasts: since.map(|since| now.monotonic.saturating_sub(since)) }
     }
 
-    /// Returns the duration in messages.
-    pub fn lasts_ms(&self) -> Option<u64> {
+    pub fn duration_ms(&self) -> Option<u64> {
         self.lasts.map(|lasts| lasts.as_millis() as u64)
     }
 }
@@ -64,7 +63,7 @@ impl Controller {
         ServiceMember {
             server: self.fleet.servers[&id].name.clone(),
             state: status.state,
-            state_for_ms: status.lasts_ms(),
+            state_for_ms: status.duration_ms(),
             reason: status.reason,
             checks: checks.collect(),
         }
@@ -127,7 +126,7 @@ impl Controller {
             return BY_COMMAND.to_owned();
         }
         match server.admin_state {
-            AdminState::Draining => "the fleet's document says so".to_owned(),
+            AdminState::Draining => "by the fleet's document".to_owned(),
             AdminState::Active | AdminState::Left => "its weight is 0".to_owned(),
         }
     }

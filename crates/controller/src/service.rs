@@ -19,7 +19,7 @@ use super::{NewTable, Now, policy_of};
 use coreward_fleet::fleet::FleetService;
 
 /// Initial ramp of a slow start. Above 0, or a pool of new servers would have no share at all.
-const SMALLEST_RAMP: f64 = 1.0 / 64.0;
+const MIN_RAMP: f64 = 1.0 / 64.0;
 
 /// Eligibility of a server for a service's new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -85,7 +85,7 @@ pub struct Service {
 }
 
 /// Parts of a service before another configuration.
-pub struct Replaced {
+pub struct PreviousService {
     _fleet: FleetService,
     _pool: Option<Pool>,
 }
@@ -125,17 +125,17 @@ impl Service {
     }
 
     /// Whether `new` is the same service in another configuration.
-    pub fn continues_as(&self, new: &FleetService) -> bool {
+    pub fn is_same_service(&self, new: &FleetService) -> bool {
         self.fleet.name == new.name && self.fleet.index == new.index
     }
 
     /// Returns the service with another configuration: generations continue. Also returns what it replaces, because
     /// dropping thousands of servers takes milliseconds.
-    pub fn reconfigured(mut self, new: FleetService) -> (Self, Replaced) {
+    pub fn reconfigured(mut self, new: FleetService) -> (Self, PreviousService) {
         if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
             self.policy = policy_of(&new);
         }
-        let replaced = Replaced { _fleet: std::mem::replace(&mut self.fleet, new), _pool: self.pool.take() };
+        let replaced = PreviousService { _fleet: std::mem::replace(&mut self.fleet, new), _pool: self.pool.take() };
         let members = &self.fleet.members;
         self.dirty.retain(|server| members.contains_key(&server));
         self.predecessors.retain(|server, before| {
@@ -220,7 +220,7 @@ impl Service {
     fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {
         let Some(joined) = joined.filter(|_| !self.fleet.slow_start.is_zero()) else { return 1.0 };
         let passed = now.monotonic.saturating_sub(joined).as_secs_f64() / self.fleet.slow_start.as_secs_f64();
-        passed.clamp(SMALLEST_RAMP, 1.0)
+        passed.clamp(MIN_RAMP, 1.0)
     }
 
     /// Whether its tables depend on servers' reports.
@@ -230,7 +230,7 @@ impl Service {
 
     /// Returns each server's fair part of its new connections, by capacity if its policy uses that.
     pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
-        pool.fair_shares(self.policy.goes_by_capacity())
+        pool.fair_shares(self.policy.depends_on_capacity())
     }
 
     /// Whether its tables depend on load balancers' counts.
@@ -242,8 +242,8 @@ impl Service {
         self.dirty.mark(server);
     }
 
-    pub fn load_is_passed_up(&mut self, server: ServerId) {
-        self.dirty.mark_passed_up(server);
+    pub fn on_relayed_load(&mut self, server: ServerId) {
+        self.dirty.mark_relayed(server);
     }
 
     pub fn loads_are_new(&mut self) {
@@ -260,7 +260,6 @@ impl Service {
         self.pool.as_ref()
     }
 
-    /// Caches the pool of the newest table.
     pub fn cache_pool(&mut self, pool: Pool) {
         self.pool = Some(pool);
     }
@@ -358,7 +357,6 @@ impl Service {
         self.predecessors.get(&server).filter(|_| self.hands_on())
     }
 
-    /// Returns the number of changes of [`Service::predecessors`].
     pub fn predecessor_changes(&self) -> u64 {
         if self.hands_on() { self.predecessor_changes } else { 0 }
     }

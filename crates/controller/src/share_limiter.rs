@@ -8,11 +8,11 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::allowance::{Allowance, TIMES_FAIR};
+use coreward_model::allowance::{Allowance, MAX_SHARE_MULTIPLE};
 use coreward_wire::ServiceIndex;
 
 use super::service::Service;
-use super::traffic::NewlyOpened;
+use super::traffic::OpenedConnections;
 use super::{Controller, Now};
 
 /// Interval between two updates of the allowances: within it a server can exceed its own.
@@ -32,7 +32,7 @@ pub struct ShareLimiter {
 }
 
 impl ShareLimiter {
-    pub fn add(&mut self, newly: &NewlyOpened) {
+    pub fn add(&mut self, newly: &OpenedConnections) {
         for (service, count) in &newly.services {
             let known = self.services.entry(*service).or_default();
             *known = known.saturating_add(*count);
@@ -130,7 +130,7 @@ impl Controller {
         let before = std::mem::replace(&mut self.share_limiter.excluded, excluded);
         let changed = before.symmetric_difference(&self.share_limiter.excluded).map(|(_, id)| *id);
         for id in changed.collect::<HashSet<_>>() {
-            self.source_changed(id);
+            self.on_load_source_changed(id);
         }
     }
 
@@ -142,7 +142,7 @@ impl Controller {
                 true => tracing::warn!(
                     event = "share-limited",
                     server = name,
-                    times_fair = TIMES_FAIR,
+                    times_fair = MAX_SHARE_MULTIPLE,
                     "a server exceeded its fair share of new connections: it is limited"
                 ),
                 false => tracing::info!(event = "share-unlimited", server = name, "a server is no longer limited"),

@@ -117,7 +117,7 @@ impl Harness {
     }
 
     /// Returns the false server's part of the connections of a minute, after a minute.
-    fn part_of_liar(&mut self) -> f64 {
+    fn share_of_impostor(&mut self) -> f64 {
         (0..600).for_each(|interval| self.step(interval));
         let before = self.opened.clone();
         (600..1200).for_each(|interval| self.step(interval));
@@ -127,10 +127,10 @@ impl Harness {
 }
 
 #[test]
-fn lying_agent_attracts_at_most_twice_its_fair_part() {
+fn byzantine_agent_gets_at_most_twice_its_fair_share() {
     for policy in ["crossrss", "crossrss-plus", "least:cpu"] {
         let mut harness = Harness::new(policy, true);
-        let part = harness.part_of_liar();
+        let part = harness.share_of_impostor();
         assert!(part < 0.21, "{policy}: {part}");
         assert_eq!(harness.controller.share_limiter.limited_count(), 1, "{policy}");
     }
@@ -138,7 +138,7 @@ fn lying_agent_attracts_at_most_twice_its_fair_part() {
 
 /// A late exclusion lets connections through in a burst.
 #[test]
-fn liar_attracts_twice_its_fair_part_in_any_ten_seconds() {
+fn impostor_gets_twice_its_fair_share_in_any_ten_seconds() {
     let mut harness = Harness::new("least:cpu", true);
     let opened: Vec<[u64; 2]> = (0..1_200)
         .map(|interval| {
@@ -147,8 +147,8 @@ fn liar_attracts_twice_its_fair_part_in_any_ten_seconds() {
         })
         .collect();
     let part = |window: &[[u64; 2]]| {
-        let [[liar, all], [later_liar, later_all]] = [window[0], window[window.len() - 1]];
-        (later_liar - liar) as f64 / (later_all - all) as f64
+        let [[impostor, all], [later_impostor, later_all]] = [window[0], window[window.len() - 1]];
+        (later_impostor - impostor) as f64 / (later_all - all) as f64
     };
     let most = opened[600..].windows(101).map(part).fold(0.0, f64::max);
     // A quarter of a second's connections may come after the allowance is spent.
@@ -157,11 +157,11 @@ fn liar_attracts_twice_its_fair_part_in_any_ten_seconds() {
 
 /// Keys that hash every connection alike (zeros do) put it into one bucket.
 #[test]
-fn liar_with_a_key_that_hashes_all_connections_alike_attracts_no_more() {
+fn impostor_with_a_degenerate_key_gets_no_more() {
     for hash in 0..16 {
         let mut harness = Harness::new("crossrss", true);
         harness.own_key = Some((RssKey::new(&[0; 40]).unwrap(), hash));
-        let part = harness.part_of_liar();
+        let part = harness.share_of_impostor();
         assert!(part < 0.21, "hash {hash}: {part}");
     }
 }
@@ -178,7 +178,7 @@ fn honest_servers_are_not_limited() {
 }
 
 #[test]
-fn liar_that_reports_its_load_again_is_limited_no_more() {
+fn impostor_that_reports_its_load_again_is_no_longer_limited() {
     let mut harness = Harness::new("crossrss", true);
     (0..300).for_each(|interval| harness.step(interval));
     assert_eq!(harness.controller.share_limiter.limited_count(), 1);

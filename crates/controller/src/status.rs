@@ -14,7 +14,7 @@ use coreward_model::ServerId;
 use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups, rss_key_count};
 use coreward_model::rss::{Rss, RssKey};
 
-use super::agent::{Agent, Counted};
+use super::agent::{Agent, ConnectionCount};
 use super::drains::counted_connections;
 use super::service::Service;
 use super::{Controller, Now};
@@ -29,7 +29,7 @@ impl Controller {
 
     /// Returns the status without services and servers, which follow step by step: there may be thousands, and reports
     /// must not wait.
-    pub fn status_head(&self, now: Now) -> Status {
+    pub fn status_summary(&self, now: Now) -> Status {
         Status {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
@@ -38,7 +38,7 @@ impl Controller {
             services: Vec::new(),
             servers: Vec::new(),
             load_balancers: self.load_balancer_status(now),
-            keys: self.keys_head(now),
+            keys: self.keys_summary(now),
             racks: self.rack_status(now),
             warnings: self.store_warnings(),
         }
@@ -53,11 +53,11 @@ impl Controller {
         };
         let services = (0..self.services.len()).filter_map(service).collect();
         let servers = self.servers_after(None).map(|(id, server)| self.server_status(id, server, false, now)).collect();
-        Status { services, servers, keys: self.keys(now), ..self.status_head(now) }
+        Status { services, servers, keys: self.keys(now), ..self.status_summary(now) }
     }
 
     /// Returns the values that change with every report, without servers.
-    pub fn loads_head(&self, now: Now) -> Loads {
+    pub fn loads_summary(&self, now: Now) -> Loads {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
             name: name.clone(),
             counters: balancer.state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
@@ -80,13 +80,13 @@ impl Controller {
             name: server.name.clone(),
             cores: loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: agent.open_connections(),
-            service_connections: agent.connections(now).map(Counted::sum),
+            service_connections: agent.connections(now).map(ConnectionCount::sum),
             new_connections: newest.map_or(0, |newest| newest.rss_matched.saturating_add(newest.rss_mismatched)),
         }
     }
 
     /// Returns the values that change rarely, without services and servers.
-    pub fn overview_head(&self, now: Now) -> Overview {
+    pub fn overview_summary(&self, now: Now) -> Overview {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
             name: name.clone(),
             connected: balancer.is_connected(),
@@ -101,11 +101,11 @@ impl Controller {
             services: Vec::new(),
             servers: Vec::new(),
             load_balancers: self.load_balancers.iter().map(load_balancer).collect(),
-            keys: self.keys_head(now),
+            keys: self.keys_summary(now),
         }
     }
 
-    /// Returns the service at this position for the overview; `None`: there are no more. `pool`: as for
+    /// Returns the service at this position for the overview; `None`: there is none. `pool`: as for
     /// [`Controller::service_status`].
     /// Returns the service at this position with the ids of its servers: looking up thousands of names takes
     /// milliseconds.
@@ -164,8 +164,8 @@ impl Controller {
     }
 
     /// Returns the service at this position without its members ([`Controller::members_after`]), with whole RSS keys
-    /// where `rss_keys`. `None`: there are no more services.
-    /// `pool`: the service's, where the controller has none ([`Controller::lacks_pool`]).
+    /// where `rss_keys`. `None`: there is no such service.
+    /// `pool`: the service's, where the controller has none ([`Controller::needs_pool`]).
     pub fn service_status(
         &self,
         position: usize,
@@ -201,8 +201,7 @@ impl Controller {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
-    /// Returns the groups of a pool. The key for a pool without known RSS does not matter, because such a group is not
-    /// shown.
+    /// Returns the groups of a pool. A group without known RSS is not shown, so its key does not matter.
     pub(super) fn groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft())
     }
@@ -235,7 +234,7 @@ impl Controller {
         }
         if service.fleet().is_lb_stamped() && self.load_balancers.count() == 0 {
             warnings.push(
-                "timestamps by load balancers: none is connected, so nobody says which servers it can stamp for"
+                "timestamps by load balancers: none is connected, so the servers that they can stamp for are unknown"
                     .to_owned(),
             );
         }
@@ -288,7 +287,7 @@ impl Controller {
             id: id.get().into(),
             address: server.address,
             state: state_reason.state,
-            state_for_ms: state_reason.lasts_ms(),
+            state_for_ms: state_reason.duration_ms(),
             state_reason: state_reason.reason,
             reports: agent.report_state(now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
@@ -318,7 +317,7 @@ impl Controller {
 
     pub(super) fn server_warnings(&self, server: &FleetServer, agent: &Agent, now: Now) -> Vec<String> {
         let mut warnings = Vec::new();
-        if self.load_balancers.cannot_reach(&server.name, now) {
+        if self.load_balancers.is_unreachable(&server.name, now) {
             warnings.push("no load balancer can find its MAC address: it takes no new connections".to_owned());
         }
         if let Some(ahead) = agent.clock_ahead {

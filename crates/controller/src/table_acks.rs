@@ -8,9 +8,8 @@ use coreward_wire::ServiceIndex;
 use super::Now;
 use super::service::TableTrigger;
 
-/// Tables of a service that are kept until load balancers confirm them, some seconds' worth. A slower one is not
-/// measured.
-const REMEMBERED: usize = 1024;
+/// Tables of a service that are kept until load balancers confirm them. A slower one is not measured.
+const MAX_UNCONFIRMED: usize = 1024;
 
 /// Triggers of the newest tables, and latencies.
 #[derive(Debug, Default)]
@@ -27,7 +26,7 @@ pub struct TableAcks {
 impl TableAcks {
     pub fn record_build(&mut self, service: ServiceIndex, generation: u64, trigger: TableTrigger) {
         let made = self.made.entry(service).or_default();
-        if made.len() == REMEMBERED {
+        if made.len() == MAX_UNCONFIRMED {
             made.pop_front();
         }
         made.push_back((generation, trigger));

@@ -194,7 +194,7 @@ fn one_live_agent_per_server() {
     let refused = harness.controller.register("s0", "test", at(400)).unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "server \"s0\" has an agent already, last heard of 300 ms ago: expected one agent per server"
+        "server \"s0\" has an agent already, last message 300 ms ago: expected one agent per server"
     );
     // Its 300 ms have passed: the new one takes over, and the old one's late report is rejected.
     let second = harness.controller.register("s0", "test", at(401)).unwrap();
@@ -252,7 +252,7 @@ fn a_step_of_the_wall_clock_changes_no_load() {
 }
 
 #[test]
-fn malformed_rss_is_refused_and_the_old_one_no_longer_trusted() {
+fn malformed_rss_invalidates_the_old_one() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
     assert!(harness.status_of("s0", at(100)).rss.is_some());
@@ -337,10 +337,10 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
     controller.load_balancer_state(one, unresolved(&["s0"]), at(0));
     controller.load_balancer_state(two, unresolved(&[]), at(0));
     controller.load_balancer_state(one, unresolved(&["s0"]), at(4_000));
-    assert!(!controller.load_balancers.cannot_reach("s0", at(4_000)));
+    assert!(!controller.load_balancers.is_unreachable("s0", at(4_000)));
     controller.load_balancer_state(two, unresolved(&["s0"]), at(5_000));
-    assert!(!controller.load_balancers.cannot_reach("s0", at(7_999)));
-    assert!(controller.load_balancers.cannot_reach("s0", at(8_000)));
+    assert!(!controller.load_balancers.is_unreachable("s0", at(7_999)));
+    assert!(controller.load_balancers.is_unreachable("s0", at(8_000)));
     assert_eq!(harness.table(at(8_000)).members.len(), 2);
     assert_eq!(
         harness.status_of("s0", at(8_000)).warnings,
@@ -545,9 +545,9 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
     let bare = |reset| ExplainedPacket::Established { cookie: None, reset };
     let reply = harness.explain_packet(7, bare(false), at(0));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
-    assert!(reply.reason.starts_with("without a cookie it goes where the load balancer's flow table says, or"));
+    assert!(reply.reason.starts_with("without a cookie it follows the load balancer's flow table, or"));
     let reply = harness.explain_packet(7, bare(true), at(0));
-    assert!(reply.chosen_server.is_none() && reply.reason.contains("to all servers"), "{}", reply.reason);
+    assert!(reply.chosen_server.is_none() && reply.reason.contains("it is broadcast"), "{}", reply.reason);
 }
 
 /// A flood changes a counter alone, and takes nothing from others.

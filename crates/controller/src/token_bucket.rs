@@ -18,7 +18,6 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// Returns a full bucket.
     pub fn from(self, now: Duration) -> TokenBucket {
         TokenBucket { left: self.at_once.into(), at: now }
     }

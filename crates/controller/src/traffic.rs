@@ -26,7 +26,7 @@ type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 #[derive(Debug, Default)]
 pub struct Traffic {
     /// Time of the last message (since the controller's start).
-    said: Option<Duration>,
+    printed: Option<Duration>,
     /// Sums over all services, since its maps were created.
     totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, Opened>,
@@ -35,7 +35,7 @@ pub struct Traffic {
 
 /// Connections opened since a load balancer's previous message.
 #[derive(Debug, Default)]
-pub struct NewlyOpened {
+pub struct OpenedConnections {
     pub services: Vec<(ServiceIndex, u64)>,
     /// By server, of all services together.
     pub servers: Vec<(ServerId, u64)>,
@@ -43,7 +43,7 @@ pub struct NewlyOpened {
 
 impl Traffic {
     /// Returns the increase since the previous message. New or restarted counts add nothing.
-    pub fn newly_in(&self, message: &TrafficMessage) -> NewlyOpened {
+    pub fn opened_connections(&self, message: &TrafficMessage) -> OpenedConnections {
         let services = message
             .opened
             .iter()
@@ -52,7 +52,7 @@ impl Traffic {
             .servers
             .iter()
             .filter_map(|(id, new)| Some((*id, new.opened.checked_sub(self.totals.get(id)?.opened)?)));
-        NewlyOpened {
+        OpenedConnections {
             services: services.filter(|(_, count)| *count > 0).collect(),
             servers: servers.filter(|(_, count)| *count > 0).collect(),
         }
@@ -62,13 +62,13 @@ impl Traffic {
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.take_opened(message);
-        let elapsed = self.said.map(|said| now.monotonic.saturating_sub(said).as_secs_f64());
+        let elapsed = self.printed.map(|printed| now.monotonic.saturating_sub(printed).as_secs_f64());
         if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
             self.rates =
                 totals.iter().filter_map(|(id, new)| Some((*id, self.rate(*id, new, elapsed, alpha)?))).collect();
         }
         self.totals = totals;
-        self.said = Some(now.monotonic);
+        self.printed = Some(now.monotonic);
     }
 
     fn take_opened(&mut self, message: &TrafficMessage) {
@@ -104,7 +104,7 @@ impl Traffic {
     pub fn stop(&mut self) {
         self.rates.clear();
         self.opened.clear();
-        self.said = None;
+        self.printed = None;
     }
 
     pub fn total(&self, server: ServerId) -> Option<ServerTraffic> {
@@ -116,7 +116,6 @@ impl Traffic {
     }
 }
 
-/// Traffic to one server, by load balancer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Totals(pub BTreeMap<String, ServerTraffic>);
 
@@ -173,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn only_who_was_there_at_the_report_adds_to_it() {
+    fn new_load_balancer_adds_no_connections_to_a_report() {
         let totals = |counts: &[(&str, u64, u64)]| {
             let of = |(name, opened, closed): &(&str, u64, u64)| {
                 ((*name).to_owned(), ServerTraffic { opened: *opened, closed: *closed, ..Default::default() })
@@ -183,13 +182,13 @@ mod tests {
         let then = totals(&[("lb1", 100, 90), ("lb2", 50, 50)]);
         let now = totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);
         assert_eq!(now.opened_since(&then), 7 - 4);
-        assert_eq!(totals(&[("lb1", 5, 0)]).opened_since(&then), 0, "it counts anew");
+        assert_eq!(totals(&[("lb1", 5, 0)]).opened_since(&then), 0, "it restarted its counts");
         let lies = totals(&[("lb1", u64::MAX, 90), ("lb2", 1 << 63, u64::MAX)]);
         assert_eq!(lies.opened_since(&then), 0, "as many one way as the other");
     }
 
     #[test]
-    fn counts_that_somebody_makes_up_add_up_to_the_largest() {
+    fn invented_counts_saturate() {
         let opened =
             |total: u64| TrafficMessage { opened: [(ServiceIndex::FIRST, total)].into(), ..Default::default() };
         let mut balancers = super::super::load_balancers::LoadBalancers::default();

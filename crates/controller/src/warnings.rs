@@ -5,7 +5,7 @@ use super::Controller;
 impl Controller {
     /// Records the configuration in force at a load balancer when its stream began.
     pub fn check_store_age(&mut self, session: u64, generation: u64) {
-        if let Some(name) = self.load_balancers.had(session, generation, &self.fleet) {
+        if let Some(name) = self.load_balancers.record_configuration_in_force(session, generation, &self.fleet) {
             tracing::warn!(
                 event = "store-outdated",
                 load_balancer = name,

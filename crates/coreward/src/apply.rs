@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
 use coreward_http::client::Client;
-use coreward_render::ask;
+use coreward_render::block_on;
 use coreward_render::fleet::{Wanted, shown};
 
-use crate::{AskArgs, Format, print};
+use crate::{Format, QueryArgs, print};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
@@ -17,7 +17,7 @@ pub struct ApplyArgs {
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
-    ask: AskArgs,
+    query: QueryArgs,
     /// Without the question
     #[arg(long)]
     yes: bool,
@@ -38,9 +38,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Fails when the document is wrong, the controller refuses it, or the answer is no.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
-    let client = args.ask.contact.client()?;
+    let client = args.query.contact.client()?;
     let wanted = Wanted::read(&client, &args.file)?;
-    let is_done = put_in_force(wanted, args.ask.format, (args.dry_run, args.yes))?;
+    let is_done = put_in_force(wanted, args.query.format, (args.dry_run, args.yes))?;
     if is_done && args.wait { wait(&client, args.timeout.into()) } else { Ok(()) }
 }
 
@@ -65,7 +65,7 @@ fn put_in_force(wanted: Wanted, format: Format, (dry_run, yes): (bool, bool)) ->
 fn wait(client: &Client, timeout: Duration) -> anyhow::Result<()> {
     let limit = Instant::now() + timeout;
     loop {
-        let seen = ask(client.acknowledgements())?;
+        let seen = block_on(client.acknowledgements())?;
         if is_in_force(&seen) {
             return Ok(());
         }
@@ -113,7 +113,7 @@ fn not_in_force(seen: &Acknowledgements) -> String {
 }
 
 fn asked() -> anyhow::Result<bool> {
-    anyhow::ensure!(std::io::stdin().is_terminal(), "nobody is here to answer: expected --yes or --dry-run");
+    anyhow::ensure!(std::io::stdin().is_terminal(), "standard input is no terminal: expected --yes or --dry-run");
     write!(std::io::stdout(), "Apply this? [y/N] ")?;
     std::io::stdout().flush()?;
     let mut answer = String::new();

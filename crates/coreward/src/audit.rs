@@ -1,14 +1,14 @@
 //! `coreward audit`: who changed what.
 
 use coreward_api::types::{AuditEntry, AuditQuery};
-use coreward_render::ask;
+use coreward_render::block_on;
 
-use crate::{AskArgs, Format, print};
+use crate::{Format, QueryArgs, print};
 
 #[derive(clap::Args)]
 pub struct AuditArgs {
     #[command(flatten)]
-    ask: AskArgs,
+    query: QueryArgs,
     /// The newest ones, at most this many (1 to 1,000)
     #[arg(long, value_name = "COUNT", default_value_t = 50)]
     limit: u16,
@@ -16,9 +16,9 @@ pub struct AuditArgs {
 
 /// Fails when the controller cannot be reached, or rejects the request.
 pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
-    let client = args.ask.contact.client()?;
-    let audit = ask(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
-    if args.ask.format == Format::Json {
+    let client = args.query.contact.client()?;
+    let audit = block_on(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
+    if args.query.format == Format::Json {
         return print(&serde_json::to_string_pretty(&audit)?);
     }
     print(&audit.entries.iter().map(line).collect::<String>())

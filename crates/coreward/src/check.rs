@@ -81,7 +81,7 @@ impl<'a> Checked<'a> {
             Err(mistake) => return Self { file, kind, mistakes: Some(mistake.into()) },
         };
         let kind = kind.map_or_else(|| Kind::of(&source), Ok);
-        let mistakes = kind.clone().and_then(|kind| kind.check_with_what_it_names(&source)).err();
+        let mistakes = kind.clone().and_then(|kind| kind.check_with_fleet_file(&source)).err();
         Self { file, kind: kind.ok(), mistakes }
     }
 
@@ -151,7 +151,7 @@ impl Kind {
     }
 
     /// A controller's file with the fleet's that it names.
-    fn check_with_what_it_names(self, source: &Source) -> Result<(), Diagnostics> {
+    fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
         let own = self.check(source);
         let named = match self {
             Self::Controller => fleet_of(source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
@@ -227,7 +227,7 @@ mod tests {
                     lines.by_ref().map(|(_, line)| line).take_while(|line| !line.starts_with("```")).collect();
                 let block = block.join("\n") + "\n";
                 match block.starts_with("[[dispatch") {
-                    true => blocks.last_mut().expect("the agent's file stands above").1 += &block,
+                    true => blocks.last_mut().expect("the agent's file is above").1 += &block,
                     false => blocks.push((format!("{page}:{}", number + 1), block)),
                 }
             }
@@ -246,7 +246,7 @@ mod tests {
 
     /// The documents are right, are recognised, and match the schema; with another key they fail both.
     #[test]
-    fn the_documents_of_the_manual_are_right() {
+    fn documents_in_the_manual_are_valid() {
         let mut seen = Vec::new();
         for (place, text) in documented() {
             let kind = kind_of(&text).unwrap_or_else(|mistakes| panic!("{place}: {mistakes}"));
@@ -269,11 +269,10 @@ mod tests {
     }
 
     #[test]
-    fn the_files_for_etcd_are_looked_at() {
+    fn etcd_files_are_checked() {
         let text = "listen = \"127.0.0.1:7400\"\n[etcd]\nendpoints = [\"https://127.0.0.1:2379\"]\n\
                     [etcd.tls]\nca = \"/nonexistent/ca.crt\"\n";
-        let mistakes =
-            Kind::Controller.check_with_what_it_names(&Source::from_text("controller.toml", text)).unwrap_err();
+        let mistakes = Kind::Controller.check_with_fleet_file(&Source::from_text("controller.toml", text)).unwrap_err();
         let text = mistakes.to_string();
         assert!(
             text.starts_with("controller.toml: [etcd.tls]: /nonexistent/ca.crt: expected a readable file"),
@@ -318,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_decides_where_the_keys_do_not() {
+    fn file_name_decides_when_keys_do_not() {
         let of =
             |name: &str, text: &str| Kind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string());
         assert_eq!(of("etc/lb2.toml", "metrics = 1\n"), Ok(Kind::Lb));
@@ -345,12 +344,12 @@ mod tests {
 
     /// A controller's file is checked with the fleet's that it names, also when both are wrong.
     #[test]
-    fn a_controllers_file_brings_its_fleet() {
+    fn controller_file_is_checked_with_its_fleet() {
         let directory = tempfile::tempdir().unwrap();
         let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
         std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();
         std::fs::write(&fleet, "load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
-        let check = || Kind::Controller.check_with_what_it_names(&Source::read(&controller).unwrap());
+        let check = || Kind::Controller.check_with_fleet_file(&Source::read(&controller).unwrap());
         let mistakes = check().unwrap_err();
         let files: Vec<&Path> = mistakes.list.iter().map(|mistake| &*mistake.file).collect();
         assert_eq!(files, [&controller, &fleet, &fleet]);

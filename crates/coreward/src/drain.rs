@@ -8,24 +8,24 @@ use coreward_http::Problem;
 use coreward_http::client::Client;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::{AskArgs, Format, print};
+use crate::{Format, QueryArgs, print};
 
 /// Poll interval of `--wait`. Agents count each second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Longest timeout.
-const LONGEST: Duration = Duration::from_secs(365 * 86_400);
+const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
 pub struct DrainArgs {
     /// Name of the server in the fleet's document
     server: String,
     #[command(flatten)]
-    ask: AskArgs,
+    query: QueryArgs,
     /// Only in this service; several times for several (default: in all, also in those that it is put into later)
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
-    /// Even if no other server of a service takes new connections: nobody can connect there then
+    /// Even if no other server of a service takes new connections: the service is then unreachable
     #[arg(long)]
     force: bool,
     /// Wait until no connection is left, and print their number whenever it changes
@@ -41,24 +41,23 @@ pub struct UndrainArgs {
     /// Name of the server in the fleet's document
     server: String,
     #[command(flatten)]
-    ask: AskArgs,
+    query: QueryArgs,
 }
 
 fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// Drains the server, and waits if requested. Fails when the controller rejects it, or connections remain at the
-/// timeout.
+/// Drains the server, and waits if requested. Fails on a rejection or at the timeout.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
-    let client = args.ask.contact.client()?;
+    let client = args.query.contact.client()?;
     runtime()?.block_on(async {
         let wanted = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &wanted).await?;
         // One object: of what is so at the end.
-        let is_text = args.ask.format == Format::Text;
+        let is_text = args.query.format == Format::Text;
         if is_text || !args.wait {
-            print(&shown(&status, args.ask.format)?)?;
+            print(&shown(&status, args.query.format)?)?;
         }
         if !args.wait {
             return Ok(());
@@ -68,7 +67,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
             outcome = wait(&client, status, args.timeout.into(), is_text) => {
                 let (status, left) = outcome?;
                 if !is_text {
-                    print(&shown(&status, args.ask.format)?)?;
+                    print(&shown(&status, args.query.format)?)?;
                 }
                 match left {
                     Left::None => Ok(()),
@@ -82,8 +81,8 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
 
 /// Ends the drain. Fails when the controller rejects it.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
-    let client = args.ask.contact.client()?;
-    print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.ask.format)?)
+    let client = args.query.contact.client()?;
+    print(&shown(&runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
 /// Result of the wait.
@@ -99,11 +98,11 @@ async fn wait(
     patience: Duration,
     is_text: bool,
 ) -> anyhow::Result<(DrainStatus, Left)> {
-    let end = Instant::now() + patience.min(LONGEST);
-    let (server, mut said, mut away) = (status.server.clone(), words(&status), false);
+    let end = Instant::now() + patience.min(MAX_TIMEOUT);
+    let (server, mut printed, mut away) = (status.server.clone(), describe(&status), false);
     loop {
         if status.drained.is_none() && status.state != ServerState::Gone {
-            bail!("{server} is drained no more: somebody else has ended that");
+            bail!("{server} is no longer drained: another command ended the drain");
         }
         if status.remaining == Some(0) {
             return Ok((status, Left::None));
@@ -122,14 +121,14 @@ async fn wait(
             Err(error) => {
                 if !std::mem::replace(&mut away, true) && is_text {
                     print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
-                    said.clear();
+                    printed.clear();
                 }
             }
         }
-        let now = words(&status);
-        if !away && now != said && is_text {
+        let now = describe(&status);
+        if !away && now != printed && is_text {
             print(&now)?;
-            said = now;
+            printed = now;
         }
         if Instant::now() >= end && status.remaining != Some(0) {
             let left = left(&status, away);
@@ -155,12 +154,12 @@ fn left(status: &DrainStatus, away: bool) -> String {
 fn shown(status: &DrainStatus, format: Format) -> anyhow::Result<String> {
     match format {
         Format::Json => Ok(serde_json::to_string_pretty(status)?),
-        Format::Text => Ok(words(status)),
+        Format::Text => Ok(describe(status)),
     }
 }
 
 /// "s1 is draining by command: 12 connections remain (api 2, web 10)".
-fn words(status: &DrainStatus) -> String {
+fn describe(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drained) = &status.drained else {
         if status.state == ServerState::Gone {
@@ -210,7 +209,7 @@ mod tests {
         DrainStatus {
             server: "s1".into(),
             state: ServerState::Draining,
-            state_reason: "`coreward drain` says so".into(),
+            state_reason: "by `coreward drain`".into(),
             reports: Reports::Fresh,
             drained: Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: Vec::new() }),
             remaining,
@@ -225,24 +224,24 @@ mod tests {
 
     #[test]
     fn remaining_connections_are_described() {
-        assert_eq!(words(&status(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
-        assert_eq!(words(&status(Some(0))), "s1 is drained: no connection remains");
+        assert_eq!(describe(&status(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
+        assert_eq!(describe(&status(Some(0))), "s1 is drained: no connection remains");
         let in_web = Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
         let some = DrainStatus { drained: in_web, remaining: Some(1), ..status(Some(1)) };
-        assert_eq!(words(&some), "s1 is draining in web: 1 connection remains");
+        assert_eq!(describe(&some), "s1 is draining in web: 1 connection remains");
         let of_udp = DrainStatus { not_counted: vec!["dns".into()], ..status(Some(0)) };
-        assert_eq!(words(&of_udp), "s1 is drained: no connection remains; flows of UDP are not counted (dns)");
+        assert_eq!(describe(&of_udp), "s1 is drained: no connection remains; flows of UDP are not counted (dns)");
         assert_eq!(
-            words(&status(None)),
+            describe(&status(None)),
             "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
         let active =
             DrainStatus { drained: None, state: ServerState::Active, state_reason: String::new(), ..status(None) };
-        assert_eq!(words(&active), "s1 is active");
+        assert_eq!(describe(&active), "s1 is active");
     }
 
     #[test]
-    fn a_controller_that_says_no_is_not_asked_again() {
+    fn rejected_request_is_not_retried() {
         use coreward_http::ProblemKind;
         let of = |kind| is_final(&Problem::new(kind, "").into());
         assert!(of(ProblemKind::NotFound) && of(ProblemKind::Forbidden));

@@ -79,7 +79,7 @@ enum Command {
     Capture(CaptureArgs),
     /// The heaviest connections of a stateful service, live, from the load balancer's connection table
     Connections(ConnectionsArgs),
-    /// Whether this machine is fit for its role, and what mends it; 1 when it is not
+    /// Whether this machine is fit for its role, and how to fix it; 1 when it is not
     Doctor(DoctorArgs),
     /// Whether this kernel takes every BPF program
     CheckKernel,
@@ -115,7 +115,7 @@ enum LbCommand {
         /// Its name
         name: String,
         #[command(flatten)]
-        ask: AskArgs,
+        query: QueryArgs,
     },
 }
 
@@ -139,7 +139,7 @@ enum AgentCommand {
 }
 
 #[derive(clap::Args)]
-struct AskArgs {
+struct QueryArgs {
     #[command(flatten)]
     contact: ContactArgs,
     /// Format of the output
@@ -150,7 +150,7 @@ struct AskArgs {
 #[derive(clap::Args)]
 struct StatusArgs {
     #[command(flatten)]
-    ask: AskArgs,
+    query: QueryArgs,
     /// With whole RSS keys in JSON: who knows one can aim at a core
     #[arg(long)]
     rss_keys: bool,
@@ -165,7 +165,7 @@ struct FleetArgs {
 #[derive(clap::Subcommand)]
 enum FleetCommand {
     /// Print it, as it was written
-    Show(AskArgs),
+    Show(QueryArgs),
 }
 
 #[derive(clap::Args)]
@@ -199,11 +199,11 @@ struct KeysArgs {
 #[derive(clap::Subcommand)]
 enum KeysCommand {
     /// The key that stamps, its age, and the state of a rotation
-    Show(AskArgs),
+    Show(QueryArgs),
     /// Begin a rotation: the next key goes to everybody, and stamps when all have confirmed it
     Rotate {
         #[command(flatten)]
-        ask: AskArgs,
+        query: QueryArgs,
         /// Also when the present key is young, and without those that are not connected: connections may break
         #[arg(long)]
         force: bool,
@@ -213,7 +213,7 @@ enum KeysCommand {
 #[derive(clap::Args)]
 struct ExplainArgs {
     #[command(flatten)]
-    ask: AskArgs,
+    query: QueryArgs,
     /// VIP and port of the service
     #[arg(long, value_name = "ADDRESS:PORT")]
     vip: SocketAddr,
@@ -302,14 +302,14 @@ fn run(command: Command) -> anyhow::Result<()> {
             Daemon::Orchestrate.confine()?;
             print(&orchestrate::run(&args)?)
         }
-        Command::Status(StatusArgs { ask, rss_keys }) => {
-            print(&show::status(&ask.contact.client()?, rss_keys, ask.format.into())?)
+        Command::Status(StatusArgs { query, rss_keys }) => {
+            print(&show::status(&query.contact.client()?, rss_keys, query.format.into())?)
         }
         Command::Check(args) => check::run(&args),
         Command::Certs(args) => print(&certs::run(&args)?),
         Command::Apply(args) => apply::run(&args),
-        Command::Fleet(FleetArgs { command: FleetCommand::Show(ask) }) => {
-            print(&show::fleet::show(&ask.contact.client()?, ask.format.into())?)
+        Command::Fleet(FleetArgs { command: FleetCommand::Show(query) }) => {
+            print(&show::fleet::show(&query.contact.client()?, query.format.into())?)
         }
         Command::Audit(args) => audit::audit(&args),
         Command::Drain(args) => drain::drain(&args),
@@ -327,11 +327,11 @@ fn run(command: Command) -> anyhow::Result<()> {
             capabilities::require("coreward capture")?;
             coreward_lb::capture_command::run(&args)
         }
-        Command::Keys(KeysArgs { command: KeysCommand::Show(ask) }) => {
-            print(&show::keys(&ask.contact.client()?, ask.format.into())?)
+        Command::Keys(KeysArgs { command: KeysCommand::Show(query) }) => {
+            print(&show::keys(&query.contact.client()?, query.format.into())?)
         }
-        Command::Keys(KeysArgs { command: KeysCommand::Rotate { ask, force } }) => {
-            print(&show::rotate_keys(&ask.contact.client()?, force, ask.format.into())?)
+        Command::Keys(KeysArgs { command: KeysCommand::Rotate { query, force } }) => {
+            print(&show::rotate_keys(&query.contact.client()?, force, query.format.into())?)
         }
         Command::Doctor(args) => doctor(&args),
         Command::CheckKernel => check_kernel(),
@@ -340,7 +340,7 @@ fn run(command: Command) -> anyhow::Result<()> {
 }
 
 fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
-    let (client, format) = (args.ask.contact.client()?, args.ask.format.into());
+    let (client, format) = (args.query.contact.client()?, args.query.format.into());
     let packet = match (args.reset, args.tsecr.is_some() || args.without_timestamps) {
         (true, _) => PacketKind::Reset,
         (false, true) => PacketKind::Established,
@@ -351,9 +351,9 @@ fn explain(args: &ExplainArgs) -> anyhow::Result<String> {
 }
 
 fn lb(args: LbArgs) -> anyhow::Result<()> {
-    if let Some(LbCommand::Forget { name, ask }) = args.command {
-        let left = show::ask(ask.contact.client()?.forget_load_balancer(&name))?;
-        return match ask.format {
+    if let Some(LbCommand::Forget { name, query }) = args.command {
+        let left = show::block_on(query.contact.client()?.forget_load_balancer(&name))?;
+        return match query.format {
             Format::Json => print(&serde_json::to_string_pretty(&left)?),
             Format::Text => {
                 print(&format!("load balancer {name} is forgotten; {} are left", left.load_balancers.len()))

@@ -90,23 +90,23 @@ impl Connection {
     }
 
     /// Returns a started stream. Fails if its leader's term is older than one seen lately.
-    pub fn begun<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
+    pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM).and_then(|term| term.to_str().ok()?.parse().ok());
-        self.terms.begun(term, Instant::now())?;
+        self.terms.check(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
     /// Notes that the controller answered: it leads.
-    pub fn heard(&mut self) {
-        self.turns.heard();
-        self.terms.heard(Instant::now());
+    pub fn record_message(&mut self) {
+        self.turns.record_answer();
+        self.terms.record_message(Instant::now());
     }
 
     /// Logs the end of a stream, selects the next controller, and returns the time to wait. It is random, so that a
     /// fleet does not reconnect at once.
-    pub fn ended(&mut self, error: Option<&anyhow::Error>) -> Duration {
+    pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.end(error));
-        let pause = self.turns.ended(&end);
+        let pause = self.turns.record_end(&end);
         let next = self.controller();
 
         match (end, error) {
@@ -197,12 +197,12 @@ impl Turns {
         Self { count, current: 0, failed: 0, answered: false, pause: RETRY_INTERVALS.0 }
     }
 
-    fn heard(&mut self) {
+    fn record_answer(&mut self) {
         (self.answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
     }
 
     /// Returns the retry interval.
-    fn ended(&mut self, end: &End) -> Duration {
+    fn record_end(&mut self, end: &End) -> Duration {
         let answered = std::mem::take(&mut self.answered);
         self.failed += usize::from(!answered);
         match end {
@@ -232,11 +232,15 @@ struct Terms {
 
 impl Terms {
     /// Checks the term of a new stream; `None`: the controller has no terms.
-    fn begun(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
+    fn check(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {
-            (Some(term), Some((newest, heard))) if term < newest && now.duration_since(heard) < TERM_MEMORY => Err(
-                anyhow!("it led before the controller that was heard last (term {term}, expected {newest} or more)"),
-            ),
+            (Some(term), Some((newest, last_message)))
+                if term < newest && now.duration_since(last_message) < TERM_MEMORY =>
+            {
+                Err(anyhow!(
+                    "its term is older than that of the last controller (term {term}, expected {newest} or more)"
+                ))
+            }
             _ => {
                 self.newest = term.map(|term| (term, now));
                 Ok(())
@@ -244,9 +248,9 @@ impl Terms {
         }
     }
 
-    fn heard(&mut self, now: Instant) {
-        if let Some((_, heard)) = &mut self.newest {
-            *heard = now;
+    fn record_message(&mut self, now: Instant) {
+        if let Some((_, last_message)) = &mut self.newest {
+            *last_message = now;
         }
     }
 }

@@ -101,13 +101,13 @@ mod tests {
     }
 
     #[test]
-    fn one_or_several() {
+    fn controller_is_an_address_or_a_list() {
         assert_eq!(parse("\"10.1.0.1:7400\"").unwrap(), "10.1.0.1:7400");
         assert_eq!(parse("[\"10.1.0.2:7400\", \"[::1]:7400\"]").unwrap(), "10.1.0.2:7400, [::1]:7400");
     }
 
     #[test]
-    fn mistakes_say_what_was_expected() {
+    fn mistakes_name_the_expectation() {
         let address = "an address and a port, as \"10.1.0.1:7400\"";
         let cases = [
             ("\"10.1.0.1\"", format!("1:14: key `controller`: \"10.1.0.1\": expected {address}")),

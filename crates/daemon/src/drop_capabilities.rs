@@ -6,23 +6,17 @@ use nix::sys::prctl;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Daemon {
-    /// `coreward controller`
     Controller,
-    /// `coreward lb`
     Lb,
-    /// `coreward agent`
     Agent,
-    /// `coreward dispatch`
     Dispatch,
-    /// `coreward orchestrate`
     Orchestrate,
-    /// `coreward rack`
     Rack,
 }
 
 impl Daemon {
-    /// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are loaded again when services
-    /// change.
+    /// Returns the capabilities kept for the daemon's life. Those for BPF stay: programs are reloaded with changed
+    /// services.
     pub fn retained(self) -> &'static [Capability] {
         use Capability::{
             CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
@@ -63,8 +57,7 @@ impl Daemon {
     }
 }
 
-/// Sets `set` to `retained`, unless it is that already: the system call filter of a unit without capabilities forbids
-/// capset(2).
+/// Sets `set` to `retained` unless equal: a unit's filter without capabilities forbids capset(2).
 fn reduce(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
     if caps::read(None, set)? == *retained {
         return Ok(());

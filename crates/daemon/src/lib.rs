@@ -31,22 +31,22 @@ pub fn hold_signals() -> anyhow::Result<()> {
 pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _ends_nothing = signal(SignalKind::hangup())?;
-    tell(NotifyState::Ready);
+    notify(NotifyState::Ready);
     let outcome = tokio::select! {
         // The work is polled first: it installs its SIGHUP handler before signals are unblocked.
         biased;
         outcome = work => outcome,
-        never = let_signals_go() => match never? {},
+        never = release_signals() => match never? {},
         never = log_level::follow_signals() => match never? {},
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
-        never = tell_watchdog() => match never {},
+        never = notify_watchdog() => match never {},
     };
-    tell(NotifyState::Stopping);
+    notify(NotifyState::Stopping);
     outcome
 }
 
-async fn let_signals_go() -> anyhow::Result<std::convert::Infallible> {
+async fn release_signals() -> anyhow::Result<std::convert::Infallible> {
     SigSet::from_iter(HANDLED).thread_unblock()?;
     std::future::pending().await
 }
@@ -55,7 +55,7 @@ async fn let_signals_go() -> anyhow::Result<std::convert::Infallible> {
 /// may take its time with a program on a slow machine: a restart would only repeat it.
 pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
-    let set = |limit: Duration| tell(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
+    let set = |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
     set(limit);
     let outcome = work();
     set(interval);
@@ -63,17 +63,17 @@ pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
 }
 
 /// Notifies the watchdog at half of its interval.
-async fn tell_watchdog() -> std::convert::Infallible {
+async fn notify_watchdog() -> std::convert::Infallible {
     let Some(patience) = sd_notify::watchdog_enabled() else { return std::future::pending().await };
     let mut due = tokio::time::interval((patience / 2).max(Duration::from_millis(1)));
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         due.tick().await;
-        tell(NotifyState::Watchdog);
+        notify(NotifyState::Watchdog);
     }
 }
 
-fn tell(state: NotifyState<'_>) {
+fn notify(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(std::slice::from_ref(&state)) {
         tracing::warn!(event = "service-manager-unreachable", %state, %error, "cannot notify the service manager");
     }

@@ -156,7 +156,7 @@ mod tests {
 
     use super::*;
 
-    fn ask(address: SocketAddr, request: &str) -> String {
+    fn request(address: SocketAddr, request: &str) -> String {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         stream.write_all(request.as_bytes()).unwrap();
@@ -176,12 +176,12 @@ mod tests {
             std::future::ready(Some(page))
         };
         start(listener, || (), page).unwrap();
-        let get = |path: &str, method: &str| ask(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
+        let get = |path: &str, method: &str| request(address, &format!("{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n"));
         let found = get("/metrics", "GET");
         assert!(found.starts_with("HTTP/1.1 200 OK") && found.contains("content-type: application/openmetrics-text"));
         assert!(found.contains("\ncoreward_reports_accepted_total 7.0\n") && found.ends_with("# EOF\n"), "{found}");
         assert!(get("/", "GET").starts_with("HTTP/1.1 404"));
         assert!(get("/metrics", "POST").starts_with("HTTP/1.1 405"));
-        assert!(ask(address, "nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
+        assert!(request(address, "nonsense\r\n\r\n").starts_with("HTTP/1.1 400"));
     }
 }

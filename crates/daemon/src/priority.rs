@@ -8,13 +8,13 @@ const NICER: i32 = 10;
 
 /// Lowers the calling thread's priority; `thread` names it in the log if that fails.
 pub fn lower_thread_priority(thread: &str) {
-    if let Err(error) = yield_to_others() {
+    if let Err(error) = lower_priority() {
         tracing::warn!(event = "thread-priority-unchanged", thread, %error, "cannot lower a thread's priority");
     }
 }
 
 /// On Linux niceness is a thread's. It keeps at least a ninth of a CPU, so locks that it holds are released.
-fn yield_to_others() -> nix::Result<()> {
+fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let outcome = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, libc::getpriority(libc::PRIO_PROCESS, 0) + NICER) };
     Errno::result(outcome).map(drop)
@@ -29,7 +29,7 @@ mod tests {
         // SAFETY: the call takes numbers only; 0 is the calling thread.
         let niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let before = niceness();
-        let yielding = std::thread::spawn(move || yield_to_others().map(|()| niceness()));
+        let yielding = std::thread::spawn(move || lower_priority().map(|()| niceness()));
         assert_eq!(yielding.join().unwrap(), Ok((before + NICER).min(19)));
         assert_eq!(niceness(), before);
     }

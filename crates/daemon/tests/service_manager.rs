@@ -1,20 +1,20 @@
-//! A service manager as sd_notify(3) describes it. A process of its own: what a daemon is to tell is in its
+//! A service manager as sd_notify(3) describes it. A process of its own: the socket's address is in its
 //! environment.
 
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
 /// Signs of life before the work ends.
-const HEARD_ALIVE: usize = 5;
+const MIN_WATCHDOG_MESSAGES: usize = 5;
 
-fn is_alive(heard: &[String]) -> usize {
-    heard.iter().filter(|message| *message == "WATCHDOG=1").count()
+fn is_alive(received: &[String]) -> usize {
+    received.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
-/// Readiness comes first, the watchdog is told as long as the work goes on and not any longer, and the end is
+/// Readiness comes first; the watchdog is notified during the work only, and the end is
 /// announced.
 #[test]
-fn the_service_manager_hears_of_readiness_life_and_end() {
+fn service_manager_gets_ready_watchdog_and_stopping() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
@@ -28,17 +28,17 @@ fn the_service_manager_hears_of_readiness_life_and_end() {
     // The manager reads while the daemon works: few datagrams wait in a socket, and then who sends waits.
     let (alive, works) = tokio::sync::oneshot::channel();
     let manager = std::thread::spawn(move || {
-        let mut heard: Vec<String> = Vec::new();
+        let mut received: Vec<String> = Vec::new();
         let mut alive = Some(alive);
-        while heard.last().is_none_or(|last| last != "STOPPING=1") {
+        while received.last().is_none_or(|last| last != "STOPPING=1") {
             let mut buffer = [0; 256];
             let length = socket.recv(&mut buffer).unwrap();
-            heard.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
-            if is_alive(&heard) == HEARD_ALIVE {
+            received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
+            if is_alive(&received) == MIN_WATCHDOG_MESSAGES {
                 alive.take().into_iter().for_each(|alive| alive.send(()).unwrap());
             }
         }
-        heard
+        received
     });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let began = Instant::now();
@@ -52,13 +52,13 @@ fn the_service_manager_hears_of_readiness_life_and_end() {
         anyhow::bail!("its own reason")
     };
     assert_eq!(runtime.block_on(coreward_daemon::run_until_shutdown(work)).unwrap_err().to_string(), "its own reason");
-    let heard = manager.join().unwrap();
-    assert_eq!(heard[0], "READY=1");
-    let alive = is_alive(&heard);
+    let received = manager.join().unwrap();
+    assert_eq!(received[0], "READY=1");
+    let alive = is_alive(&received);
     // Once at once, and every 10 ms on a machine that is not late.
     let at_most = 1 + began.elapsed().as_millis() as usize / 10;
-    assert!((HEARD_ALIVE..=at_most).contains(&alive), "at most {at_most}: {heard:?}");
+    assert!((MIN_WATCHDOG_MESSAGES..=at_most).contains(&alive), "at most {at_most}: {received:?}");
     // The interval is longer while work blocks, and then as before.
-    let longer = heard.windows(2).filter(|pair| *pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"]).count();
-    assert_eq!((longer, heard.len()), (1, alive + 4), "{heard:?}");
+    let longer = received.windows(2).filter(|pair| *pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"]).count();
+    assert_eq!((longer, received.len()), (1, alive + 4), "{received:?}");
 }

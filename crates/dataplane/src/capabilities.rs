@@ -19,8 +19,7 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the names of missing capabilities; none: a daemon in the packet path can run. Fails when /proc does not show
-/// them.
+/// Returns the missing capabilities of a daemon in the packet path. Fails when /proc does not show them.
 pub fn missing() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")

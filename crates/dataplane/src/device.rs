@@ -35,17 +35,17 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     }
     let id = |id: u32| (id != 0).then_some(id);
     // libbpf leaves 0 where the kernel does not know the query; a driver without XDP looks the same there.
-    let told = options.feature_flags != 0 || kernel_tells_features();
+    let reported = options.feature_flags != 0 || reports_xdp_features();
     Ok(Xdp {
         native: id(options.drv_prog_id),
         generic: id(options.skb_prog_id),
-        native_possible: told.then_some(options.feature_flags & ACT_BASIC != 0),
+        native_possible: reported.then_some(options.feature_flags & ACT_BASIC != 0),
     })
 }
 
 /// Loopback has no driver that could run XDP, so the kernel's answer for it proves nothing; veth has one, but may be
 /// absent. The kernel's version decides: the netdev family came with 6.3.
-fn kernel_tells_features() -> bool {
+fn reports_xdp_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|name| {
         let release = name.release().to_string_lossy();
         let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());

@@ -24,8 +24,7 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
 
 pub use options::{
-    LONGEST_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestId, RequestType, Timeouts,
-    UnknownPolicy,
+    MAX_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestId, RequestType, Timeouts, UnknownPolicy,
 };
 pub use request_ledger::{RequestLedger, WorkerCounts};
 
@@ -145,7 +144,7 @@ impl Dispatch {
         self.sockets.update(&key, &slot.to_ne_bytes(), MapFlags::ANY).context("storage of the socket's slot")?;
         self.ledger.occupy(slot, cookie, pid);
         if let Err(error) = self.workers.put(slot, socket) {
-            self.ledger.vacate(slot);
+            self.ledger.release_slot(slot);
             return Err(error);
         }
         self.ledger.open(slot);

@@ -16,7 +16,7 @@ use crate::skeleton::health::HealthSkelBuilder;
 use crate::tc::{self, Direction, Held};
 
 /// Limit of concurrent connections: each needs two entries.
-pub const PATHS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
+pub const MAX_CONNECTIONS: usize = intf::MAX_CHECKED_PATHS as usize / 2;
 
 /// One connection of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,7 +45,7 @@ impl NatEntry {
 
 /// The programs at the device, until this is dropped.
 #[derive(Debug)]
-pub struct CheckedPaths {
+pub struct NatPrograms {
     paths: Arc<NatTable>,
     _held: [Held; 2],
 }
@@ -54,9 +54,8 @@ pub struct CheckedPaths {
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
-impl CheckedPaths {
-    /// Loads the programs and holds them at the device. Fails when the device does not exist, or the kernel refuses the
-    /// programs.
+impl NatPrograms {
+    /// Loads the programs and holds them at the device. Fails without the device, or when the kernel rejects them.
     pub fn hold(interface: &str) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
@@ -77,7 +76,7 @@ impl CheckedPaths {
 }
 
 impl NatTable {
-    /// Adds a connection, whose packets then reach the server at the VIP. Fails when there are [`PATHS`] already.
+    /// Adds a connection, whose packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`].
     pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
         for (key, to) in path.entries() {
             self.0.update(key.as_bytes(), &to.octets(), MapFlags::ANY).context("a path for a health check")?;

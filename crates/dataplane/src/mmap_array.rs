@@ -21,8 +21,7 @@ pub struct MmapArray<T: ?Sized> {
     values: PhantomData<T>,
 }
 
-// SAFETY: the memory belongs to the map, not to a thread; every access uses a raw pointer, which is the caller's
-// responsibility.
+// SAFETY: the memory belongs to the map, not to a thread; callers are responsible for raw pointers.
 unsafe impl<T: ?Sized> Send for MmapArray<T> {}
 // SAFETY: as above.
 unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
@@ -127,8 +126,7 @@ impl<T: ?Sized> MmapArray<T> {
         values
     }
 
-    /// Copies all of it to the start of `other`, which is at least as large, word by word. Panics when `other` is
-    /// smaller.
+    /// Copies all words to the start of `other`. Panics when `other` is smaller.
     pub fn copy_to(&self, other: &Self) {
         for (from, to) in self.words().iter().zip(other.words_at(0, self.bytes.get())) {
             to.store(from.load(Ordering::Acquire), Ordering::Relaxed);

@@ -39,7 +39,7 @@ pub const MISSED_LIMIT: u32 = 4;
 /// An ARP packet for Ethernet and IPv4 with its frame's header: 42 bytes.
 pub const FRAME_BYTES: usize = 42;
 /// Frames read in a row before probes are sent again.
-const HEARD_AT_ONCE: usize = 256;
+const MAX_FRAMES_AT_ONCE: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 /// Hardware Ethernet, protocol IPv4, lengths 6 and 4.
 const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
@@ -89,7 +89,7 @@ impl Neighbours {
     }
 
     /// Records the sender of a packet of ARP or neighbour discovery: an answer, a request or an announcement.
-    pub fn heard(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<Change> {
+    pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<Change> {
         let neighbour = self.known.get_mut(&address)?;
         neighbour.missed = 0;
         self.order.remove(&(neighbour.next_probe, address));
@@ -236,9 +236,10 @@ impl Link {
                 lost = missing;
                 paced_until = start.elapsed() + PACE;
             }
-            let heard = self.wait(&neighbours, start)?;
-            let heard = heard.into_iter().filter_map(|(address, mac)| neighbours.heard(address, mac, start.elapsed()));
-            for change in lost.into_iter().chain(heard.collect::<Vec<_>>()) {
+            let senders = self.wait(&neighbours, start)?;
+            let senders =
+                senders.into_iter().filter_map(|(address, mac)| neighbours.observe(address, mac, start.elapsed()));
+            for change in lost.into_iter().chain(senders.collect::<Vec<_>>()) {
                 if changes.send(change).is_err() {
                     return Ok(());
                 }
@@ -279,9 +280,10 @@ impl Link {
             Ok(_) => {}
             Err(error) => return Err(error).context("waiting for ARP or neighbour discovery"),
         }
-        let mut heard = self.receive(&self.arp, |frame| sender(frame).map(|(address, mac)| (address.into(), mac)))?;
-        heard.extend(self.receive(&self.ndp, |frame| ndp::sender(frame).map(|(address, mac)| (address.into(), mac)))?);
-        Ok(heard)
+        let mut senders = self.receive(&self.arp, |frame| sender(frame).map(|(address, mac)| (address.into(), mac)))?;
+        senders
+            .extend(self.receive(&self.ndp, |frame| ndp::sender(frame).map(|(address, mac)| (address.into(), mac)))?);
+        Ok(senders)
     }
 
     fn receive(
@@ -289,22 +291,21 @@ impl Link {
         socket: &OwnedFd,
         sender: impl Fn(&[u8]) -> Option<(IpAddr, MacAddress)>,
     ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
-        let mut heard = Vec::new();
+        let mut senders = Vec::new();
         let mut frame = [0; 128];
-        while heard.len() < HEARD_AT_ONCE {
+        while senders.len() < MAX_FRAMES_AT_ONCE {
             match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
-                Ok(length) => heard.extend(sender(&frame[..length])),
+                Ok(length) => senders.extend(sender(&frame[..length])),
                 // The device went down; it may come back.
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ENETDOWN) => break,
                 Err(error) => return Err(error).with_context(|| format!("reading neighbours at {}", self.interface)),
             }
         }
-        Ok(heard)
+        Ok(senders)
     }
 }
 
-/// Opens a packet socket that receives frames of this type, if they pass the filter; an empty one passes all. Fails
-/// without CAP_NET_RAW.
+/// Opens a packet socket for frames of this type that pass the filter (empty: all). Fails without CAP_NET_RAW.
 fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
     // nothing before bind(), so no frame evades the filter.
@@ -385,8 +386,8 @@ mod tests {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
         assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, destination: MacAddress::BROADCAST }]);
-        assert_eq!(neighbours.heard(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
-        assert_eq!(neighbours.heard(A, MAC, at(2)), None);
+        assert_eq!(neighbours.observe(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
+        assert_eq!(neighbours.observe(A, MAC, at(2)), None);
         assert!(neighbours.due(at(500)).0.is_empty());
         // Probed at its own address first, at the broadcast address after a miss.
         assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, destination: MAC }]);
@@ -402,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn many_are_asked_at_a_pace() {
+    fn many_neighbours_are_probed_at_a_limited_rate() {
         let all: Vec<IpAddr> = (0..1000u32).map(|n| Ipv4Addr::from(0x0a01_0000 + n).into()).collect();
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&all, at(0));
@@ -413,18 +414,18 @@ mod tests {
             asked.extend(probes.iter().map(|probe| probe.address));
         }
         assert_eq!(neighbours.due(at(1)).0, []);
-        assert!(all.iter().all(|address| neighbours.heard(*address, MAC, at(2)).is_some()));
+        assert!(all.iter().all(|address| neighbours.observe(*address, MAC, at(2)).is_some()));
         assert_eq!(neighbours.next_due(), Some(at(2) + PROBE_INTERVAL));
     }
 
     #[test]
-    fn a_new_mac_address_counts_at_once_and_strangers_never() {
+    fn new_mac_address_is_used_at_once() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
-        neighbours.heard(A, MAC, at(1));
+        neighbours.observe(A, MAC, at(1));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
-        assert_eq!(neighbours.heard(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
-        assert_eq!(neighbours.heard(Ipv4Addr::new(10, 1, 1, 2).into(), MAC, at(6)), None);
+        assert_eq!(neighbours.observe(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
+        assert_eq!(neighbours.observe(Ipv4Addr::new(10, 1, 1, 2).into(), MAC, at(6)), None);
         neighbours.set_addresses(&[], at(7));
         assert_eq!(neighbours.next_due(), None);
     }

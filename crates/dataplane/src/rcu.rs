@@ -154,7 +154,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_moment_passes_and_later_ones_after_it() {
+    fn grace_tickets_pass_in_order() {
         let periods = GracePeriods::start().unwrap();
         let first = periods.now();
         periods.wait(first).unwrap();

@@ -426,7 +426,7 @@ fn number(id: ServerId, mode: ServiceMode) -> u32 {
     u32::from(id.get())
         | flag(mode.is_stamped() && mode.consistency == Consistency::Stateful, intf::SERVER_NUMBER_STATEFUL)
         | flag(!mode.is_stamped(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
-        | flag(mode.names_server_before(), intf::SERVER_NUMBER_CHAINED)
+        | flag(mode.marks_previous_server(), intf::SERVER_NUMBER_CHAINED)
         | flag(mode.forwarding.encapsulates(), intf::SERVER_NUMBER_ENCAPSULATED)
 }
 

@@ -44,8 +44,7 @@ pub enum Attachment {
     Clsact,
 }
 
-/// Priority of our filter in the clsact qdisc: before filters of the usual priorities, under a handle that identifies
-/// it.
+/// Priority of our filter in the clsact qdisc: before those of usual priorities; the handle identifies it.
 const CLSACT_PRIORITY: u32 = 1;
 const CLSACT_HANDLE: u32 = 0xc03e;
 const CLSACT_HELD_PRIORITY: u32 = 2;
@@ -148,16 +147,16 @@ pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> an
 }
 
 /// The kernel's own limit (BPF_MPROG_MAX).
-const MOST_PROGRAMS: usize = 64;
+const MAX_PROGRAMS: usize = 64;
 
 fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
-    let mut ids = [0u32; MOST_PROGRAMS];
+    let mut ids = [0u32; MAX_PROGRAMS];
     let mut options = libbpf_sys::bpf_prog_query_opts {
         sz: size_of::<libbpf_sys::bpf_prog_query_opts>() as libbpf_sys::size_t,
         prog_ids: ids.as_mut_ptr(),
         ..Default::default()
     };
-    options.__bindgen_anon_1.count = MOST_PROGRAMS as u32;
+    options.__bindgen_anon_1.count = MAX_PROGRAMS as u32;
     // SAFETY: `options` and `ids`, of the declared length, live through the call.
     let result = unsafe { libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx(), &raw mut options) };
     match -result {

@@ -11,7 +11,7 @@ use coreward_config::{
     string_enum,
 };
 use coreward_dataplane::dispatch::{
-    self, LONGEST_RESPONSE_TIMEOUT, MAX_CLASSES, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Policy, RequestType,
+    self, MAX_CLASSES, MAX_RESPONSE_TIMEOUT, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Policy, RequestType,
     Timeouts,
 };
 use coreward_model::dispatch::{ClassBounds, Weight};
@@ -93,7 +93,7 @@ config_struct! {
 }
 
 /// Shorter times than the poll interval have no effect.
-const SHORTEST_WAIT: u64 = POLL_INTERVAL.as_nanos() as u64;
+const MIN_RESPONSE_TIMEOUT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
     struct ServiceTable {
@@ -108,9 +108,9 @@ config_struct! {
         /// The others may use them while the worker has fewer requests than that.
         reserved_bound: Number<0, 65535> = Number(0),
         /// An older request that cannot be in the queue any more is given up.
-        response_timeout: Option<Period<SHORTEST_WAIT, { LONGEST_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
+        response_timeout: Option<Period<MIN_RESPONSE_TIMEOUT, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// A worker with a queue that answers nothing for so long gets no request until it answers.
-        stall_after: Option<Period<SHORTEST_WAIT, HOUR>>,
+        stall_after: Option<Period<MIN_RESPONSE_TIMEOUT, HOUR>>,
         /// Position of the id that request and response share.
         request_id: Option<FieldTable>,
         /// Position of the type; without it each type has a prefix.
@@ -123,14 +123,14 @@ config_struct! {
 }
 
 /// Limit of an offset: no UDP payload is longer.
-const LARGEST_OFFSET: u64 = 65_500;
+const MAX_OFFSET: u64 = 65_500;
 
 config_struct! {
     struct FieldTable {
         /// Offset in the payload, bytes.
-        offset: Number<0, LARGEST_OFFSET>,
+        offset: Number<0, MAX_OFFSET>,
         /// The same of a response, where it differs.
-        response_offset: Option<Number<0, LARGEST_OFFSET>>,
+        response_offset: Option<Number<0, MAX_OFFSET>>,
         /// How long it is.
         bytes: Number<1, 8>,
         /// Whether its first byte is the lowest.
@@ -138,7 +138,7 @@ config_struct! {
     }
 }
 
-type ExpectedTime = Period<1, { Weight::LONGEST.as_nanos() as u64 }>;
+type ExpectedTime = Period<1, { Weight::MAX.as_nanos() as u64 }>;
 type Class = Number<0, { MAX_CLASSES as u64 - 1 }>;
 
 config_struct! {
@@ -184,7 +184,7 @@ impl Config {
 impl FromToml for Config {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let table = Table::read(value, reader)?;
-        Some(reader.by_place(|reader| table.check_within(reader)))
+        Some(reader.check_value(|reader| table.check_within(reader)))
     }
 
     fn expected() -> String {
@@ -222,7 +222,7 @@ impl Table {
             }
             services.push(service);
         }
-        if services.is_empty() && !reader.has_found_any() {
+        if services.is_empty() && !reader.has_diagnostics() {
             reader.mistake(span, "no service: expected at least one [[service]]");
         }
         let pin_directory = self.pin_directory.map_or_else(|| PIN_DIRECTORY.into(), |path| path.0);
@@ -291,7 +291,7 @@ fn matched(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes
         (Some(number), None, Some(field)) => {
             let width = field.bytes.0 as usize;
             if width < 8 && number >> (width * 8) != 0 {
-                return Err(format!("value = {number}: expected a number of {width} bytes, as `type_field` says"));
+                return Err(format!("value = {number}: expected a number of {width} bytes, as in `type_field`"));
             }
             if field.little_endian {
                 value[..width].copy_from_slice(&number.to_le_bytes()[..width]);

@@ -27,7 +27,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
         config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
     metrics_endpoint::serve(config.metrics, || (), move || page(&pins))?;
     while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-        ensure!(dispatcher.is_running(), "nobody looks after the services any more");
+        ensure!(dispatcher.is_running(), "no daemon maintains the services");
     }
     tracing::info!(event = "programs-kept", "dispatching continues; `coreward dispatch --detach` ends it");
     Ok(())

@@ -31,7 +31,6 @@ type Request = (Config, Sender<anyhow::Result<()>>);
 #[derive(Debug, Clone, Default)]
 pub struct DispatchState {
     pub services: Vec<ServiceStatus>,
-    /// Warnings for the operator.
     pub warnings: Vec<String>,
 }
 
@@ -41,11 +40,11 @@ impl Dispatcher {
         let mut services = Services::start(config)?;
         let (sender, receiver) = channel();
         let seen = Arc::new(Mutex::new(DispatchState::default()));
-        let told = Arc::clone(&seen);
+        let reported = Arc::clone(&seen);
         // It inherits the network namespace.
         let thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
-            .spawn(move || services.maintenance_loop(&receiver, &told))
+            .spawn(move || services.maintenance_loop(&receiver, &reported))
             .context("a thread for the dispatch")?;
         Ok(Self { requests: Some(sender), seen, thread: Some(thread) })
     }
@@ -54,7 +53,7 @@ impl Dispatcher {
     /// program is refused stays as it was. Fails when something was refused.
     pub fn replace(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
-        let gone = || anyhow!("nobody looks after the services any more");
+        let gone = || anyhow!("no daemon maintains the services");
         self.requests.as_ref().ok_or_else(gone)?.send((config, sender)).map_err(|_| gone())?;
         outcome.recv().map_err(|_| gone())?
     }

@@ -99,7 +99,6 @@ impl Service {
         ServiceStatus::from(self.dispatch.ledger())
     }
 
-    /// Returns the warning for the operator.
     pub fn warning(&self) -> Option<String> {
         self.warned.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen()))
     }
@@ -142,7 +141,7 @@ impl Service {
             return Ok(());
         }
         self.known.clear();
-        anyhow::ensure!(!inodes.is_empty(), "nobody receives there");
+        anyhow::ensure!(!inodes.is_empty(), "no socket receives there");
         let found = owners(&inodes)?;
         let steered: BTreeSet<u64> = self.dispatch.sockets().into_values().collect();
         let mut problem = None;

@@ -16,8 +16,7 @@ const LATE: Duration = POLL_INTERVAL.saturating_mul(20);
 pub struct ServiceStatus {
     pub listen: SocketAddr,
     pub policy: &'static str,
-    /// Time since its last poll.
-    pub since_last_look: Duration,
+    pub since_last_poll: Duration,
     pub workers: Vec<WorkerCounts>,
     pub counters: Vec<(&'static str, u64)>,
 }
@@ -28,7 +27,7 @@ impl From<&RequestLedger> for ServiceStatus {
         Self {
             listen,
             policy,
-            since_last_look: ledger.since_last_look(),
+            since_last_poll: ledger.since_last_poll(),
             workers: ledger.workers(),
             counters: COUNTER_NAMES.into_iter().zip(ledger.counters()).collect(),
         }
@@ -66,7 +65,6 @@ pub fn pinned(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
     pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
 }
 
-/// Returns the status as text.
 pub fn text(services: &[ServiceStatus]) -> String {
     let mut text = String::new();
     if services.is_empty() {
@@ -74,11 +72,11 @@ pub fn text(services: &[ServiceStatus]) -> String {
     }
     for service in services {
         let _ = writeln!(text, "{}: {}", service.listen, service.policy);
-        if service.since_last_look > LATE {
+        if service.since_last_poll > LATE {
             let _ = writeln!(
                 text,
-                "nobody has looked after it for {:.0?}: is coreward dispatch or the agent running?",
-                service.since_last_look
+                "no daemon has maintained it for {:.0?}: is coreward dispatch or the agent running?",
+                service.since_last_poll
             );
         }
         let _ = writeln!(text, "{}", table(&service.workers));
@@ -119,7 +117,6 @@ fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
     table
 }
 
-/// Returns the status as JSON.
 pub fn json(services: &[ServiceStatus]) -> Value {
     json!({ "services": services.iter().map(service_json).collect::<Vec<_>>() })
 }
@@ -130,7 +127,7 @@ fn service_json(service: &ServiceStatus) -> Value {
     json!({
         "listen": service.listen.to_string(),
         "policy": service.policy,
-        "since_last_look_ms": service.since_last_look.as_millis() as u64,
+        "since_last_look_ms": service.since_last_poll.as_millis() as u64,
         "workers": service.workers.iter().map(worker_json).collect::<Vec<_>>(),
         "counters": counters,
     })

@@ -99,7 +99,7 @@ pub struct Facts {
     /// Announcement of VIPs; `None`: not by coreward.
     pub announcement: Option<Announcement>,
     /// Facts about a controller.
-    pub controller_place: Option<ControllerPlace>,
+    pub controller_place: Option<ControllerFacts>,
     /// Polling threads.
     pub polling: Vec<PollingThread>,
     /// Certificates of `[tls]`.
@@ -306,7 +306,7 @@ pub struct Sockets {
 
 /// Facts about a controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ControllerPlace {
+pub struct ControllerFacts {
     /// Listening address.
     pub listen: SocketAddr,
     /// Error of binding it.

@@ -16,7 +16,6 @@ pub enum Severity {
 }
 
 impl Severity {
-    /// Returns the name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Severity::Ok => "ok",

@@ -67,7 +67,7 @@ pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
                 "severity": finding.severity,
                 "found": finding.found,
                 "why": finding.why,
-                "mend": remedy(finding),
+                "remedy": remedy(finding),
             })
         })
         .collect();

@@ -11,17 +11,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::EtcdError;
 use crate::clock::Deadline;
-use crate::leadership::{Guarded, Leadership};
+use crate::leadership::{Leadership, WriteOutcome};
 
 /// Layout of the manifest.
 const FORMAT: u32 = 1;
 /// etcd's --max-txn-ops is 128.
-const MOST_OPERATIONS: usize = 100;
+const MAX_OPERATIONS: usize = 100;
 /// etcd's --max-request-bytes is 1.5 MiB.
-const MOST_BYTES: usize = 1_000_000;
+const MAX_BYTES: usize = 1_000_000;
 /// Chunks per read.
 const PAGE: i64 = 64;
-const LARGEST_ANSWER: usize = 256 << 20;
+const MAX_ANSWER: usize = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// State by part.
@@ -111,7 +111,6 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Reads all keys below `parts`.
     async fn read_all(&self, at: i64, keys_only: bool) -> Result<Chunks, EtcdError> {
         let mut all = Chunks::new();
         let mut from = self.all_parts_key().into_bytes();
@@ -124,7 +123,7 @@ impl ChunkedStore {
             }
             let request = |client: Client| {
                 let (from, options) = (from.clone(), options.clone());
-                let mut client = client.kv_client().max_decoding_message_size(LARGEST_ANSWER);
+                let mut client = client.kv_client().max_decoding_message_size(MAX_ANSWER);
                 async move { client.get(from, Some(options)).await }
             };
             let mut page = self.leadership.cluster().call(Deadline::now() + TIMEOUT, request).await?;
@@ -147,8 +146,8 @@ impl ChunkedStore {
             self.manifest.parts.iter().map(|(name, number)| self.part_key(name, *number)).collect();
         let left: Vec<TxnOp> =
             there.keys().filter(|key| !needed.contains(*key)).map(|key| TxnOp::delete(key.clone(), None)).collect();
-        for batch in left.chunks(MOST_OPERATIONS) {
-            self.leadership.guarded(None, batch).await?;
+        for batch in left.chunks(MAX_OPERATIONS) {
+            self.leadership.write_if_leading(None, batch).await?;
         }
         Ok(())
     }
@@ -174,15 +173,15 @@ impl ChunkedStore {
         let mut batches = puts.batches;
         let mut last = batches.pop().unwrap_or_default();
         for batch in &batches {
-            self.leadership.guarded(None, batch).await?;
+            self.leadership.write_if_leading(None, batch).await?;
         }
-        let later = superseded.split_off(superseded.len().min(MOST_OPERATIONS.saturating_sub(last.len())));
+        let later = superseded.split_off(superseded.len().min(MAX_OPERATIONS.saturating_sub(last.len())));
         last.extend(superseded);
         self.revision = self.switch(&last, &encoded).await?;
         (self.manifest, self.saved) = (next, parts);
-        for batch in later.chunks(MOST_OPERATIONS) {
+        for batch in later.chunks(MAX_OPERATIONS) {
             // The change is in force; the next leader deletes what is left.
-            if let Err(error) = self.leadership.guarded(None, batch).await {
+            if let Err(error) = self.leadership.write_if_leading(None, batch).await {
                 tracing::warn!(event = "chunks-left", %error, "unused chunks stay in etcd");
             }
         }
@@ -192,11 +191,11 @@ impl ChunkedStore {
     /// Writes the manifest and returns its revision.
     async fn switch(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let key = self.manifest_key();
-        match self.leadership.guarded(Some((&key, self.revision)), operations).await? {
-            Guarded::Done { revision } => Ok(revision),
+        match self.leadership.write_if_leading(Some((&key, self.revision)), operations).await? {
+            WriteOutcome::Done { revision } => Ok(revision),
             // An earlier attempt succeeded, and its answer was lost.
-            Guarded::Differs(Some(found)) if found.value() == manifest => Ok(found.mod_revision()),
-            Guarded::Differs(_) => {
+            WriteOutcome::Differs(Some(found)) if found.value() == manifest => Ok(found.mod_revision()),
+            WriteOutcome::Differs(_) => {
                 Err(self.content_error(&key, "something else has changed it: expected one fleet per prefix"))
             }
         }
@@ -212,7 +211,7 @@ struct Batches {
 
 impl Batches {
     fn add(&mut self, operation: TxnOp, bytes: usize) {
-        let full = |batch: &Vec<TxnOp>| batch.len() == MOST_OPERATIONS || self.bytes + bytes > MOST_BYTES;
+        let full = |batch: &Vec<TxnOp>| batch.len() == MAX_OPERATIONS || self.bytes + bytes > MAX_BYTES;
         match self.batches.last_mut() {
             Some(batch) if !full(batch) => {
                 batch.push(operation);

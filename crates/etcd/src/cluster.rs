@@ -123,7 +123,7 @@ impl Cluster {
         until: Deadline,
         request: impl Fn(Client) -> F,
     ) -> Result<T, EtcdError> {
-        let mut problem = "nobody was asked: the time was over".to_owned();
+        let mut problem = "no member was tried: the time was over".to_owned();
         let mut is_of_tls = false;
         let first = self.preferred.load(Ordering::Relaxed);
         for attempt in 0.. {

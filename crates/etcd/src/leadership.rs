@@ -24,7 +24,7 @@ const MARGIN: u32 = 10;
 const RENEWALS: u32 = 5;
 /// Longest wait for a watch event before the key is read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-const CLOCK_LOOK: Duration = Duration::from_millis(100);
+const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Key and value of an election.
@@ -65,16 +65,16 @@ impl Candidate {
 
     /// Waits for the leader's key and takes it. Calls `seen` with each change meanwhile.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
-        let mut told = None;
+        let mut reported = None;
         loop {
             let now = match self.attempt(&cluster).await {
                 Ok(Attempt::Won(leadership)) => return leadership,
                 Ok(Attempt::Lost { leader, revision }) => {
                     let now = LeaderState::Leader(leader);
-                    if told.as_ref() != Some(&now) {
+                    if reported.as_ref() != Some(&now) {
                         seen(now.clone());
                     }
-                    told = Some(now);
+                    reported = Some(now);
                     self.until_changed(&cluster, revision).await;
                     continue;
                 }
@@ -82,10 +82,10 @@ impl Candidate {
                 Err(error) => LeaderState::Unknown(error.to_string()),
             };
             let unknown = matches!(now, LeaderState::Unknown(_));
-            if told.as_ref() != Some(&now) {
+            if reported.as_ref() != Some(&now) {
                 seen(now.clone());
             }
-            told = Some(now);
+            reported = Some(now);
             if unknown {
                 tokio::time::sleep(RETRY_INTERVAL).await;
             }
@@ -253,7 +253,7 @@ impl Leadership {
     }
 
     /// Returns whether the lease is valid by this machine's clock.
-    pub fn holds(&self) -> bool {
+    pub fn is_valid(&self) -> bool {
         !self.until().remaining().is_zero()
     }
 
@@ -263,14 +263,14 @@ impl Leadership {
     }
 
     /// Waits for the end of the lease and returns the reason.
-    pub async fn ended(&self) -> String {
+    pub async fn wait_for_end(&self) -> String {
         let mut ended = self.ended.clone();
         loop {
-            match tokio::time::timeout(CLOCK_LOOK, ended.wait_for(Option::is_some)).await {
+            match tokio::time::timeout(CLOCK_POLL_INTERVAL, ended.wait_for(Option::is_some)).await {
                 Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
-                Ok(Err(_)) => return "nobody renews its lease".to_owned(),
+                Ok(Err(_)) => return "its lease is not renewed".to_owned(),
                 // The renewing thread may be late, too.
-                Err(_) if !self.holds() => return "its lease has ended".to_owned(),
+                Err(_) if !self.is_valid() => return "its lease has ended".to_owned(),
                 Err(_) => {}
             }
         }
@@ -284,7 +284,11 @@ impl Leadership {
     }
 
     /// Executes operations in one transaction while leading. `also`: a key and its expected modification revision.
-    pub(crate) async fn guarded(&self, also: Option<(&str, i64)>, operations: &[TxnOp]) -> Result<Guarded, EtcdError> {
+    pub(crate) async fn write_if_leading(
+        &self,
+        also: Option<(&str, i64)>,
+        operations: &[TxnOp],
+    ) -> Result<WriteOutcome, EtcdError> {
         let leads = Compare::create_revision(self.key.clone(), CompareOp::Equal, self.term);
         let mut conditions = vec![leads];
         let mut looks = vec![TxnOp::get(self.key.clone(), Some(GetOptions::new().with_keys_only()))];
@@ -300,7 +304,7 @@ impl Leadership {
         let answer = self.cluster.call(self.until(), request).await?;
         if answer.succeeded() {
             let revision = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
-            return Ok(Guarded::Done { revision });
+            return Ok(WriteOutcome::Done { revision });
         }
         let mut found = answer.op_responses().into_iter().map(|response| match response {
             TxnOpResponse::Get(found) => found.kvs().first().cloned(),
@@ -310,7 +314,7 @@ impl Leadership {
             self.until.store(0, Ordering::Relaxed);
             return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
         }
-        Ok(Guarded::Differs(found.next().flatten()))
+        Ok(WriteOutcome::Differs(found.next().flatten()))
     }
 
     pub(crate) fn cluster(&self) -> &Arc<Cluster> {
@@ -319,7 +323,7 @@ impl Leadership {
 }
 
 /// Outcome of a guarded write.
-pub(crate) enum Guarded {
+pub(crate) enum WriteOutcome {
     Done {
         revision: i64,
     },

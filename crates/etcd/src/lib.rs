@@ -36,7 +36,7 @@ pub enum EtcdError {
     },
     #[error("etcd refuses: {0}")]
     Rejected(String),
-    #[error("this controller leads no more: {0}")]
+    #[error("this controller no longer leads: {0}")]
     Deposed(String),
     /// A record of another program or a later version.
     #[error("{key} in etcd: {problem}")]

@@ -24,7 +24,7 @@ pub struct ClientTls {
 
 impl Member {
     /// Returns `count` members at `address`, with two ports each from `port` on.
-    pub fn several(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
+    pub fn cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
         let member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
             client: (address, port + 2 * number).into(),
@@ -34,7 +34,7 @@ impl Member {
     }
 
     /// Returns a single member on free ports of this host.
-    pub fn alone() -> std::io::Result<Self> {
+    pub fn single() -> std::io::Result<Self> {
         let [client, peer] = [free_port()?, free_port()?];
         Ok(Self { name: "etcd1".to_owned(), client, peer })
     }

@@ -45,9 +45,8 @@ impl From<&Caller> for Author {
     }
 }
 
-/// Description of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Note {
+pub struct ChangeDescription {
     pub action: &'static str,
     pub target: String,
     pub before: String,
@@ -92,7 +91,7 @@ pub fn bounded(entry: AuditEntry) -> AuditEntry {
 
 impl Records {
     /// Appends an entry. `wall`: since 1970.
-    pub fn note(&mut self, author: &Author, note: Note, wall: Duration) {
+    pub fn record_change(&mut self, author: &Author, note: ChangeDescription, wall: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
         entries.push(bounded(AuditEntry {
             id: entries.last().map_or(1, |newest| newest.id + 1),
@@ -127,8 +126,9 @@ mod tests {
         assert_eq!(describe_changes(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
 
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
-        let note = Note { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
-        records.note(&Author { who: long.clone(), from: long }, note, Duration::ZERO);
+        let note =
+            ChangeDescription { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
+        records.record_change(&Author { who: long.clone(), from: long }, note, Duration::ZERO);
         let entry = &records.audit[0];
         assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
         assert_eq!(entry.after, line);
@@ -137,11 +137,16 @@ mod tests {
     }
 
     #[test]
-    fn so_many_are_kept() {
+    fn history_is_bounded() {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
         for generation in 1..=ENTRIES as u64 + 7 {
-            let note = Note { action: "apply", target: String::new(), before: String::new(), after: String::new() };
-            records.note(&Author::signal(), note, Duration::from_secs(generation));
+            let note = ChangeDescription {
+                action: "apply",
+                target: String::new(),
+                before: String::new(),
+                after: String::new(),
+            };
+            records.record_change(&Author::signal(), note, Duration::from_secs(generation));
         }
         assert_eq!((records.audit.len(), records.audit[0].id), (ENTRIES, 8));
     }

@@ -22,7 +22,7 @@ pub struct WantedDrain {
 
 /// Reason for rejecting a drain.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotDrained {
+pub enum DrainError {
     /// No such server in the document.
     #[error("server {0:?} does not exist in the fleet's document")]
     UnknownServer(String),
@@ -41,7 +41,7 @@ pub enum NotDrained {
 
 impl WantedDrain {
     /// Checks whether the server can be drained. `takes`: whether a server takes a service's new connections now.
-    pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), NotDrained> {
+    pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), DrainError> {
         let id = present(fleet, &self.server)?;
         let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(member).collect();
@@ -49,7 +49,7 @@ impl WantedDrain {
             if !services.iter().any(|service| service.name == *wanted) {
                 let names: Vec<&str> = services.iter().map(|service| service.name.as_str()).collect();
                 let expected = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-                return Err(NotDrained::NotInService {
+                return Err(DrainError::NotInService {
                     server: self.server.clone(),
                     service: wanted.clone(),
                     expected,
@@ -66,13 +66,13 @@ impl WantedDrain {
         };
         let last: Vec<String> =
             services.iter().filter(covered).filter(is_last).map(|service| service.name.clone()).collect();
-        if last.is_empty() { Ok(()) } else { Err(NotDrained::LastOne { services: last }) }
+        if last.is_empty() { Ok(()) } else { Err(DrainError::LastOne { services: last }) }
     }
 }
 
-pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, NotDrained> {
+pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> {
     let id = fleet.id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
-    id.ok_or_else(|| NotDrained::UnknownServer(server.to_owned()))
+    id.ok_or_else(|| DrainError::UnknownServer(server.to_owned()))
 }
 
 impl Records {

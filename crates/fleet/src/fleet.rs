@@ -18,7 +18,7 @@ use coreward_model::rss::RssKey;
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{
-    AgentConfiguration, FleetConfiguration, Peer, Server, ServerBefore, Service, ServiceIndex, StampedService,
+    AgentConfiguration, FleetConfiguration, Peer, PreviousServer, Server, Service, ServiceIndex, StampedService,
 };
 
 use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
@@ -305,10 +305,10 @@ impl Fleet {
             server_id: id,
             mode: service.mode,
         };
-        let server_before = |id: &ServerId| Some(ServerBefore { id: *id, address: self.servers.get(id)?.address });
+        let server_before = |id: &ServerId| Some(PreviousServer { id: *id, address: self.servers.get(id)?.address });
         let others = services.clone().filter_map(FleetService::other_balancer_as_server);
         let others: BTreeMap<ServerId, IpAddr> = others.map(|other| (other.id, other.address)).collect();
-        let others = others.into_iter().map(|(id, address)| ServerBefore { id, address });
+        let others = others.into_iter().map(|(id, address)| PreviousServer { id, address });
         AgentConfiguration {
             generation: self.generation,
             services: services.map(stamped).collect(),

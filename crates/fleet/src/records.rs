@@ -134,9 +134,9 @@ impl Records {
         Ok(())
     }
 
-    /// Registers a load balancer with its address. It keeps its number, or gets the first free one. Returns whether the
-    /// configuration changed.
-    pub fn enrol(&mut self, name: &str, address: Option<IpAddr>) -> bool {
+    /// Registers a load balancer with its address. It keeps its number or gets the first free one. Returns whether that
+    /// is a change.
+    pub fn register_load_balancer(&mut self, name: &str, address: Option<IpAddr>) -> bool {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.left_at = None;
             return std::mem::replace(&mut known.address, address) != address;
@@ -152,8 +152,7 @@ impl Records {
         self.load_balancers.remove(name).is_some()
     }
 
-    /// Notes a disconnection.
-    pub fn departed(&mut self, name: &str, now: Duration) {
+    pub fn record_disconnect(&mut self, name: &str, now: Duration) {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.left_at.get_or_insert(whole_seconds(now));
         }
@@ -186,7 +185,7 @@ impl Records {
             let index = (0..ServiceIndex::COUNT as u32)
                 .filter_map(ServiceIndex::new)
                 .find(|index| !taken.contains(index))
-                .expect("the configuration has no more services than there are indexes");
+                .expect("the configuration has at most as many services as indexes");
             taken.insert(index);
             self.services.insert(
                 service.name.clone(),
@@ -403,8 +402,7 @@ mod tests {
         assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
     }
 
-    /// A server that joins a service with LB-side stamping gets an id that fits its cookie; other connections keep the
-    /// old one.
+    /// A server of a service with LB-side stamping gets an id that fits its cookie; old connections keep theirs.
     #[test]
     fn ids_fit_the_cookie_of_lb_side_stamping() {
         let random = &mut seeded_rng(1, 0);
@@ -456,22 +454,25 @@ mod tests {
     fn load_balancers_keep_their_numbers() {
         let mut records = Records::draw(at(0), &mut seeded_rng(1, 0));
         let owner = |records: &Records, name: &str| records.load_balancers[name].owner.map(OwnerNumber::get);
-        assert!(records.enrol("lb1", None) && records.enrol("lb2", Some([10, 2, 0, 2].into())));
+        assert!(
+            records.register_load_balancer("lb1", None)
+                && records.register_load_balancer("lb2", Some([10, 2, 0, 2].into()))
+        );
         assert_eq!((owner(&records, "lb1"), owner(&records, "lb2")), (Some(0), Some(1)));
-        records.departed("lb1", at(10));
+        records.record_disconnect("lb1", at(10));
         // It returns unchanged, then with another address.
-        assert!(!records.enrol("lb1", None));
+        assert!(!records.register_load_balancer("lb1", None));
         assert_eq!(records.load_balancers["lb1"].left_at, None);
-        assert!(records.enrol("lb1", Some([10, 2, 0, 1].into())));
+        assert!(records.register_load_balancer("lb1", Some([10, 2, 0, 1].into())));
         for n in 3..=17 {
-            records.enrol(&format!("lb{n}"), None);
+            records.register_load_balancer(&format!("lb{n}"), None);
         }
         assert_eq!((owner(&records, "lb16"), owner(&records, "lb17")), (Some(15), None));
         // After a day it is forgotten, and its number is reused.
-        records.departed("lb2", at(100));
+        records.record_disconnect("lb2", at(100));
         assert!(!records.retire(at(86_400), at(86_499)));
         assert!(records.retire(at(86_400), at(86_500)));
-        records.enrol("lb18", None);
+        records.register_load_balancer("lb18", None);
         assert_eq!((owner(&records, "lb18"), owner(&records, "lb1")), (Some(1), Some(0)));
     }
 

@@ -48,8 +48,7 @@ fn system() -> Result<Arc<RootCertStore>, String> {
     });
     match roots.is_empty() {
         true => {
-            Err("this load balancer's system trusts nobody (Debian package ca-certificates), and `ca` says nothing"
-                .to_owned())
+            Err("this system trusts no authority (Debian package ca-certificates), and there is no `ca`".to_owned())
         }
         false => Ok(roots.clone()),
     }

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_model::health::{Check, Judge, Verdict};
+use coreward_model::health::{Check, HealthTracker, Verdict};
 use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt as _;
 use rand::rand_core::UnwrapErr;
@@ -39,8 +39,8 @@ pub struct Service<K> {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Found {
-    judge: Judge,
+pub struct CheckResult {
+    judge: HealthTracker,
     /// Time of the verdict, or of the first check's due time.
     pub since: Instant,
     /// Error of the newest check; empty if it passed, or none has ended.
@@ -51,10 +51,17 @@ pub struct Found {
     pub failures: u64,
 }
 
-impl Found {
+impl CheckResult {
     fn nothing() -> Self {
         let since = Instant::now();
-        Self { judge: Judge::default(), since, error: String::new(), latency: Duration::ZERO, checks: 0, failures: 0 }
+        Self {
+            judge: HealthTracker::default(),
+            since,
+            error: String::new(),
+            latency: Duration::ZERO,
+            checks: 0,
+            failures: 0,
+        }
     }
 
     /// Returns the verdict; `None` before enough checks.
@@ -95,7 +102,7 @@ impl Drop for Thread {
 }
 
 struct Shared<K> {
-    found: Mutex<BTreeMap<K, Found>>,
+    found: Mutex<BTreeMap<K, CheckResult>>,
     changes: watch::Sender<u64>,
     at_once: Semaphore,
 }
@@ -131,9 +138,8 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         self.wanted.send_replace(Arc::new(wanted));
     }
 
-    /// Returns the results of every target.
-    pub fn found(&self) -> Vec<(K, Found)> {
-        self.shared.found().iter().map(|(key, found)| (*key, found.clone())).collect()
+    pub fn results(&self) -> Vec<(K, CheckResult)> {
+        self.shared.results().iter().map(|(key, found)| (*key, found.clone())).collect()
     }
 
     pub fn changes(&self) -> watch::Receiver<u64> {
@@ -142,7 +148,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
 }
 
 impl<K> Shared<K> {
-    fn found(&self) -> MutexGuard<'_, BTreeMap<K, Found>> {
+    fn results(&self) -> MutexGuard<'_, BTreeMap<K, CheckResult>> {
         self.found.lock()
     }
 }
@@ -168,10 +174,10 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
         let targets = wanted.borrow_and_update().clone();
         let tasks: HashMap<K, &Task> = targets.iter().map(|target| (target.key, &target.task)).collect();
         checked.retain(|key, running| tasks.get(key).is_some_and(|task| **task == running.task));
-        shared.found().retain(|key, _| checked.contains_key(key));
+        shared.results().retain(|key, _| checked.contains_key(key));
         for target in targets.iter() {
             checked.entry(target.key).or_insert_with(|| {
-                shared.found().insert(target.key, Found::nothing());
+                shared.results().insert(target.key, CheckResult::nothing());
                 let checks = check_target(target.key, target.task.server, target.prober.clone(), shared.clone());
                 Checked { task: target.task.clone(), handle: tokio::spawn(checks).abort_handle() }
             });
@@ -188,10 +194,10 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
         sleep_until(due).await;
         let turn = shared.at_once.acquire().await;
         let began = Instant::now();
-        let outcome = prober.ask(server).await;
+        let outcome = prober.probe(server).await;
         drop(turn);
         let latency = began.elapsed();
-        if let Some(found) = shared.found().get_mut(&key) {
+        if let Some(found) = shared.results().get_mut(&key) {
             found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
             found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
             let verdict_changed = match &outcome {

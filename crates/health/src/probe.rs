@@ -95,12 +95,12 @@ impl Prober {
         &self.check
     }
 
-    pub async fn ask(&self, server: IpAddr) -> Result<(), ProbeError> {
+    pub async fn probe(&self, server: IpAddr) -> Result<(), ProbeError> {
         let limit = self.check.timeout;
-        tokio::time::timeout(limit, self.ask_without_limit(server)).await.unwrap_or(Err(ProbeError::Silent(limit)))
+        tokio::time::timeout(limit, self.probe_without_timeout(server)).await.unwrap_or(Err(ProbeError::Silent(limit)))
     }
 
-    async fn ask_without_limit(&self, server: IpAddr) -> Result<(), ProbeError> {
+    async fn probe_without_timeout(&self, server: IpAddr) -> Result<(), ProbeError> {
         let connection = self.connect(server).await?;
         match (&self.check.probe, &self.tls) {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),

@@ -26,7 +26,7 @@ use coreward_api::types::{
     Acknowledgements, Audit, AuditQuery, Check, Checked, DrainServer, DrainStatus, Explain, Explanation, Fleet,
     FleetApplied, Health, HealthState, Keys, LoadBalancers, Loads, NewFleet, RotateKeys, Status,
 };
-use exchange::{Question, exchange};
+use exchange::{PendingRequest, exchange};
 
 /// Time in which each of several controllers must report whether it leads.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -87,8 +87,8 @@ impl Client {
     }
 
     /// Explains a packet's destination.
-    pub async fn explain(&self, question: &Explain) -> anyhow::Result<Explanation> {
-        self.get("explain", question).await
+    pub async fn explain(&self, request: &Explain) -> anyhow::Result<Explanation> {
+        self.get("explain", request).await
     }
 
     /// Returns the state of the cookie keys.
@@ -124,7 +124,7 @@ impl Client {
     /// Forgets a load balancer that is gone for good.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
-        self.ask(Question { method: Method::DELETE, path, body: None }).await
+        self.request(PendingRequest { method: Method::DELETE, path, body: None }).await
     }
 
     /// Checks a document.
@@ -149,26 +149,26 @@ impl Client {
 
     /// Ends a drain.
     pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
-        self.ask(Question { method: Method::DELETE, path: drain_path(server), body: None }).await
+        self.request(PendingRequest { method: Method::DELETE, path: drain_path(server), body: None }).await
     }
 
     async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {
-        let query = serde_urlencoded::to_string(query).context("a question that cannot be written")?;
+        let query = serde_urlencoded::to_string(query).context("a request that cannot be written")?;
         let path = if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") };
-        self.ask(Question { method: Method::GET, path, body: None }).await
+        self.request(PendingRequest { method: Method::GET, path, body: None }).await
     }
 
     async fn send<T: DeserializeOwned>(&self, method: Method, path: &str, body: &impl Serialize) -> anyhow::Result<T> {
-        let body = serde_json::to_vec(body).context("a question that cannot be written")?;
-        self.ask(Question { method, path: path.to_owned(), body: Some(body) }).await
+        let body = serde_json::to_vec(body).context("a request that cannot be written")?;
+        self.request(PendingRequest { method, path: path.to_owned(), body: Some(body) }).await
     }
 
-    async fn ask<T: DeserializeOwned>(&self, question: Question) -> anyhow::Result<T> {
+    async fn request<T: DeserializeOwned>(&self, request: PendingRequest) -> anyhow::Result<T> {
         let controller = match &self.controllers[..] {
             [only] => only,
             _ => self.leader().await?,
         };
-        self.ask_one(controller, question).await
+        self.send_to(controller, request).await
     }
 
     /// Returns the leader. All controllers are queried at once, because one may hang. A change goes to the leader only,
@@ -178,13 +178,13 @@ impl Client {
         for (position, controller) in self.controllers.iter().enumerate() {
             let (client, controller) = (self.clone(), controller.clone());
             looks.spawn(async move {
-                let question = Question { method: Method::GET, path: "health".to_owned(), body: None };
-                let health = tokio::time::timeout(PROBE_TIMEOUT, client.ask_one::<Health>(&controller, question)).await;
+                let request = PendingRequest { method: Method::GET, path: "health".to_owned(), body: None };
+                let health = tokio::time::timeout(PROBE_TIMEOUT, client.send_to::<Health>(&controller, request)).await;
                 let late = || anyhow!("no answer within {} s", PROBE_TIMEOUT.as_secs());
                 (position, health.unwrap_or_else(|_| Err(late())))
             });
         }
-        let mut said = BTreeMap::new();
+        let mut printed = BTreeMap::new();
         while let Some(look) = looks.join_next().await {
             match look? {
                 (position, Ok(Health { state: HealthState::Ready | HealthState::Settling, .. })) => {
@@ -192,21 +192,27 @@ impl Client {
                 }
                 (position, Ok(Health { leader: Some(leader), leader_api, .. })) => {
                     let api = leader_api.map_or_else(String::new, |api| format!(" (API: {api})"));
-                    said.insert(position, format!("{leader}{api} leads"))
+                    printed.insert(position, format!("{leader}{api} leads"))
                 }
-                (position, Ok(_)) => said.insert(position, "no controller leads".to_owned()),
-                (position, Err(error)) => said.insert(position, format!("{error:#}")),
+                (position, Ok(_)) => printed.insert(position, "no controller leads".to_owned()),
+                (position, Err(error)) => printed.insert(position, format!("{error:#}")),
             };
         }
-        let said: Vec<String> =
-            said.into_iter().map(|(position, said)| format!("{}: {said}", self.controllers[position])).collect();
+        let printed: Vec<String> = printed
+            .into_iter()
+            .map(|(position, printed)| format!("{}: {printed}", self.controllers[position]))
+            .collect();
         Err(anyhow!(
             "no controller that was asked leads ({}): expected `--controller` with all of them",
-            said.join("; ")
+            printed.join("; ")
         ))
     }
 
-    async fn ask_one<T: DeserializeOwned>(&self, controller: &ControllerUrl, question: Question) -> anyhow::Result<T> {
+    async fn send_to<T: DeserializeOwned>(
+        &self,
+        controller: &ControllerUrl,
+        request: PendingRequest,
+    ) -> anyhow::Result<T> {
         let https = self.https.as_ref().filter(|_| controller.is_https());
         let token = self.token.as_ref().map(|token| token.expose().as_str());
         let unreachable = |error: anyhow::Error| {
@@ -218,7 +224,7 @@ impl Client {
             };
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };
-        let (status, body) = exchange(controller, https, token, question).await.map_err(unreachable)?;
+        let (status, body) = exchange(controller, https, token, request).await.map_err(unreachable)?;
         let something_else = || format!("{controller} answers {status}: expected the API of a controller");
         if status.is_success() {
             return serde_json::from_slice(&body).with_context(something_else);

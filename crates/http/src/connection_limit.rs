@@ -102,7 +102,7 @@ impl Permit {
     }
 
     /// Returns when others need the slot and no request is active.
-    pub(crate) async fn is_needed(&self) {
+    pub(crate) async fn wait_until_needed(&self) {
         loop {
             self.leave.notified().await;
             if self.slots.connections().by_number.get(&self.number).is_none_or(|connection| connection.requests == 0) {

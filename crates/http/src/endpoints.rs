@@ -76,9 +76,9 @@ impl Guard {
     /// permitted callers reconnect. Fails when a token cannot be used: all old ones stay valid.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
-        self.sessions.end_by(false);
+        self.sessions.end_sessions_begun_by(false);
         if outcome.as_ref().is_ok_and(|others| *others) {
-            self.sessions.end_by(true);
+            self.sessions.end_sessions_begun_by(true);
         }
         self.changes.send_modify(|count| *count += 1);
         outcome.map(drop)

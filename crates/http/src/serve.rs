@@ -22,7 +22,7 @@ use coreward_api::Role;
 
 /// Limits of connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Bounds {
+pub struct ConnectionLimits {
     /// Concurrent connections. At the limit, a new one replaces an idle one; without any it waits.
     pub connections: usize,
     /// Time to the end of a request's head, from the handshake or from the last answer on. Answers are not limited.
@@ -33,7 +33,7 @@ pub struct Bounds {
     pub write: Duration,
 }
 
-impl Default for Bounds {
+impl Default for ConnectionLimits {
     fn default() -> Self {
         Self { connections: 512, head: Duration::from_secs(10), head_bytes: 32 << 10, write: Duration::from_secs(20) }
     }
@@ -45,14 +45,14 @@ pub struct Peer {
     /// Its address.
     pub address: IpAddr,
     /// Identity by its certificate.
-    pub certified: Option<Certified>,
+    pub certified: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
     pub encrypted: bool,
 }
 
 /// Identity of an operator or a viewer by certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Certified {
+pub struct CertificateIdentity {
     /// Its role.
     pub role: Role,
     /// The name in the certificate.
@@ -105,7 +105,7 @@ impl Acceptor for Plain {
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
-    bounds: Bounds,
+    bounds: ConnectionLimits,
 }
 
 impl Listener {
@@ -116,11 +116,11 @@ impl Listener {
             std::net::TcpListener::bind(wanted).with_context(|| format!("cannot listen on {wanted}: {expected}"))?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok(Self { listener, address, bounds: Bounds::default() })
+        Ok(Self { listener, address, bounds: ConnectionLimits::default() })
     }
 
     /// Sets other limits.
-    pub fn within(self, bounds: Bounds) -> Self {
+    pub fn within(self, bounds: ConnectionLimits) -> Self {
         Self { bounds, ..self }
     }
 
@@ -130,7 +130,7 @@ impl Listener {
     }
 
     /// Serves until the result is dropped, and runs `background` on the same thread. Calls `begin_thread` on each
-    /// worker thread. Fails when no more threads can be created.
+    /// worker thread. Fails when threads cannot be created.
     pub fn serve(
         self,
         acceptor: impl Acceptor,
@@ -168,7 +168,7 @@ pub struct Serving {
     _alive: oneshot::Sender<std::convert::Infallible>,
 }
 
-async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: impl Acceptor, router: Router) {
+async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acceptor: impl Acceptor, router: Router) {
     let slots = ConnectionSlots::new(bounds.connections);
     loop {
         let (stream, address) = match listener.accept().await {
@@ -187,7 +187,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
                 // First its pending request: a client that has just sent one stays.
                 biased;
                 ended = connection(stream, address, bounds, &permit, acceptor, router) => ended,
-                () = permit.is_needed() => Err("others come, and it asks for nothing".into()),
+                () = permit.wait_until_needed() => Err("others come, and it asks for nothing".into()),
             };
             if let Err(error) = ended {
                 tracing::debug!(event = "api-connection-ended", %address, %error, "connection ended");
@@ -199,7 +199,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: Bounds, acceptor: imp
 async fn connection(
     stream: TcpStream,
     address: SocketAddr,
-    bounds: Bounds,
+    bounds: ConnectionLimits,
     permit: &Arc<Permit>,
     acceptor: impl Acceptor,
     router: Router,

@@ -25,7 +25,7 @@ pub struct Sessions(Mutex<Vec<Session>>);
 
 /// Proof by which a session was begun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shown {
+pub enum SessionProof {
     /// A token.
     Token,
     /// A certificate.
@@ -37,7 +37,7 @@ pub enum Shown {
     },
 }
 
-impl Shown {
+impl SessionProof {
     fn is_good(&self, revoked: &RevocationList) -> bool {
         match self {
             Self::Token => true,
@@ -51,13 +51,13 @@ impl Shown {
 
 struct Session {
     id: String,
-    by: Shown,
+    by: SessionProof,
     ends: Instant,
 }
 
 impl Sessions {
     /// Begins a session and returns its `Set-Cookie`. `by`: the proof; `encrypted`: whether it came by TLS.
-    pub fn begin(&self, by: Shown, encrypted: bool) -> String {
+    pub fn begin(&self, by: SessionProof, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
@@ -87,8 +87,8 @@ impl Sessions {
     }
 
     /// Ends sessions that were begun by a token, or by a certificate.
-    pub fn end_by(&self, token: bool) {
-        self.living().retain(|session| (session.by == Shown::Token) != token);
+    pub fn end_sessions_begun_by(&self, token: bool) {
+        self.living().retain(|session| (session.by == SessionProof::Token) != token);
     }
 
     fn living(&self) -> MutexGuard<'_, Vec<Session>> {
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn a_session_lasts_until_it_is_ended() {
         let (sessions, revoked) = (Sessions::default(), RevocationList::default());
-        let cookie = sessions.begin(Shown::Token, false);
+        let cookie = sessions.begin(SessionProof::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = with(cookie.split(';').next().unwrap());
         assert!(
@@ -143,9 +143,10 @@ mod tests {
         assert!(sessions.end(&headers, false).contains("Max-Age=0"));
         assert!(!sessions.has(&headers, &revoked));
         let begin = |by| with(sessions.begin(by, false).split(';').next().unwrap());
-        let certificate = |n: u8, not_after| Shown::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
+        let certificate =
+            |n: u8, not_after| SessionProof::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
-            Shown::Token,
+            SessionProof::Token,
             certificate(1, Duration::MAX),
             certificate(2, Duration::MAX),
             certificate(3, Duration::from_secs(1)),
@@ -154,17 +155,17 @@ mod tests {
         assert!(sessions.has(&lost, &revoked) && !sessions.has(&expired, &revoked));
         revoked.set([Fingerprint::sha256(&[1])]);
         assert!(!sessions.has(&lost, &revoked) && sessions.has(&kept, &revoked));
-        sessions.end_by(false);
+        sessions.end_sessions_begun_by(false);
         assert!(sessions.has(&token, &revoked) && !sessions.has(&kept, &revoked));
-        sessions.end_by(true);
+        sessions.end_sessions_begun_by(true);
         assert!(!sessions.has(&token, &revoked));
     }
 
     #[test]
     fn oldest_session_is_evicted_at_limit() {
         let sessions = Sessions::default();
-        let first = with(sessions.begin(Shown::Token, false).split(';').next().unwrap());
-        (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin(Shown::Token, false)));
+        let first = with(sessions.begin(SessionProof::Token, false).split(';').next().unwrap());
+        (0..MAX_SESSIONS).for_each(|_| drop(sessions.begin(SessionProof::Token, false)));
         assert!(!sessions.has(&first, &RevocationList::default()));
         assert_eq!(sessions.living().len(), MAX_SESSIONS);
     }

@@ -20,7 +20,7 @@ const TOKEN_BYTES: usize = 32;
 /// Random bytes in the name of a file during writing.
 const UNFINISHED_NAME_BYTES: usize = 9;
 /// Minimum length of an operator's own token, in characters.
-const SHORTEST: usize = 32;
+const MIN_LENGTH: usize = 32;
 
 /// Returns the file of a role's token.
 pub fn token_file(directory: &Path, role: Role) -> PathBuf {
@@ -84,8 +84,8 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     // RFC 6750, Sect. 2.1.
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
-        text.len() >= SHORTEST && text.chars().all(allowed),
-        "{} holds no token: expected at least {SHORTEST} characters out of A-Z a-z 0-9 - . _ ~ + / = (without the file a new \
+        text.len() >= MIN_LENGTH && text.chars().all(allowed),
+        "{} holds no token: expected at least {MIN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = (without the file a new \
          one is drawn)",
         path.display()
     );

@@ -52,7 +52,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// is at work, it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
-    let service = service_named(&args.service, &capture::services(&config.pin_directory)?)?;
+    let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
     let options = Options { pin_directory: config.pin_directory, service, capture_length: args.length };
     let mut sink = match &args.out {
         Some(path) => Sink::File(PcapNg::create(path, args.annotate)?),
@@ -89,7 +89,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref().is_some_and(|error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-pub(crate) fn service_named(wanted: &str, known: &[(ServiceAddress, String)]) -> anyhow::Result<ServiceAddress> {
+pub(crate) fn find_service(wanted: &str, known: &[(ServiceAddress, String)]) -> anyhow::Result<ServiceAddress> {
     let is_it = |(address, name): &&(ServiceAddress, String)| {
         let written = address.to_string();
         name == wanted || written == wanted || written.strip_suffix("/tcp") == Some(wanted)
@@ -103,14 +103,14 @@ pub(crate) fn service_named(wanted: &str, known: &[(ServiceAddress, String)]) ->
 
 fn stop_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
-    let told = stop.clone();
-    ctrlc::set_handler(move || told.store(true, Ordering::Relaxed)).context("waiting for SIGINT")?;
+    let reported = stop.clone();
+    ctrlc::set_handler(move || reported.store(true, Ordering::Relaxed)).context("waiting for SIGINT")?;
     Ok(stop)
 }
 
 /// Returns the difference between CLOCK_MONOTONIC and the time since 1970.
 fn epoch_of_monotonic_clock() -> anyhow::Result<Duration> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock stands before 1970")?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock is before 1970")?;
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
 }
 

@@ -147,7 +147,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     }
 
     #[test]
-    fn the_mode_is_automatic_unless_said() {
+    fn xdp_mode_defaults_to_auto() {
         assert_eq!(parse(GOOD).unwrap().xdp_mode, XdpMode::Auto);
         assert_eq!(parse(&format!("{GOOD}xdp_mode = \"native\"\n")).unwrap().xdp_mode, XdpMode::Native);
     }
@@ -165,7 +165,7 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     }
 
     #[test]
-    fn vips_are_announced_where_that_is_asked_for() {
+    fn vips_are_announced_with_announce() {
         assert_eq!(parse(GOOD).unwrap().announce, None);
         let announce = parse(&format!("{GOOD}[announce]\non_stop = \"keep\"\n")).unwrap().announce;
         let expected = Announce { table: 7400, on_stop: OnStop::Keep, drain: Duration::from_secs(5) };

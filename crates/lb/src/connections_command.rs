@@ -9,7 +9,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use coreward_dataplane::lb::connections::Pinned;
 use coreward_model::connection_table::{Clock, Connection, heaviest};
 
-use crate::capture_command::service_named;
+use crate::capture_command::find_service;
 
 /// Options of `coreward connections`.
 #[derive(Debug, Clone, clap::Args)]
@@ -21,41 +21,40 @@ pub struct ConnectionsArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 20)]
     pub top: usize,
     /// Order of the connections
-    #[arg(long, value_enum, default_value_t = By::Packets)]
-    pub by: By,
+    #[arg(long, value_enum, default_value_t = SortBy::Packets)]
+    pub by: SortBy,
     /// The load balancer's `pin_directory`; not needed where there is one below /sys/fs/bpf/coreward
     #[arg(long, value_name = "DIRECTORY")]
     pub pin_directory: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum By {
+pub enum SortBy {
     /// Packets from the client
     Packets,
     /// Their bytes
     Bytes,
 }
 
-impl By {
+impl SortBy {
     fn weight(self, connection: &Connection) -> u64 {
         match self {
-            By::Packets => connection.packets,
-            By::Bytes => connection.bytes,
+            SortBy::Packets => connection.packets,
+            SortBy::Bytes => connection.bytes,
         }
     }
 }
 
 const PIN_DIRECTORIES: &str = "/sys/fs/bpf/coreward";
 
-/// Returns the text to print. Fails when not exactly one load balancer is at work there, or it does not have the
-/// service.
+/// Returns the text to print. Fails without exactly one load balancer there, or without the service.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
         None => only_load_balancer(Path::new(PIN_DIRECTORIES))?,
     };
     let pinned = Pinned::open(&directory)?;
-    let service = service_named(&args.service, &pinned.services())?;
+    let service = find_service(&args.service, &pinned.services())?;
     let mut count = 0;
     let counted = pinned.connections(service).inspect(|_| count += 1);
     let top = heaviest(counted, args.top, |connection| args.by.weight(connection));
@@ -120,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_is_shown_with_its_age_and_what_was_seen_of_it() {
+    fn connection_is_shown_with_age_and_state() {
         let server = ServerId::try_from(77).unwrap();
         let connection = Connection {
             index: ConnectionIndex::new(0, 5),

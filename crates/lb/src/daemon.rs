@@ -174,10 +174,9 @@ impl BackgroundTasks {
         forwarder.tick();
         let due = forwarder.sweep()?;
         forwarder.free(&self.sweeper.queue(&due, since_start()))?;
-        Ok(self.sweeper.ask(since_start(), limit))
+        Ok(self.sweeper.next_queries(since_start(), limit))
     }
 
-    /// Maintains the forwarder, and announces its VIPs.
     async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.maintain()?;
         self.last.save(forwarder);
@@ -241,7 +240,7 @@ async fn run_sessions(
     loop {
         let error = run_session(config, connection, forwarder, tasks).await.err();
         forwarder.end_stream();
-        let pause = connection.ended(error.as_ref());
+        let pause = connection.record_end(error.as_ref());
         tasks.run_while(forwarder, connection, tokio::time::sleep(pause)).await?;
         tasks.maintain(forwarder, &config.interface).await?;
     }
@@ -259,13 +258,13 @@ async fn run_session(
     messages.send(message(Message::Registration(registration(config, forwarder.in_force())))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = tasks.run_while(forwarder, connection, stream).await??;
-    let mut updates = connection.begun(begun)?;
+    let mut updates = connection.accept_stream(begun)?;
     tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut traffic = every(forwarder.report_interval());
-    let mut told = (0, 0);
+    let mut reported = (0, 0);
     let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
         // Once a second, and at once when a service got its first table, a server was found or lost, or another
@@ -273,7 +272,7 @@ async fn run_session(
         let due = tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                connection.heard();
+                connection.record_message();
                 let in_force = apply(forwarder, &mut tasks.sweeper, update);
                 anyhow::ensure!(!forwarder.lacks_configuration(), "the next configuration is to come whole");
                 if let Some(in_force) = in_force {
@@ -283,7 +282,7 @@ async fn run_session(
                 if traffic.period() != forwarder.report_interval() {
                     traffic = every(forwarder.report_interval());
                 }
-                told != (forwarder.tables(), forwarder.confirmed())
+                reported != (forwarder.tables(), forwarder.confirmed())
             }
             change = tasks.neighbours.recv() => {
                 forwarder.neighbour(change.context(UNRESOLVED)?);
@@ -314,7 +313,7 @@ async fn run_session(
                 for query in tasks.tick(forwarder, messages.capacity() / 2)? {
                     let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
                 }
-                if let Some(news) = forwarder.health_news() {
+                if let Some(news) = forwarder.next_health_message() {
                     let _ = messages.try_send(message(Message::Health((&news).into())));
                 }
                 false
@@ -322,7 +321,7 @@ async fn run_session(
         };
         state_is_due |= due;
         if state_is_due && tokio::time::Instant::now() >= next_state {
-            told = (forwarder.tables(), forwarder.confirmed());
+            reported = (forwarder.tables(), forwarder.confirmed());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + STATE_GAP);
             // The next state makes up for a lost one.
             let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
@@ -389,7 +388,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         }
         Some(Update::Table(bytes)) => {
             let in_force = install(forwarder, bytes)?;
-            forwarder.installed_within(began.elapsed());
+            forwarder.record_install_time(began.elapsed());
             return Some(in_force);
         }
         Some(Update::SocketAnswer(answer)) => {
@@ -414,14 +413,14 @@ fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> 
     let outcome = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
             let outcome = forwarder.install(service, &table);
-            forwarder.table_taken(service.get().into(), table.generation, &outcome);
+            forwarder.record_table(service.get().into(), table.generation, &outcome);
             outcome.map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
         Err(error) => {
             // Most unusable tables still show their service.
             let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let outcome = Err::<(), anyhow::Error>(error.into());
-            forwarder.table_taken(message.service_index, message.generation, &outcome);
+            forwarder.record_table(message.service_index, message.generation, &outcome);
             outcome.map(|()| v1::TableInForce::default())
         }
     };

@@ -160,8 +160,8 @@ impl Forwarder {
     }
 
     /// Returns the next message about servers' health, if one is due.
-    pub fn health_news(&mut self) -> Option<HealthMessage> {
-        self.health.news()
+    pub fn next_health_message(&mut self) -> Option<HealthMessage> {
+        self.health.next_message()
     }
 
     pub fn in_force(&self) -> u64 {
@@ -200,15 +200,14 @@ impl Forwarder {
         }
     }
 
-    /// Sets the packets' clock, and applies check results; to be called ten times a second, with or without a
-    /// controller.
+    /// Sets the packets' clock and applies check results; called ten times a second, also without a controller.
     pub fn tick(&mut self) {
         self.balancer.tick(monotonic());
         self.balancer.guard_connection_table();
         if self.routes.changed() {
             self.follow_routes();
         }
-        if let Some(down) = self.health.newly_down() {
+        if let Some(down) = self.health.servers_down_if_changed() {
             let before = std::mem::replace(&mut self.down, down);
             let changed: BTreeSet<ServiceIndex> =
                 before.symmetric_difference(&self.down).map(|(service, _)| *service).collect();
@@ -265,7 +264,7 @@ impl Forwarder {
         }
         let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_BEATS).min(SWEPT_AT_ONCE);
         let due = self.balancer.due_connections(&self.timers, entries);
-        let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.must_ask());
+        let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.needs_server_query());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
         let services: BTreeMap<u16, ServiceAddress> =
             self.services.values().map(|(service, index)| (index.get(), service.address)).collect();
@@ -390,7 +389,7 @@ impl Forwarder {
         problems.extend(self.blocked.iter().cloned());
         problems.extend(self.health.problem().map(str::to_owned));
         problems.extend(self.symptoms.list().cloned());
-        problems.extend(self.outer_problems());
+        problems.extend(self.encapsulation_warnings());
         problems.extend(self.expired_tables());
         problems
     }
@@ -409,8 +408,7 @@ impl Forwarder {
         self.problems = problems;
     }
 
-    /// Returns the clocks of servers with LB-side stamping. A service whose clocks cannot be read is omitted, and
-    /// logged.
+    /// Returns the clocks of servers with LB-side stamping. A service with unreadable clocks is omitted and logged.
     fn server_clocks(&self) -> Vec<v1::ServerClock> {
         let stamped = self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer);
         stamped.flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
@@ -492,7 +490,6 @@ impl Forwarder {
         unresolved
     }
 
-    /// Returns the state for the controller.
     pub fn state(&self) -> v1::LoadBalancerState {
         let generations = self.services.values().filter_map(|(service, index)| {
             let generation = self.balancer.table_generation(*index)?;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_dataplane::health_check_nat::{self, CheckedPaths, NatEntry};
+use coreward_dataplane::health_check_nat::{self, NatEntry, NatPrograms};
 use coreward_health::checker::{self, CHECKS_AT_ONCE, Checker};
 use coreward_health::path::{NatTable, Path};
 use coreward_model::ServerId;
@@ -13,10 +13,9 @@ use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// Interval of messages without a change.
-const SAY_AGAIN: Duration = Duration::from_secs(2);
+const MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
 
-const _: () = assert!(CHECKS_AT_ONCE <= health_check_nat::PATHS);
+const _: () = assert!(CHECKS_AT_ONCE <= health_check_nat::MAX_CONNECTIONS);
 
 pub type Target = (ServiceIndex, ServerId);
 
@@ -24,13 +23,13 @@ pub type Target = (ServiceIndex, ServerId);
 pub struct Health {
     checker: Checker<Target>,
     changes: watch::Receiver<u64>,
-    /// For [`Health::newly_down`].
+    /// For [`Health::servers_down_if_changed`].
     changes_of_down: watch::Receiver<u64>,
     /// Time of the last message; `None`: none in this stream.
-    told: Option<Instant>,
+    reported: Option<Instant>,
     interface: String,
     /// NAT for checks at the VIP; created when first needed, and kept: a removed check may be in progress.
-    paths: Option<CheckedPaths>,
+    paths: Option<NatPrograms>,
     /// Reason for which checks at the VIP are impossible, if they are.
     problem: Option<String>,
 }
@@ -58,7 +57,7 @@ impl Health {
         let checker = Checker::start()?;
         let changes = checker.changes();
         let changes_of_down = checker.changes();
-        Ok(Self { checker, changes, changes_of_down, told: None, interface, paths: None, problem: None })
+        Ok(Self { checker, changes, changes_of_down, reported: None, interface, paths: None, problem: None })
     }
 
     /// Sets the checks of these services.
@@ -77,7 +76,7 @@ impl Health {
         if self.paths.is_some() {
             return;
         }
-        match CheckedPaths::hold(&self.interface) {
+        match NatPrograms::hold(&self.interface) {
             Ok(paths) => (self.paths, self.problem) = (Some(paths), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
@@ -102,34 +101,34 @@ impl Health {
     }
 
     pub fn begin_stream(&mut self) {
-        self.told = None;
+        self.reported = None;
     }
 
     /// Returns the next message: at once after a change, and every two seconds.
-    pub fn news(&mut self) -> Option<HealthMessage> {
+    pub fn next_message(&mut self) -> Option<HealthMessage> {
         let changed = self.changes.has_changed().unwrap_or(false);
-        if !changed && self.told.is_some_and(|told| told.elapsed() < SAY_AGAIN) {
+        if !changed && self.reported.is_some_and(|reported| reported.elapsed() < MESSAGE_INTERVAL) {
             return None;
         }
         self.changes.mark_unchanged();
-        self.told = Some(Instant::now());
-        let servers: Vec<_> = self.found().collect();
+        self.reported = Some(Instant::now());
+        let servers: Vec<_> = self.results().collect();
         // Also that nothing is checked any more.
         (changed || !servers.is_empty()).then_some(HealthMessage { servers })
     }
 
     /// Returns the servers that are down by these checks, if they may have changed since the last call.
-    pub fn newly_down(&mut self) -> Option<BTreeSet<Target>> {
+    pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<Target>> {
         if !self.changes_of_down.has_changed().unwrap_or(false) {
             return None;
         }
         self.changes_of_down.mark_unchanged();
-        let down = self.checker.found().into_iter().filter(|(_, found)| found.verdict() == Some(Verdict::Down));
+        let down = self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(Verdict::Down));
         Some(down.map(|(target, _)| target).collect())
     }
 
-    pub fn found(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, CheckedServer)> {
-        self.checker.found().into_iter().map(|((service, server), found)| {
+    pub fn results(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, CheckedServer)> {
+        self.checker.results().into_iter().map(|((service, server), found)| {
             let checked = CheckedServer {
                 verdict: found.verdict(),
                 since: found.since.elapsed(),

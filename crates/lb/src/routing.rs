@@ -6,8 +6,7 @@ use std::path::Path;
 /// One directory per device, and `all`.
 const SYSCTLS: &str = "/proc/sys/net/ipv4/conf";
 
-/// Returns problems, each with the sysctl's name, its value and the expectation. A device with unreadable sysctls has
-/// none.
+/// Returns problems with the sysctl's name, value and expectation. Unreadable sysctls are none.
 pub fn problems(interface: &str) -> Vec<String> {
     let value = |directory: &str, name: &str| {
         let text = std::fs::read_to_string(Path::new(SYSCTLS).join(directory).join(name)).ok()?;
@@ -30,8 +29,8 @@ fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Ve
     for directory in ["all", interface] {
         if value(directory, "send_redirects").is_some_and(|value| value != 0) {
             problems.push(format!(
-                "net.ipv4.conf.{directory}.send_redirects is 1: expected 0, or servers whose timestamps are by \"lb\" are told \
-                 a way to the clients that does not lead over this load balancer (ICMP redirect)"
+                "net.ipv4.conf.{directory}.send_redirects is 1: expected 0, or the kernel redirects (ICMP) servers \
+                 with `timestamps = \"lb\"` to a route past this load balancer"
             ));
         }
     }

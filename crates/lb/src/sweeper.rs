@@ -21,11 +21,11 @@ const UNDER_WAY_PER_SERVER: usize = 2;
 /// Time after which an open query is forgotten: the agent is away, or it was lost.
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
-const ASK_AGAIN: Duration = Duration::from_secs(60);
+const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval of queries to a server whose agent is away.
 const ABSENT_AGENT_RETRY: Duration = Duration::from_secs(5);
 /// Time after which the age of an absent agent's connections alone decides: it, or the controller, may be restarting.
-const LONGEST_AWAY: Duration = Duration::from_secs(60);
+const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 /// Interval at which expired state is removed.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -43,7 +43,6 @@ pub struct Sweeper {
     /// Time until which a connection is not queued again.
     asked: HashMap<ConnectionIndex, Duration>,
     away: HashMap<ServerId, Away>,
-    /// The last queue.
     cursor: Option<Queue>,
     pruned: Duration,
 }
@@ -64,7 +63,7 @@ struct Away {
 impl Sweeper {
     pub fn new(timers: &Timers) -> Self {
         Self {
-            ask_again: ASK_AGAIN.min(timers.idle),
+            ask_again: RECHECK_INTERVAL.min(timers.idle),
             number: 0,
             waiting: BTreeMap::new(),
             under_way: BTreeMap::new(),
@@ -76,8 +75,7 @@ impl Sweeper {
         }
     }
 
-    /// Queues expired connections. Returns those that may be freed without an answer: the agent has been away for too
-    /// long.
+    /// Queues expired connections. Returns those to free without an answer, as the agent is away for too long.
     pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
         let mut free = Vec::new();
         for (connection, service) in due {
@@ -97,10 +95,10 @@ impl Sweeper {
     }
 
     fn is_lost(&self, server: ServerId, now: Duration) -> bool {
-        self.away.get(&server).is_some_and(|away| now.saturating_sub(away.since) >= LONGEST_AWAY)
+        self.away.get(&server).is_some_and(|away| now.saturating_sub(away.since) >= MAX_AGENT_ABSENCE)
     }
 
-    fn may_ask(&self, server: ServerId, now: Duration) -> bool {
+    fn can_query(&self, server: ServerId, now: Duration) -> bool {
         let most = match self.away.get(&server) {
             Some(away) if now < away.asked_again => 0,
             Some(_) => 1,
@@ -110,7 +108,7 @@ impl Sweeper {
     }
 
     /// Returns the next queries, at most `most`: of each queue in turn.
-    pub fn ask(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
+    pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
         self.forget_unanswered(now);
         self.prune(now);
         let most = most.min(UNDER_WAY - self.under_way.len().min(UNDER_WAY));
@@ -119,8 +117,8 @@ impl Sweeper {
             if queries.len() == most {
                 break;
             }
-            if self.may_ask(queue.0, now) {
-                queries.extend(self.ask_queue(queue, now));
+            if self.can_query(queue.0, now) {
+                queries.extend(self.next_query_of(queue, now));
                 self.cursor = Some(queue);
             }
         }
@@ -135,7 +133,7 @@ impl Sweeper {
         behind.into_iter().chain(before).collect()
     }
 
-    fn ask_queue(&mut self, queue: Queue, now: Duration) -> Option<SocketQuery> {
+    fn next_query_of(&mut self, queue: Queue, now: Duration) -> Option<SocketQuery> {
         let waiting = self.waiting.get_mut(&queue)?;
         let connections: Vec<Connection> = waiting.drain(..waiting.len().min(MAX_CLIENTS)).collect();
         if waiting.is_empty() {
@@ -151,11 +149,11 @@ impl Sweeper {
 
     pub fn answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
         let Some(asked) = self.take(answer.number) else { return Vec::new() };
-        if answer.is_away() {
+        if answer.is_absent() {
             return self.not_answered(asked, now);
         }
         if asked.connections.len() != answer.open.len() {
-            self.not_asked(&asked.connections);
+            self.restore_unsent(&asked.connections);
             return Vec::new();
         }
         self.away.remove(&asked.server);
@@ -184,13 +182,13 @@ impl Sweeper {
 
     /// Records that the agent is away; returns connections that may be freed nevertheless.
     fn not_answered(&mut self, asked: Asked, now: Duration) -> Vec<Connection> {
-        self.not_asked(&asked.connections);
+        self.restore_unsent(&asked.connections);
         let away = self.away.entry(asked.server).or_insert(Away { since: now, asked_again: now });
         away.asked_again = now + ABSENT_AGENT_RETRY;
         if self.is_lost(asked.server, now) { asked.connections } else { Vec::new() }
     }
 
-    fn not_asked(&mut self, connections: &[Connection]) {
+    fn restore_unsent(&mut self, connections: &[Connection]) {
         for connection in connections {
             self.asked.remove(&connection.index);
         }
@@ -245,35 +243,35 @@ mod tests {
     }
 
     #[test]
-    fn connection_without_a_socket_is_gone_and_one_with_a_socket_is_asked_for_later() {
+    fn connection_with_a_socket_is_checked_again() {
         let mut sweeper = Sweeper::new(&Timers::default());
         let all = [due(1, 7), due(2, 8), due(3, 7)];
         assert_eq!(sweeper.queue(&all, at(0)), []);
-        let queries = sweeper.ask(at(0), 10);
+        let queries = sweeper.next_queries(at(0), 10);
         assert_eq!(servers(&queries), [(7, 2), (8, 1)]);
         sweeper.queue(&all, at(1));
-        assert_eq!(sweeper.ask(at(1), 10), [], "they are under way");
+        assert_eq!(sweeper.next_queries(at(1), 10), [], "they are under way");
         assert_eq!(sweeper.answer(&queries[0].answer(vec![true, false]), at(1)), [all[2].0]);
-        sweeper.ask(at(6), 10);
+        sweeper.next_queries(at(6), 10);
         sweeper.queue(&all[..2], at(6));
-        assert_eq!(servers(&sweeper.ask(at(11), 10)), [(8, 1)]);
+        assert_eq!(servers(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
         sweeper.queue(&all[..1], at(61));
-        assert_eq!(servers(&sweeper.ask(at(61), 10)), [(7, 1)]);
+        assert_eq!(servers(&sweeper.next_queries(at(61), 10)), [(7, 1)]);
     }
 
     #[test]
-    fn questions_under_way_are_bounded_in_all_and_for_each_server() {
+    fn outstanding_socket_queries_are_bounded() {
         let mut sweeper = Sweeper::new(&Timers::default());
         let all: Vec<_> = (0..2000).map(|slot| due(slot, u64::from(slot % 2))).collect();
         sweeper.queue(&all, at(0));
-        assert_eq!(servers(&sweeper.ask(at(0), 100)), [(0, 256), (1, 256)]);
-        assert_eq!(servers(&sweeper.ask(at(0), 100)), [(0, 256), (1, 256)]);
-        assert_eq!(sweeper.ask(at(0), 100), []);
+        assert_eq!(servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
+        assert_eq!(sweeper.next_queries(at(0), 100), []);
         let many: Vec<_> = (2000..2200).map(|slot| due(slot, u64::from(slot))).collect();
         sweeper.queue(&many, at(1));
-        assert_eq!(sweeper.ask(at(1), 10).len(), 10);
-        assert_eq!(sweeper.ask(at(1), 1000).len(), UNDER_WAY - 4 - 10);
-        assert_eq!(sweeper.ask(at(2), 1000), []);
+        assert_eq!(sweeper.next_queries(at(1), 10).len(), 10);
+        assert_eq!(sweeper.next_queries(at(1), 1000).len(), UNDER_WAY - 4 - 10);
+        assert_eq!(sweeper.next_queries(at(2), 1000), []);
     }
 
     #[test]
@@ -283,17 +281,17 @@ mod tests {
         sweeper.queue(&all, at(0));
         let mut asked = Vec::new();
         for _ in 0..3 {
-            let queries = sweeper.ask(at(0), 3);
+            let queries = sweeper.next_queries(at(0), 3);
             asked.extend(servers(&queries).into_iter().map(|(server, _)| server));
         }
         assert_eq!(asked, [0, 1, 2, 3, 4, 5, 6, 7, 8]);
     }
 
     #[test]
-    fn answer_to_nothing_or_of_another_length_frees_nothing() {
+    fn unexpected_socket_answer_frees_no_entry() {
         let mut sweeper = Sweeper::new(&Timers::default());
         sweeper.queue(&[due(1, 7)], at(0));
-        let query = sweeper.ask(at(0), 10).remove(0);
+        let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(sweeper.answer(&SocketAnswer { number: 99, asker: 0, open: vec![false] }, at(0)), []);
         assert_eq!(sweeper.answer(&query.answer(vec![false, false]), at(0)), []);
         assert_eq!(sweeper.answer(&query.answer(vec![false]), at(0)), [], "it is answered");
@@ -306,15 +304,15 @@ mod tests {
         let mut freed = Vec::new();
         for second in 0..100 {
             let mut now = sweeper.queue(&all, at(second));
-            for query in sweeper.ask(at(second), 10) {
-                now.extend(sweeper.answer(&query.away(), at(second)));
+            for query in sweeper.next_queries(at(second), 10) {
+                now.extend(sweeper.answer(&query.absent(), at(second)));
             }
             assert!(second >= 60 || now.is_empty(), "after {second} s");
             freed.extend(now);
         }
         assert!(all.iter().all(|(connection, _)| freed.contains(connection)));
         sweeper.queue(&all, at(100));
-        let query = sweeper.ask(at(100), 10).remove(0);
+        let query = sweeper.next_queries(at(100), 10).remove(0);
         let open = vec![true; query.clients.len()];
         assert_eq!(sweeper.answer(&query.answer(open), at(100)), []);
         assert_eq!(sweeper.queue(&all, at(200)), []);
@@ -383,12 +381,12 @@ mod tests {
             let now = Duration::from_millis(u64::from(beat) * 100);
             let free = self.sweeper.queue(&over, now);
             self.release(free);
-            for query in self.sweeper.ask(now, 32) {
+            for query in self.sweeper.next_queries(now, 32) {
                 let asked = &self.sweeper.under_way[&query.number].connections;
                 let open = asked.iter().map(|connection| self.open_until[Self::position(connection)] > beat).collect();
                 let gone = match answers(query.server.get().into()) {
                     Agent::Answers => self.sweeper.answer(&query.answer(open), now),
-                    Agent::IsAway => self.sweeper.answer(&query.away(), now),
+                    Agent::IsAway => self.sweeper.answer(&query.absent(), now),
                     Agent::IsSilent => Vec::new(),
                 };
                 self.release(gone);

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use coreward_daemon::add_expiry;
-use coreward_http::serve::{Acceptor, Certified, Peer};
+use coreward_http::serve::{Acceptor, CertificateIdentity, Peer};
 use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, Failures, Reason};
@@ -121,7 +121,7 @@ impl Acceptor for ApiAcceptor {
                 _ => return None,
             };
             let (fingerprint, not_after) = certificate;
-            Some(Certified { role, name: identity.to_string().into(), fingerprint, not_after })
+            Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
         });
         let peer = Peer { address: address.ip(), certified, encrypted: caller.is_protected };
         Ok((admitted, peer))
@@ -145,7 +145,6 @@ impl AuthenticatedPeer {
         self.caller.require(roles).inspect_err(|status| self.refused(Reason::WrongRole, status))
     }
 
-    /// Requires the identity of `role` called `name`.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.caller.require_name(role, name).inspect_err(|status| self.refused(Reason::WrongName, status))
     }

@@ -83,7 +83,7 @@ mod tests {
     use crate::table::METRICS;
 
     #[test]
-    fn dispatch_says_all_that_is_in_the_table() {
+    fn dispatch_metrics_cover_the_table() {
         let worker = v1::DispatchedWorker { worker: 3, dispatched: 7, ..Default::default() };
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };

@@ -27,8 +27,7 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Adds a value. Panics on an unknown name or another number of labels; the tests of every daemon cover its
-    /// metrics.
+    /// Adds a value. Panics on an unknown name or wrong number of labels, which every daemon's tests cover.
     pub fn add(&mut self, name: &str, labels: &[&str], value: f64) {
         let (metric, series) = self.series(name, labels.len());
         push(series, metric.kind, value, || labels.iter().map(|label| (*label).to_owned()).collect());
@@ -125,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_what_prometheus_reads() {
+    fn metrics_page_is_valid_openmetrics() {
         let mut page = Snapshot::default();
         page.add("coreward_reports_refused_total", &["no_cores"], 3.0);
         page.add("coreward_server_core_load_ratio", &["a \"b\"\\", "0"], 0.25);
@@ -144,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn series_that_are_too_many_are_put_together() {
+    fn excess_series_are_aggregated() {
         let mut page = Snapshot::default();
         for server in 0..MAX_SERIES + 10 {
             page.add("coreward_server_open_connections", &[&format!("s{server}")], 1.0);
@@ -169,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_as_prometheus_wants_them() {
+    fn metric_names_follow_prometheus_conventions() {
         for metric in METRICS {
             assert!(metric.name.starts_with("coreward_"), "{}", metric.name);
             let plain =

@@ -1,9 +1,9 @@
-//! The number of new connections that a server may still take: a token bucket that grows by [`TIMES_FAIR`] times the
+//! Number of new connections that a server may take: a token bucket that grows by [`MAX_SHARE_MULTIPLE`] times the
 //! server's fair part of the connections that were opened, and shrinks by those that it got. A server whose bucket is
 //! empty gets none.
 
 /// Multiple of its fair part of new connections that a server may take in the long run.
-pub const TIMES_FAIR: f64 = 2.0;
+pub const MAX_SHARE_MULTIPLE: f64 = 2.0;
 /// Allowance of a server that has taken none, in seconds: a server that joins fills up within them.
 const WINDOW_SECONDS: f64 = 10.0;
 /// The smallest full allowance: few connections show nothing.
@@ -27,15 +27,14 @@ impl Allowance {
     }
 
     fn most(expected: f64) -> f64 {
-        (TIMES_FAIR * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
+        (MAX_SHARE_MULTIPLE * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
     }
 
-    /// Accounts for `seconds` (at most 10), in which `expected` connections were the server's fair part and `opened`
-    /// were opened.
+    /// Accounts for `seconds` (at most 10) with `expected` connections as the fair share and `opened` opened ones.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
         self.expected += EXPECTED_ALPHA * (expected - self.expected * seconds);
         let most = Self::most(self.expected);
-        self.left = (self.left + TIMES_FAIR * expected - opened).clamp(-most, most);
+        self.left = (self.left + MAX_SHARE_MULTIPLE * expected - opened).clamp(-most, most);
         self.is_limited = self.left < if self.is_limited { most / 2.0 } else { 0.0 };
     }
 
@@ -69,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn server_that_takes_all_it_can_gets_twice_its_fair_part() {
+    fn greedy_server_gets_twice_its_fair_share() {
         let mut allowance = Allowance::full(100.0);
         let mut taken = |seconds: u32| {
             let opened = (0..seconds).map(|_| {
@@ -80,7 +79,7 @@ mod tests {
             opened.sum::<f64>()
         };
         taken(60);
-        assert_eq!(taken(60), 60.0 * TIMES_FAIR * 100.0);
+        assert_eq!(taken(60), 60.0 * MAX_SHARE_MULTIPLE * 100.0);
     }
 
     #[test]
@@ -95,10 +94,10 @@ mod tests {
     }
 
     #[test]
-    fn twice_the_fair_part_is_allowed_for_ever() {
+    fn twice_the_fair_share_is_allowed_permanently() {
         let mut allowance = Allowance::full(100.0);
         for _ in 0..1_000 {
-            allowance.update(100.0, TIMES_FAIR * 100.0, 1.0);
+            allowance.update(100.0, MAX_SHARE_MULTIPLE * 100.0, 1.0);
             assert!(!allowance.is_limited());
         }
     }

@@ -159,8 +159,7 @@ impl Workload {
         let alive = elephant_request_rate_per_s * u64::from(interval_us) / 1_000_000;
         let mut arrivals = Vec::new();
         for _ in 0..alive {
-            // An elephant that is alive at a random time has a longer life than average: drawn in proportion to its
-            // length.
+            // An elephant alive at a random time lives longer than average: drawn in proportion to its length.
             let life_us = loop {
                 let life_us = draw.between(life_min, life_max);
                 if draw.below(life_max) < life_us {
@@ -342,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn the_load_is_the_one_asked_for_from_the_ramp_to_the_end() {
+    fn load_is_as_configured_after_the_ramp() {
         let workload = Workload::default();
         let log = workload.generate(1);
         let mut work_us = vec![0u64; (log.duration_us / 1_000_000) as usize];

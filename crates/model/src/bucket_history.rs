@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn one_step_back_is_remembered() {
+    fn previous_server_is_remembered_for_one_change() {
         let mut history = BucketHistory::default();
         assert!(history.update(&ids(&[1, 2, 3, 1])));
         assert_eq!(history.consistent_before(), []);

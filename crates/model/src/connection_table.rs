@@ -370,7 +370,7 @@ pub enum Due {
 
 impl Due {
     /// Whether the server must be queried first.
-    pub fn must_ask(self) -> bool {
+    pub fn needs_server_query(self) -> bool {
         matches!(self, Due::Closing | Due::Idle)
     }
 }
@@ -390,11 +390,10 @@ impl Timers {
     /// Returns whether a packet may reuse the entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
     pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: Clock, now: Clock) -> bool {
         let unswept = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT as i32;
-        self.due(connection, server_known, now).is_some_and(|due| !due.must_ask() || unswept)
+        self.due(connection, server_known, now).is_some_and(|due| !due.needs_server_query() || unswept)
     }
 
-    /// Returns the reason to free the connection at `now`, if any. `server_known`: whether its server still is in the
-    /// fleet.
+    /// Returns the reason to free the connection at `now`, if any. `server_known`: its server is in the fleet.
     pub fn due(&self, connection: &Connection, server_known: bool, now: Clock) -> Option<Due> {
         if !server_known {
             return Some(Due::ServerGone);
@@ -430,7 +429,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_identity_says_what_went_into_it(tag: u32, generation in 0u16..128, service in 0u16..1024, id in 0u64..16_384) {
+        fn entry_identity_round_trips(tag: u32, generation in 0u16..128, service in 0u16..1024, id in 0u64..16_384) {
             let identity = Identity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
             prop_assert_eq!(Identity::from_word(identity.word()), Some(identity));
         }
@@ -483,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_due_by_what_was_seen_of_it() {
+    fn connection_expires_by_its_state() {
         let timers = Timers::default();
         let due = |connection, now| timers.due(&connection, true, Clock(now));
         let start = u32::MAX - 50;
@@ -499,7 +498,7 @@ mod tests {
             assert_eq!(due(connection, start.wrapping_sub(5)), None);
         }
         assert_eq!(timers.due(&connection(9, false, start), false, Clock(start)), Some(Due::ServerGone));
-        let asked = [Due::ServerGone, Due::HalfOpen, Due::Closing, Due::Idle].map(Due::must_ask);
+        let asked = [Due::ServerGone, Due::HalfOpen, Due::Closing, Due::Idle].map(Due::needs_server_query);
         assert_eq!(asked, [false, false, true, true]);
     }
 }

@@ -172,7 +172,7 @@ impl ServiceMode {
 
     /// Whether packets that go by their bucket name its previous server. With LB-side stamping, servers have no program
     /// that could read it. During a migration all packets name the other load balancer.
-    pub fn names_server_before(self) -> bool {
+    pub fn marks_previous_server(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == Timestamps::Off
             || self.transfer.is_some()

@@ -66,7 +66,7 @@ pub struct SimulatedCluster {
 pub struct Racks {
     /// Instance of the policy in each rack, which smooths loads. Racks have equally many servers (+-1).
     pub policies: Vec<Box<dyn Policy>>,
-    /// Candidates that they pass up for each bucket, at most.
+    /// Limit of the candidates that they send for each bucket.
     pub candidates: usize,
 }
 
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reported_cores_are_the_ones_that_are_avoided() {
+    fn loaded_cores_are_avoided() {
         let (mut fleet, mut policy) = (fleet(TableDraw::Balanced), named("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];
         fleet.report(0, &[0; 12], &[0; 3], policy.as_mut());

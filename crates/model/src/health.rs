@@ -1,7 +1,7 @@
 //! Health of a server, by checks.
 //!
 //! * [`Check`]: the request to a server, and its interval
-//! * [`Judge`]: the verdict of one observer, which thresholds of failures and successes change
+//! * [`HealthTracker`]: the verdict of one observer, which thresholds of failures and successes change
 //! * [`majority_verdicts`]: the verdicts of several observers (load balancers)
 //!
 //! A server without any verdict counts as up: a load balancer that has just started must not take a working pool out of
@@ -141,8 +141,7 @@ impl ProbeAddress {
 /// Treatment of new connections when no server is up that could take them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WhenAllDown {
-    /// They go to all servers that would take them if they were up: checks err more often than all servers fail at
-    /// once.
+    /// They go to every server as if it were up: checks err more often than all servers fail at once.
     #[default]
     FailOpen,
     /// They are dropped.
@@ -201,8 +200,7 @@ impl Jitter {
         self.0
     }
 
-    /// Returns the time to the next check: at most `interval`, at least a tenth of it. `draw` is a random number from 0
-    /// to 1.
+    /// Returns the time to the next check: a tenth of `interval` to all of it. `draw`: random, 0 to 1.
     pub fn pause(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
@@ -219,7 +217,7 @@ pub enum Verdict {
 
 /// State of one observer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Judge {
+pub struct HealthTracker {
     verdict: Option<Verdict>,
     /// Results in a row against the verdict.
     contrary: u32,
@@ -227,7 +225,7 @@ pub struct Judge {
     blind: u32,
 }
 
-impl Judge {
+impl HealthTracker {
     /// Returns the verdict; `None`: too few results.
     pub fn verdict(&self) -> Option<Verdict> {
         self.verdict
@@ -263,8 +261,7 @@ impl Judge {
     }
 }
 
-/// Returns the verdict about each target by the majority of observers. A tie, or no observer, keeps the verdict of
-/// `before`.
+/// Returns the verdict about each target by the majority of observers. A tie, or no observer, keeps `before`.
 ///
 /// An observer that finds everything down while another one finds something up is cut off from the servers: it does not
 /// count.

@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn time_goes_round_without_another_switch() {
+    fn key_switch_does_not_repeat_when_time_wraps() {
         let current = keys(1, 2, KeyIndex::First);
         let (mut now, mut switch) = (5u32, 1005);
         for step in 0..100_000 {

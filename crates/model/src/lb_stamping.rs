@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_is_known_when_several_connections_show_it() {
+    fn clock_is_known_after_several_agreeing_connections() {
         let mut clock = Clock::default();
         for second in 0..10u32 {
             clock.syn_ack(&tuple(1, 1), Some(5_000_000 + second * 1000), 7 + second * 1000);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_load_balancer_that_has_just_started_takes_the_clock_from_any_answer() {
+    fn restarted_load_balancer_learns_the_clock_from_any_reply() {
         let mut clock = Clock::default();
         clock.answer(1_000, 400);
         clock.answer(9_000, 400);

@@ -61,7 +61,7 @@ pub enum ReadingsRejection {
     #[error("a report without cores")]
     NoCores,
     /// More work than a core can do in that time.
-    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MOST_LOAD}")]
+    #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_LOAD}")]
     Impossible {
         /// The core.
         core: usize,
@@ -73,7 +73,7 @@ pub enum ReadingsRejection {
 /// Limit of a core's load in one report interval, in fractions of its capacity. A core is never busier than 1, but the
 /// kernel may book time late (a CPU without ticks, once a second). A higher load is rejected: the next report counts
 /// from the one before, and late bookings are within the limit then. A false report cannot raise the average further.
-pub const MOST_LOAD: f64 = 16.0;
+pub const MAX_LOAD: f64 = 16.0;
 
 /// Loads of one server's cores, by receive queue, in fractions of their capacity. Created once per report and then
 /// shared: copies are the same loads, and compare at no cost.
@@ -148,8 +148,7 @@ impl LoadTracker {
         Ok(())
     }
 
-    /// Starts another stream: the agent was restarted and numbers its reports from the start; the loads continue with
-    /// its readings.
+    /// Starts another stream of a restarted agent, with new report numbers; the loads continue.
     pub fn new_stream(&mut self) {
         self.new_stream = true;
     }
@@ -193,7 +192,7 @@ fn rates_since(
         return Err(ReadingsRejection::ClockStoodStill { measured_ns, newest_ns });
     }
     let rates = rates(newest, readings);
-    match rates.iter().copied().enumerate().find(|(_, load)| *load > MOST_LOAD) {
+    match rates.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
         Some((core, load)) => Err(ReadingsRejection::Impossible { core, load }),
         None => Ok(Some(rates)),
     }
@@ -220,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_a_core_can_do_is_refused_until_the_time_for_it_has_passed() {
+    fn load_above_a_cores_capacity_is_rejected() {
         let mut tracker = LoadTracker::default();
         tracker.report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
         let refused = tracker.report(readings(2, 100, &[0, 2000]), Alpha::PUBLISHED).unwrap_err();

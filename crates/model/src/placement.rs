@@ -162,9 +162,8 @@ impl CountedTable {
         Self { generation: table.generation, slots: slots.collect() }
     }
 
-    /// Returns the initial counts of `next`: a core's own count of this table, if `next` has no newer load of it, else
-    /// 0.
-    pub fn carried(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
+    /// Returns the initial counts of `next`: this table's count of a core without a newer load, else 0.
+    pub fn initial_counts(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let of_slot = |(slot, core): (usize, &Core)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
             let is_next = next.generation > self.generation;

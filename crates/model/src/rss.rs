@@ -103,8 +103,7 @@ impl RssKey {
         Self { bytes: self.bytes.clone(), input }
     }
 
-    /// Returns an identifier for logs and answers that does not reveal the key: with the key, a client can aim at a
-    /// core.
+    /// Returns an identifier for logs that does not reveal the key: with it a client can aim at a core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.bytes);
@@ -196,8 +195,7 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
 /// Bytes of the longest input: IPv6 addresses and ports.
 const INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// Hash of one key by table look-ups, one per byte of the input: some fifty times as fast as [`RssKey::toeplitz`], for
-/// 36 KiB.
+/// Hash of one key by a table look-up per input byte: fifty times as fast as [`RssKey::toeplitz`], 36 KiB.
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     byte: Box<[[u32; 256]; INPUT_BYTES]>,
@@ -396,8 +394,7 @@ impl Rss {
         Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key, ..Default::default() }))
     }
 
-    /// Returns the configuration in the registers of the testbed's emulated NIC. Fails when they hold no indirection
-    /// table.
+    /// Returns the configuration in the emulated NIC's registers. Fails without an indirection table.
     pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();
@@ -418,7 +415,7 @@ mod tests {
 
     /// Microsoft, "Verifying the RSS Hash Calculation", IPv4 and IPv6 with TCP ports.
     #[test]
-    fn keys_are_told_apart_and_not_told() {
+    fn secret_keys_are_not_shown() {
         let key = RssKey::microsoft();
         assert_eq!((key.fingerprint(), format!("{key:?}")), ("377ecc6a".to_owned(), "RssKey(377ecc6a)".to_owned()));
         assert_ne!(RssKey::random(&mut seeded_rng(1, 0)).fingerprint(), key.fingerprint());

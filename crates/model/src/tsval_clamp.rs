@@ -39,8 +39,7 @@ struct ClampedTsval {
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     held: Option<ClampedTsval>,
-    /// The server's own TSval of the last clamped packet, for a group of connections: most packets need no further
-    /// look-up.
+    /// The server's own TSval of the last clamped packet, for a group of connections, so most packets need no look-up.
     last_hold_ms: u32,
 }
 
@@ -287,7 +286,7 @@ mod tests {
         }
 
         #[test]
-        fn any_silence_is_over_after_a_few_round_trips(start: u32, port: u16, silence in 0u32..2_000_000) {
+        fn idle_connection_resumes_after_a_few_round_trips(start: u32, port: u16, silence in 0u32..2_000_000) {
             let mut connection = Connection::new(start, port);
             connection.happens(Event::Silence { milliseconds: silence });
             // Every largest step goes half the circle.

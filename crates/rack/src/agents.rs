@@ -100,7 +100,7 @@ impl Shared {
             Some(v1::rack_update::Update::Configuration(configuration)) => {
                 up.reducer.configure((&configuration).try_into()?);
             }
-            Some(v1::rack_update::Update::Agent(to_agent)) => up.tell(to_agent),
+            Some(v1::rack_update::Update::Agent(to_agent)) => up.send(to_agent),
             None => tracing::warn!(event = "update-unknown", "update of an unknown kind: upgrade this rack"),
         }
         Ok(())
@@ -138,7 +138,7 @@ impl Shared {
     }
 
     /// Returns whether the certificate allows reports for `server`; answers the agent if not.
-    fn may_speak_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
+    fn may_report_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
         let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
         tracing::warn!(
             event = "agent-rejected",
@@ -187,15 +187,15 @@ impl Shared {
 }
 
 impl Up {
-    fn tell(&mut self, to_agent: v1::ToAgent) {
+    fn send(&mut self, to_agent: v1::ToAgent) {
         let v1::ToAgent { stream, update, code, message } = to_agent;
         let Some(answers) = self.answers.get(&stream) else { return };
         let ends = update.is_none();
         if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
             *self.asked.entry(stream).or_default() += 1;
         }
-        let told = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
-        if ends || told.is_err() {
+        let reported = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
+        if ends || reported.is_err() {
             self.forget(stream);
         }
     }
@@ -211,17 +211,16 @@ fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// Returns the next message; nothing is read or decoded while the agent is over its limit, so HTTP/2's flow control
-/// stops it.
+/// Returns the next message. Over its limit nothing is read, so HTTP/2's flow control stops the agent.
 async fn next_message(
     shared: &Shared,
     stream: u64,
-    said: &mut Streaming<v1::AgentMessage>,
+    printed: &mut Streaming<v1::AgentMessage>,
 ) -> Result<Option<v1::AgentMessage>, Status> {
     loop {
         let wait = shared.message_wait(stream);
         if wait.is_zero() {
-            return said.message().await;
+            return printed.message().await;
         }
         tokio::time::sleep(wait).await;
     }
@@ -231,14 +230,14 @@ async fn serve(
     shared: Arc<Shared>,
     peer: AuthenticatedPeer,
     stream: u64,
-    mut said: Streaming<v1::AgentMessage>,
+    mut printed: Streaming<v1::AgentMessage>,
     up: mpsc::Sender<v1::RackMessage>,
 ) {
     let (deadline, mut has_spoken) = (Instant::now() + REGISTRATION_TIMEOUT, false);
     let forward = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
     loop {
         let message = tokio::select! {
-            message = next_message(&shared, stream, &mut said) => message,
+            message = next_message(&shared, stream, &mut printed) => message,
             () = up.closed() => break,
             () = tokio::time::sleep_until(deadline), if !has_spoken => break,
         };
@@ -248,7 +247,7 @@ async fn serve(
             Message::Report(report) => shared.report(stream, report),
             // The controller knows the agent by this message only.
             Message::Registration(registration)
-                if !shared.may_speak_for(stream, &peer, &readable(&registration.server)) =>
+                if !shared.may_report_for(stream, &peer, &readable(&registration.server)) =>
             {
                 false
             }
@@ -265,7 +264,6 @@ async fn serve(
     forward(v1::FromAgent { stream, message: None }).await;
 }
 
-/// gRPC service.
 pub struct Service {
     /// State shared with the connection to the controller.
     pub shared: Arc<Shared>,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_config::{Diagnostics, MILLISECOND, MINUTE, Name, Number, Period, Source, config_struct};
 use coreward_daemon::Controllers;
 use coreward_listener::security::ListenerConfig;
-use coreward_model::policy::MOST_CANDIDATES;
+use coreward_model::policy::MAX_CANDIDATES;
 use coreward_tls::Files;
 use coreward_tls::certificate::Fingerprint;
 
@@ -26,9 +26,8 @@ config_struct! {
         pub controllers as "controller": Controllers,
         /// Interval at which each agent's whole report is forwarded, for `coreward status` and metrics.
         pub detail_interval: Duration as Detail = Period(Duration::from_secs(1)),
-        /// Least loaded cores sent to the controller for each bucket, at most; fewer than 8 cost crossrss-plus
-        /// accuracy.
-        pub candidates: usize as Number<1, { MOST_CANDIDATES as u64 }> = Number(MOST_CANDIDATES.into()),
+        /// Limit of least loaded cores sent per bucket; fewer than 8 cost crossrss-plus accuracy.
+        pub candidates: usize as Number<1, { MAX_CANDIDATES as u64 }> = Number(MAX_CANDIDATES.into()),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.

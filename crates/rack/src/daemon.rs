@@ -42,7 +42,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         coreward_daemon::run_until_shutdown(async {
             tokio::select! {
                 outcome = rack.serve() => outcome,
-                never = reload_when_told(hangup, path, config, &security) => match never {},
+                never = reload_on_sighup(hangup, path, config, &security) => match never {},
             }
         })
         .await
@@ -50,7 +50,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 }
 
 /// Reloads the denied certificates on SIGHUP. Other keys need a restart, which costs agents a second.
-async fn reload_when_told(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
+async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
     loop {
         hangup.recv().await;
         match Config::load(path) {
@@ -137,7 +137,7 @@ async fn run_sessions(config: &Config, shared: &Shared) -> anyhow::Result<Infall
     loop {
         let outcome = run_session(config, &mut connection, shared).await;
         shared.disconnected();
-        let pause = connection.ended(outcome.err().as_ref());
+        let pause = connection.record_end(outcome.err().as_ref());
         tokio::time::sleep(pause).await;
     }
 }
@@ -149,13 +149,13 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Shar
         v1::RackRegistration { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
     let begun = client.rack(ReceiverStream::new(receiver)).await?;
-    let mut updates = connection.begun(begun)?;
+    let mut updates = connection.accept_stream(begun)?;
     let mut due = Instant::now();
     loop {
         tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
-                connection.heard();
+                connection.record_message();
                 if shared.report_interval().is_none() && !shared.counts().connected {
                     // The first update: the controller accepted this rack.
                     let controller = connection.controller();

@@ -74,7 +74,7 @@ async fn rack(name: &str, listen: &str, controller: &Running) -> Running {
     Running(tokio::spawn(rack.serve()), address)
 }
 
-/// An agent that reports the same loads for ever; ends with this value.
+/// An agent that reports the same loads until this value is dropped.
 struct Agent(JoinHandle<()>);
 
 impl Drop for Agent {
@@ -200,7 +200,7 @@ async fn status(directory: &Path, api: SocketAddr) -> Status {
 }
 
 #[tokio::test]
-async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
+async fn agents_of_a_lost_rack_use_another_one() {
     let directory = tempfile::tempdir().unwrap();
     let (controller, api) = controller(directory.path()).await;
     let mut balancer = LoadBalancer::start(&controller).await;
@@ -256,9 +256,9 @@ async fn racks_pass_up_all_that_tables_need_and_others_take_their_place() {
 }
 
 #[tokio::test]
-async fn a_rack_without_controller_takes_nobody_and_serves_only_agents() {
+async fn rack_without_controller_accepts_no_agent() {
     let directory = tempfile::tempdir().unwrap();
-    // Taken, so that no other test gets it, and nobody listens there.
+    // Taken, so that no other test gets it, without a listener.
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let away = taken.local_addr().unwrap();

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use coreward_controller::Now;
 use coreward_controller::agent::Agent;
-use coreward_controller::pool::loads_of_placed;
+use coreward_controller::pool::relayed_loads;
 use coreward_controller::rejection::Rejection;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
@@ -32,10 +32,10 @@ pub struct Reducer {
 #[derive(Default)]
 struct Reported {
     agent: Agent,
-    forwarded_to_previous: Option<HandedOn>,
+    forwarded: Option<ForwardedReport>,
 }
 
-struct HandedOn {
+struct ForwardedReport {
     /// Time of the last forwarded report.
     at: Duration,
     warnings: Vec<String>,
@@ -124,21 +124,21 @@ impl Reducer {
             return (None, Err(Rejection::TooOften(format!("stream {stream}"))));
         }
         // Reports with details come about once a second.
-        let told = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
-        let detail_interval = self.detail_interval.max(told);
+        let configured = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
+        let detail_interval = self.detail_interval.max(configured);
         let about = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let is_new = reported.forwarded_to_previous.as_ref().is_none_or(|old| {
+        let is_new = reported.forwarded.as_ref().is_none_or(|old| {
             let new_details = now.monotonic.saturating_sub(old.at) >= about || old.warnings != report.warnings;
             let new_state = (old.configuration_generation, old.rss_generation)
                 != (report.configuration_generation, report.rss_generation);
             new_state || new_details && !report.without_details
         });
-        let forwarded_to_previous = (is_new || report.rss.is_some()).then(|| {
-            let (at, warnings) = match reported.forwarded_to_previous.take() {
+        let forwarded = (is_new || report.rss.is_some()).then(|| {
+            let (at, warnings) = match reported.forwarded.take() {
                 Some(old) if report.without_details => (old.at, old.warnings),
                 _ => (now.monotonic, report.warnings.clone()),
             };
-            reported.forwarded_to_previous = Some(HandedOn {
+            reported.forwarded = Some(ForwardedReport {
                 at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
@@ -149,7 +149,7 @@ impl Reducer {
         });
         // The controller handles acknowledgements.
         let outcome = reported.agent.report(Report::try_from(report), configuration.alpha, 0, now);
-        (forwarded_to_previous, outcome)
+        (forwarded, outcome)
     }
 
     /// Returns the summaries of all services; once per report interval.
@@ -174,7 +174,7 @@ impl Reducer {
 }
 
 fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
-    let loads = agent.loads(now).map(|loads| loads_of_placed(service.places_requests, loads));
+    let loads = agent.loads(now).map(|loads| relayed_loads(service.places_requests, loads));
     PoolServer {
         eligible: member.eligible,
         loads,
@@ -206,14 +206,14 @@ mod tests {
             services: Vec::new(),
         });
         let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
-        let (mut forwarded_to_previous, mut refused) = (0, 0);
+        let (mut forwarded, mut refused) = (0, 0);
         for _ in 0..100 {
             // A report with another RSS would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
-            forwarded_to_previous += u32::from(report.is_some());
+            forwarded += u32::from(report.is_some());
             refused += u32::from(matches!(outcome, Err(Rejection::TooOften(_))));
         }
-        assert_eq!((forwarded_to_previous, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
+        assert_eq!((forwarded, refused), (REPORTS_AT_ONCE, 100 - REPORTS_AT_ONCE));
     }
 }

@@ -1,4 +1,4 @@
-//! A rack with certificates: its agents are who they say, and it is the rack that it says.
+//! A rack with certificates: its agents and the rack authenticate each other.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -116,13 +116,13 @@ async fn answer(
 const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
 
 #[tokio::test]
-async fn an_agent_behind_a_rack_speaks_for_its_server_only() {
+async fn agent_behind_a_rack_reports_for_its_own_server_only() {
     let certificates = Certificates::new();
     let controller = certificates.controller().await;
     let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
     let s1 = certificates.issue(Role::Agent, "s1");
-    let told = answer(&s1, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap().and_then(|update| update.update);
-    let Some(v1::agent_update::Update::Configuration(configuration)) = told else { panic!("{told:?}") };
+    let reported = answer(&s1, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap().and_then(|update| update.update);
+    let Some(v1::agent_update::Update::Configuration(configuration)) = reported else { panic!("{reported:?}") };
     assert_eq!(configuration.server_id, 1);
 
     let refused = answer(&s1, CONTROLLERS_AND_RACKS, "s2", rack).await.unwrap_err();
@@ -131,7 +131,7 @@ async fn an_agent_behind_a_rack_speaks_for_its_server_only() {
 }
 
 #[tokio::test]
-async fn a_rack_is_no_controller_and_takes_agents_only() {
+async fn rack_accepts_agents_only() {
     let certificates = Certificates::new();
     let controller = certificates.controller().await;
     let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
@@ -140,12 +140,12 @@ async fn a_rack_is_no_controller_and_takes_agents_only() {
     assert!(first_answer(&lb, &[Role::Controller], "s1", rack).await.is_err());
     let refused = first_answer(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
     assert_ne!(refused.code(), Code::Ok);
-    // An agent's key does not make a rack: the controller refuses it, so it takes nobody.
+    // An agent's key does not make a rack: the controller rejects it, so it accepts no agent.
     let impostor = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
     let s1 = certificates.issue(Role::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(first_answer(&s1, CONTROLLERS_AND_RACKS, "s1", impostor).await.is_err());
-    // Nobody without a certificate.
+    // No agent without a certificate.
     let plain = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
     let mut client = ControlClient::new(plain.connect_lazy());
     let refused = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;

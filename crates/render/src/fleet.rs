@@ -7,12 +7,11 @@ use anyhow::Context as _;
 use coreward_api::types::{FleetApplied, FleetChange, NewFleet};
 use coreward_http::client::Client;
 
-use super::{Format, ask, json};
+use super::{Format, block_on, json};
 
-/// Returns the output of `coreward fleet show`: the document as the operator wrote it. Fails when the controller cannot
-/// be reached.
+/// Returns the document as the operator wrote it. Fails when the controller cannot be reached.
 pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
-    let document = ask(client.fleet())?;
+    let document = block_on(client.fleet())?;
     match format {
         Format::Json => json(&document),
         Format::Text => {
@@ -35,7 +34,7 @@ impl Wanted {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
         let name = file.display().to_string();
-        let (document, looked) = ask(async {
+        let (document, looked) = block_on(async {
             let generation = client.fleet().await?.generation;
             let document = NewFleet { name, text, generation, dry_run: true };
             let looked = client.put_fleet(&document).await?;
@@ -74,11 +73,10 @@ impl Wanted {
         Ok(text)
     }
 
-    /// Puts it in force, whole or not at all. Fails when another document is in force by now, or this one cannot be
-    /// written down.
+    /// Puts it in force, whole or not at all. Fails when another document is in force, or the store is full.
     pub fn apply(self) -> anyhow::Result<FleetApplied> {
         let document = NewFleet { dry_run: false, ..self.document };
-        ask(self.client.put_fleet(&document))
+        block_on(self.client.put_fleet(&document))
     }
 }
 

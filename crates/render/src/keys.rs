@@ -19,8 +19,8 @@ pub fn text(keys: &Keys, now: Duration) -> String {
     }
     let left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(age);
     let next = match (keys.rotation_interval_s, left(keys.shortest_life_s)) {
-        (0, Duration::ZERO) => "when `coreward keys rotate` says so".to_owned(),
-        (0, young) => format!("when `coreward keys rotate` says so, not within {}", duration(young)),
+        (0, Duration::ZERO) => "by `coreward keys rotate`".to_owned(),
+        (0, young) => format!("by `coreward keys rotate`, not within {}", duration(young)),
         (interval, _) => match left(interval) {
             Duration::ZERO => "due now".to_owned(),
             left => format!("in {}", duration(left)),
@@ -73,12 +73,9 @@ mod tests {
     fn steady_keys() {
         assert_eq!(
             shown(&keys(), 59),
-            "key 1 stamps, for 59 s now\n  rotation   when `coreward keys rotate` says so, not within 23 h 59 min\n"
+            "key 1 stamps, for 59 s now\n  rotation   by `coreward keys rotate`, not within 23 h 59 min\n"
         );
-        assert_eq!(
-            shown(&keys(), 90_000),
-            "key 1 stamps, for 1 d 1 h now\n  rotation   when `coreward keys rotate` says so\n"
-        );
+        assert_eq!(shown(&keys(), 90_000), "key 1 stamps, for 1 d 1 h now\n  rotation   by `coreward keys rotate`\n");
         let scheduled = Keys { rotation_interval_s: 604_800, ..keys() };
         assert_eq!(shown(&scheduled, 604_700), "key 1 stamps, for 6 d 23 h now\n  rotation   in 1 min 40 s\n");
         let waiting = Keys { waiting_for: vec!["the agent of s3".into()], ..scheduled };
@@ -90,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rotation_under_way() {
+    fn unfinished_rotation_survives_a_restart() {
         let announced = Keys {
             phase: KeyPhase::Announced,
             waiting_for: vec!["load balancer lb2".into(), "the agent of s3".into()],

@@ -24,7 +24,7 @@ pub enum Format {
 /// Returns the output of `coreward status`. `rss_keys`: as JSON, with whole RSS keys. Fails when the controller cannot
 /// be reached, or rejects the request.
 pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
-    let status = ask(client.status(rss_keys))?;
+    let status = block_on(client.status(rss_keys))?;
     match format {
         Format::Text => Ok(status::text(&status, wall_now())),
         Format::Json => json(&status),
@@ -33,7 +33,7 @@ pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result
 
 /// Returns the output of `coreward explain`. Fails when the controller cannot be reached, or has no such service.
 pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::Result<String> {
-    let explanation = ask(client.explain(question))?;
+    let explanation = block_on(client.explain(question))?;
     match format {
         Format::Text => Ok(explain::text(&explanation, question)),
         Format::Json => json(&explanation),
@@ -42,13 +42,13 @@ pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::R
 
 /// Returns the output of `coreward keys show`. Fails when the controller cannot be reached.
 pub fn keys(client: &Client, format: Format) -> anyhow::Result<String> {
-    shown_keys(&ask(client.keys())?, format)
+    shown_keys(&block_on(client.keys())?, format)
 }
 
 /// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails when the controller cannot
 /// be reached, or a rotation is not safe now and not forced.
 pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Result<String> {
-    shown_keys(&ask(client.rotate_keys(&RotateKeys { force }))?, format)
+    shown_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
 
 fn shown_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
@@ -63,6 +63,6 @@ fn json(document: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(document)?)
 }
 
-pub fn ask<T>(question: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+pub fn block_on<T>(question: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(question)
 }

@@ -46,8 +46,11 @@ pub fn text(reply: &Status, now: Duration) -> String {
 fn rack_text(rack: &Rack, servers: usize) -> String {
     let Rack { name, version, age_ms, servers: speaking, may_speak_for } = rack;
     let may = if *may_speak_for as usize == servers { "all".to_owned() } else { may_speak_for.to_string() };
-    let (heard, speaking) = (format!("last heard of {age_ms} ms ago"), speaking.join(" "));
-    format!("\nrack {name} ({version}), {heard}, may speak for {may} of {servers} servers\n  servers    {speaking}\n")
+    let (last_message, speaking) = (format!("last message {age_ms} ms ago"), speaking.join(" "));
+    format!(
+        "\nrack {name} ({version}), {last_message}, may report for {may} of {servers} servers\n  \
+         servers    {speaking}\n"
+    )
 }
 
 /// Returns the counts above 0, the largest first: "3 (out_of_order 2, no_cores 1)".
@@ -233,7 +236,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     let mut text = match (&balancer.state, balancer.connected, balancer.alive) {
         (_, false, true) => format!("\nload balancer {name}: disconnected a moment ago\n"),
         (_, false, false) => format!("\nload balancer {name}: lost\n"),
-        (None, true, _) => format!("\nload balancer {name}: connected, has not said what it sees\n"),
+        (None, true, _) => format!("\nload balancer {name}: connected, no state yet\n"),
         (Some(state), true, _) => {
             format!("\nload balancer {name}: XDP {}, as of {} ms ago\n", state.xdp_mode, balancer.state_age_ms)
         }

@@ -199,7 +199,7 @@ dispatch of 0.0.0.0:53 at s1: jsq
        1  813            4       2        1000        990         6        1        no
   counters   over_bound 7
 
-rack rack1 (0.1.0), last heard of 60 ms ago, may speak for all of 2 servers
+rack rack1 (0.1.0), last message 60 ms ago, may report for all of 2 servers
   servers    s1 s2
 
 load balancer lb1: XDP native, as of 300 ms ago
@@ -218,7 +218,7 @@ load balancer lb2: lost
   owner      1, at no address
 
 cookie keys: key 1 stamps, for 1 h 0 min now
-  rotation   when `coreward keys rotate` says so
+  rotation   by `coreward keys rotate`
 ";
     assert_eq!(status::text(&reply(), Duration::from_secs(1_003_600)), expected);
 }
@@ -314,8 +314,8 @@ bucket 111 of 128 goes to s1: because.
 }
 
 #[test]
-fn nobody_there() {
-    // A port that was free a moment ago, at an address of the loopback's where nobody else listens.
+fn refused_connection_fails_the_check() {
+    // A port that was free a moment ago, at an address of the loopback without another listener.
     let address = std::net::TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let token = directory.path().join("operator.token");

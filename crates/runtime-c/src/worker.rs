@@ -34,7 +34,6 @@ impl SharedRuntime {
     }
 }
 
-/// The worker of one core.
 #[derive(Debug)]
 pub struct Worker {
     /// Borrows from `shared`, so it is dropped first.

@@ -192,8 +192,7 @@ impl CoreQueues {
         received
     }
 
-    /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
-    /// `None`.
+    /// Receives up to `limit` messages of the core, and returns their number. `None`: of unknown kind.
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings } = self;
@@ -219,8 +218,7 @@ impl Segment {
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
         let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
-        // SAFETY: inside the mapping and aligned (`Segment::slot`); no other side accesses the slot until it is
-        // published.
+        // SAFETY: inside the mapping and aligned (`Segment::slot`); only this side accesses an unpublished slot.
         unsafe {
             start.write(header);
             start.add(1).cast::<u8>().copy_from_nonoverlapping(payload.as_ptr(), payload.len());

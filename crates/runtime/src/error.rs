@@ -63,11 +63,7 @@ pub enum RuntimeError {
     #[error("core {0}: the orchestrator released the worker")]
     Released(u16),
     #[error("core {core}: expected 0 to {last}")]
-    CoreOutOfRange {
-        core: u16,
-        /// Last core.
-        last: u16,
-    },
+    CoreOutOfRange { core: u16, last: u16 },
     #[error("core {0} has a worker already")]
     CoreTaken(u16),
     /// No such service in the orchestrator's configuration.

@@ -29,7 +29,6 @@ pub const MAX_SLOTS: u32 = 1024;
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 /// Bytes of the sequence of a slot or a message, which keep what follows aligned.
 pub(crate) const SEQUENCE_BYTES: usize = 8;
-/// Bytes of a message with its sequence.
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
 /// Messages in each direction between a core's worker and the orchestrator.
 pub(crate) const MESSAGES: u32 = 256;

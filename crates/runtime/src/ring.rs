@@ -105,8 +105,7 @@ impl Consumer {
         Self { slots, head: start }
     }
 
-    /// Returns the index of the oldest slot, which this side may read, by the sequences of slots. `None`: the ring is
-    /// empty.
+    /// Returns the index of the oldest readable slot, by the slots' sequences. `None`: the ring is empty.
     #[inline]
     pub fn oldest_slot<'a, C: Cursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
         let slot = self.head & (self.slots - 1);

@@ -221,8 +221,7 @@ impl Worker<'_> {
         Ok(Some(taken))
     }
 
-    /// Sends the response to a request, which completes it. Fails when the response fits no slot, or the ring is full
-    /// or damaged.
+    /// Sends the response, which completes the request. Fails when it fits no slot, or the ring is full or damaged.
     pub fn respond(&mut self, request: &TakenRequest, response: &[u8]) -> Result<(), RuntimeError> {
         let (length, limit) = (response.len(), self.segment.geometry.payload_bytes());
         if length > limit {

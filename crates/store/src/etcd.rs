@@ -169,7 +169,7 @@ mod tests {
 
     use super::super::tests::records;
     use super::*;
-    use coreward_fleet::audit::{Author, Note, describe_changes};
+    use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
     use coreward_fleet::config::difference;
 
     #[test]
@@ -204,8 +204,8 @@ mod tests {
                 difference(&long_lists(edit), &long_lists(edit + 1)).iter().map(ToString::to_string).collect();
             assert_eq!(changes.len(), 2);
             let after = describe_changes(&changes);
-            let note = Note { action: "apply", target: String::new(), before: String::new(), after };
-            records.note(&Author::signal(), note, Duration::from_secs(1));
+            let note = ChangeDescription { action: "apply", target: String::new(), before: String::new(), after };
+            records.record_change(&Author::signal(), note, Duration::from_secs(1));
             let parts = encode(&(&records).into()).unwrap();
             assert!(largest(&parts) < REQUEST_LIMIT, "after {} edits: {} bytes", edit + 1, largest(&parts));
         }
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_is_missing_is_named() {
+    fn missing_part_is_reported() {
         let mut parts = encode(&(&records()).into()).unwrap();
         parts.remove(FLEET);
         assert_eq!(decode(&parts).unwrap_err().to_string(), "part fleet is not there");

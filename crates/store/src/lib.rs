@@ -65,7 +65,7 @@ mod tests {
     use coreward_model::rss::seeded_rng;
     use coreward_wire::ServiceIndex;
 
-    use coreward_fleet::audit::{Author, Note};
+    use coreward_fleet::audit::{Author, ChangeDescription};
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
@@ -75,9 +75,9 @@ mod tests {
         records.generation = 17;
         records.document = Document { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
         records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));
-        records.enrol("lb1", Some([10, 2, 0, 1].into()));
-        records.enrol("lb2", None);
-        records.departed("lb2", Duration::from_secs(1_700_000_000));
+        records.register_load_balancer("lb1", Some([10, 2, 0, 1].into()));
+        records.register_load_balancer("lb2", None);
+        records.record_disconnect("lb2", Duration::from_secs(1_700_000_000));
         let mut buckets = BucketHistory::default();
         for pool in [[1u64, 1], [1, 2]] {
             buckets.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
@@ -101,9 +101,13 @@ mod tests {
             records.servers.insert(id.try_into().unwrap(), server);
         }
         for n in 0..120 {
-            let note =
-                Note { action: "drain", target: format!("s{n}"), before: "active".into(), after: "drained".into() };
-            records.note(&Author::signal(), note, Duration::from_secs(n));
+            let note = ChangeDescription {
+                action: "drain",
+                target: format!("s{n}"),
+                before: "active".into(),
+                after: "drained".into(),
+            };
+            records.record_change(&Author::signal(), note, Duration::from_secs(n));
         }
         records
     }

@@ -182,7 +182,7 @@ impl ConnectionAcceptor {
             let Ok(place) = self.place(address) else { continue };
             let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
-                if let Ok(connection) = acceptor.let_in(stream, address, place).await {
+                if let Ok(connection) = acceptor.accept_peer(stream, address, place).await {
                     // The receiver may be gone.
                     drop(admitted.send(Ok(connection)).await);
                 }
@@ -201,10 +201,10 @@ impl ConnectionAcceptor {
         address: SocketAddr,
     ) -> Result<AcceptedConnection, Failure> {
         let place = self.place(address)?;
-        self.let_in(stream, address, place).await
+        self.accept_peer(stream, address, place).await
     }
 
-    async fn let_in(
+    async fn accept_peer(
         self: &Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
@@ -250,12 +250,12 @@ impl ConnectionAcceptor {
         certificate: &Certificate,
         chain: Vec<CertificateDer<'static>>,
     ) -> Result<ConnectionGuard, Failure> {
-        let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate names nobody".to_owned() };
+        let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate has no identity".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(nobody)?;
         let mut connections = self.connections();
         let count = connections.identities.entry(identity.clone()).or_default();
         if *count >= self.limits.connections_per_identity {
-            let message = format!("{identity} has {count} connections: expected no more");
+            let message = format!("{identity} has {count} connections, which is the limit");
             return Err(Failure { reason: Reason::TooMany, message });
         }
         *count += 1;
@@ -354,7 +354,7 @@ impl HandshakeSlot {
         let (all, limits) = (connections.handshaking, &acceptor.limits);
         let count = connections.handshakes.get(&address).copied().unwrap_or(0);
         if all >= limits.handshakes || count >= limits.handshakes_per_address {
-            let message = format!("{count} handshakes of its address, {all} in all, are not done: expected no more");
+            let message = format!("{count} handshakes of its address, {all} in all, are not done, which is the limit");
             return Err(Failure { reason: Reason::TooMany, message });
         }
         connections.handshakes.insert(address, count + 1);

@@ -150,7 +150,7 @@ impl Authority {
         );
         let secret = self.secret("authority.key")?;
         ensure!(
-            self.belongs(&secret, "authority.crt")?,
+            self.signed_by(&secret, "authority.crt")?,
             "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where that was interrupted"
         );
         let issuer = Issuer::from_ca_cert_pem(&signer, secret)?;
@@ -202,9 +202,9 @@ impl Authority {
     /// Moves `next` to `authority`, file by file, from where an earlier attempt stopped.
     fn switch(&self) -> anyhow::Result<()> {
         let next = self.secret("next.key")?;
-        if !self.belongs(&next, "authority.crt")? {
+        if !self.signed_by(&next, "authority.crt")? {
             ensure!(
-                self.belongs(&next, "next.crt")?,
+                self.signed_by(&next, "next.crt")?,
                 "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and begin again"
             );
             write(&self.path("previous.crt"), &self.read("authority.crt")?)?;
@@ -219,7 +219,7 @@ impl Authority {
         KeyPair::from_pem(&text).with_context(|| self.path(file).display().to_string())
     }
 
-    fn belongs(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
+    fn signed_by(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
         let der = CertificateDer::from_pem_slice(self.read(certificate)?.as_bytes())?;
         let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
         Ok(parsed.public_key().raw == key.subject_public_key_info())

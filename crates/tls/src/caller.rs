@@ -26,8 +26,7 @@ impl fmt::Display for Caller {
 }
 
 impl Caller {
-    /// Returns the peer of a request. Fails (INTERNAL) if no [`ConnectionAcceptor`](crate::ConnectionAcceptor) accepted
-    /// it.
+    /// Returns the peer of a request. Fails (INTERNAL) without [`ConnectionAcceptor`](crate::ConnectionAcceptor).
     pub fn of<T>(request: &Request<T>) -> Result<Self, Status> {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
@@ -59,7 +58,7 @@ impl Caller {
     }
 
     fn shown(&self) -> String {
-        self.identity.as_ref().map_or_else(|| "nobody".to_owned(), Identity::to_string)
+        self.identity.as_ref().map_or_else(|| "no identity".to_owned(), Identity::to_string)
     }
 }
 
@@ -75,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_speaks_for_its_server_only() {
+    fn agent_reports_for_its_own_server_only() {
         let agent = caller(Some("coreward://prod/agent/s1"), true);
         assert!(agent.require_name(Role::Agent, "s1").is_ok());
         let refused = agent.require_name(Role::Agent, "s2").unwrap_err();
@@ -90,6 +89,6 @@ mod tests {
     fn without_a_certificate_only_an_unprotected_connection_may_anything() {
         assert!(caller(None, false).require_name(Role::Lb, "lb1").is_ok());
         let refused = caller(None, true).require(&[Role::Viewer]).unwrap_err();
-        assert_eq!(refused.message(), "the certificate is for nobody: expected viewer");
+        assert_eq!(refused.message(), "the certificate is for no identity: expected viewer");
     }
 }

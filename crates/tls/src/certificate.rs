@@ -22,7 +22,6 @@ pub struct Certificate {
     pub not_before: Duration,
     /// End of validity (since 1970).
     pub not_after: Duration,
-    /// SHA-256 fingerprint.
     pub fingerprint: Fingerprint,
 }
 
@@ -85,7 +84,6 @@ impl Fingerprint {
         Self::sha256(der)
     }
 
-    /// Returns the SHA-256 of bytes.
     pub fn sha256(bytes: &[u8]) -> Self {
         // rustls' hash avoids another implementation.
         let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");

@@ -108,7 +108,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             let identity = Identity { fleet: authority.fleet()?, role: *role, name: name.clone() };
             let beside = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
             let out = out.clone().unwrap_or_else(beside);
-            ensure_nobody_elses(&out, &identity)?;
+            ensure_same_owner(&out, &identity)?;
             issue(&authority, &identity, address, days(*length), &out)?;
             Ok(format!(
                 "{}: for {identity}, {length} days. In its file, with the directory at its machine:\n\n[tls]\nca = \"ca.crt\"\n\
@@ -143,7 +143,7 @@ fn host(text: &str) -> Result<String, String> {
 }
 
 /// A bundle is written over by one for the same part only.
-fn ensure_nobody_elses(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
+fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
     let path = bundle.join("own.crt");
     let Ok(certificates) = read_certificates(&path) else { return Ok(()) };
     if let Some(other) = certificates.first().and_then(|own| own.identity.as_ref()).filter(|other| *other != identity) {
@@ -169,7 +169,7 @@ fn issue(
 fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyhow::Result<String> {
     let path = bundle.join("own.crt");
     let old = read_certificates(&path)?.swap_remove(0);
-    let identity = old.identity.with_context(|| format!("{} names nobody of a fleet", path.display()))?;
+    let identity = old.identity.with_context(|| format!("{} has no identity of a fleet", path.display()))?;
     let fleet = authority.fleet()?;
     anyhow::ensure!(
         identity.fleet == fleet,

@@ -25,7 +25,6 @@ pub struct Files {
     pub key: PathBuf,
 }
 
-/// Unusable file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CredentialError {
@@ -70,7 +69,7 @@ impl Credentials {
         let own = Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
         let nobody = || {
             let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
-            credential_error("certificate", path, format!("the first certificate names nobody: {expected}"))
+            credential_error("certificate", path, format!("the first certificate has no identity: {expected}"))
         };
         let identity = own.identity.clone().ok_or_else(nobody)?;
         let key = secret_key(&files.key)?;
@@ -177,7 +176,8 @@ fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Credent
     for der in certificates("ca", path)? {
         let certificate = Certificate::read(&der).map_err(|problem| credential_error("ca", path, problem))?;
         if !certificate.is_authority {
-            let problem = format!("{} may sign nobody: expected certificates of authorities", certificate.subject);
+            let problem =
+                format!("{} cannot sign certificates: expected certificates of authorities", certificate.subject);
             return Err(credential_error("ca", path, problem));
         }
         roots.add(der).map_err(|error| credential_error("ca", path, error))?;

@@ -82,8 +82,8 @@ impl Reason {
 
 /// Valid certificate that is not accepted here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotAccepted {
-    #[error("its certificate names nobody of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
+pub enum AcceptError {
+    #[error("its certificate has no identity of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
     NoIdentity(String),
     #[error("its certificate is for {identity} of fleet {}: expected fleet {ours}", identity.fleet)]
     OtherFleet { identity: Identity, ours: Name },
@@ -103,7 +103,7 @@ fn hosts_of(hosts: &[String]) -> String {
     if hosts.is_empty() { "no host that it names".to_owned() } else { hosts.join(", ") }
 }
 
-impl NotAccepted {
+impl AcceptError {
     fn reason(&self) -> Reason {
         match self {
             Self::NoIdentity(_) => Reason::NoIdentity,
@@ -142,7 +142,7 @@ impl Failure {
     fn from_tls(error: &Error) -> Self {
         use CertificateError as Wrong;
         let (reason, message) = match error {
-            Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<NotAccepted>() {
+            Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<AcceptError>() {
                 Some(not_accepted) => (not_accepted.reason(), not_accepted.to_string()),
                 None => (Reason::Broken, error.to_string()),
             },
@@ -154,7 +154,7 @@ impl Failure {
                 format!("its certificate is not valid yet: {}", clocks("from", *not_before, *time)),
             ),
             Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => {
-                (Reason::UnknownAuthority, "its certificate is signed by nobody in `ca`".to_owned())
+                (Reason::UnknownAuthority, "its certificate is signed by no authority in `ca`".to_owned())
             }
             Error::InvalidCertificate(Wrong::NotValidForName | Wrong::NotValidForNameContext { .. }) => {
                 (Reason::WrongName, error.to_string())
@@ -164,7 +164,7 @@ impl Failure {
             }
             Error::NoCertificatesPresented => (Reason::NoCertificate, "it shows no certificate".to_owned()),
             Error::AlertReceived(AlertDescription::CertificateRequired) => {
-                (Reason::RefusedByPeer, "the peer wants a certificate: expected `[tls]` with one".to_owned())
+                (Reason::RefusedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
             }
             Error::AlertReceived(alert) => (Reason::RefusedByPeer, refusal(*alert)),
             Error::InvalidMessage(_) | Error::PeerIncompatible(_) | Error::InappropriateMessage { .. } => {
@@ -193,7 +193,7 @@ fn refusal(alert: AlertDescription) -> String {
         }
         AlertDescription::UnknownCA | AlertDescription::DecryptError => "its signer is not in the peer's `ca`",
         AlertDescription::CertificateUnknown | AlertDescription::AccessDenied => {
-            "wrong fleet, role or name, or on the deny list; the peer's log says which"
+            "wrong fleet, role or name, or on the deny list; the peer's log has the reason"
         }
         _ => return format!("the peer ended the handshake with the alert {alert:?}"),
     };
@@ -202,17 +202,17 @@ fn refusal(alert: AlertDescription) -> String {
 
 /// Counters of failures, with the times of the last log lines.
 #[derive(Debug, Default)]
-pub struct Failures(Mutex<BTreeMap<Reason, Counted>>);
+pub struct Failures(Mutex<BTreeMap<Reason, FailureCount>>);
 
 #[derive(Debug, Default)]
-struct Counted {
+struct FailureCount {
     count: u64,
     not_logged: u64,
     logged: Option<Instant>,
 }
 
 impl Failures {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Reason, Counted>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Reason, FailureCount>> {
         self.0.lock()
     }
 

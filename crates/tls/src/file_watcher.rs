@@ -64,14 +64,14 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[tokio::test]
-    async fn a_change_is_told_until_it_is_taken() {
+    async fn change_is_resent_until_acknowledged() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("own.crt");
         let watcher = FileWatcher::of([&path]);
         assert!(!watcher.has_any(), "nothing has changed");
         std::fs::write(&path, "").unwrap();
         timeout(TIMEOUT, watcher.changed()).await.expect("the file is new");
-        assert!(watcher.has_any(), "nobody has taken it");
+        assert!(watcher.has_any(), "it was not taken");
         watcher.take();
         assert!(!watcher.has_any(), "it is taken");
         std::fs::remove_file(&path).unwrap();

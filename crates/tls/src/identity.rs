@@ -10,8 +10,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// The URI's scheme.
 pub const SCHEME: &str = "coreward://";
-/// Limit of a name, bytes.
-const LONGEST: usize = 64;
+const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,7 +29,6 @@ pub enum Role {
 impl Role {
     pub const ALL: [Self; 6] = [Self::Controller, Self::Agent, Self::Lb, Self::Rack, Self::Operator, Self::Viewer];
 
-    /// Returns the role's name in certificates.
     pub fn name(self) -> &'static str {
         match self {
             Self::Controller => "controller",
@@ -82,9 +80,9 @@ impl FromStr for Name {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let readable = text.chars().all(|c| !c.is_whitespace() && !c.is_control());
-        match (1..=LONGEST).contains(&text.len()) && readable {
+        match (1..=MAX_NAME_BYTES).contains(&text.len()) && readable {
             true => Ok(Self(text.to_owned())),
-            false => Err(format!("name {text:?}: expected 1 to {LONGEST} bytes without blanks")),
+            false => Err(format!("name {text:?}: expected 1 to {MAX_NAME_BYTES} bytes without blanks")),
         }
     }
 }

@@ -27,9 +27,9 @@ impl FromToml for Files {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let Table { ca, certificate, key } = Table::read(value, reader)?;
         let files = Self {
-            ca: reader.beside(ca.get_ref()),
-            certificate: reader.beside(certificate.get_ref()),
-            key: reader.beside(key.get_ref()),
+            ca: reader.resolve_path(ca.get_ref()),
+            certificate: reader.resolve_path(certificate.get_ref()),
+            key: reader.resolve_path(key.get_ref()),
         };
         let unusable = Credentials::problems(&files);
         let is_usable = unusable.is_empty();

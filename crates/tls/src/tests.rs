@@ -109,7 +109,7 @@ impl Listening {
     }
 }
 
-/// Says who asks, as often as it is asked.
+/// Returns the caller's identity for each request.
 async fn answer(mut connection: AcceptedConnection) {
     let caller: Caller = connection.caller().clone();
     let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
@@ -160,8 +160,8 @@ fn a_connection_goes_on_in_another_runtime_when_the_first_one_has_ended() {
     });
     drop(accepting);
     serving.spawn(answer(connection));
-    let said = asking.block_on(async { ask(&mut client.await.unwrap()).await });
-    assert_eq!(said.unwrap(), "lb lb1");
+    let printed = asking.block_on(async { ask(&mut client.await.unwrap()).await });
+    assert_eq!(printed.unwrap(), "lb lb1");
 }
 
 #[tokio::test]
@@ -173,7 +173,7 @@ async fn certificate_of_the_fleet_identifies_the_peer() {
     assert!(listening.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listening.failures.counts());
 }
 
-/// Both sides are told why, as far as the protocol lets the other side know.
+/// Both sides get the reason, as far as the protocol has one.
 #[tokio::test]
 async fn foreign_certificates_are_rejected() {
     let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
@@ -207,7 +207,7 @@ async fn foreign_certificates_are_rejected() {
         let error = listening.meet(&tls).await.unwrap_err();
         assert!(error.contains(words), "{reason:?}: {error}");
         if reason == Reason::OtherFleet {
-            // The client saw it first, and told the other side.
+            // The client saw it first, and sent an alert.
             listening.failed(Reason::RefusedByPeer).await;
         } else {
             assert!(error.starts_with(refused), "{error}");
@@ -216,7 +216,7 @@ async fn foreign_certificates_are_rejected() {
     }
     // A foreign authority: each side refuses the other; here the client comes first.
     let error = listening.meet(&other.issue(Role::Agent, "s1")).await.unwrap_err();
-    assert_eq!(error, "its certificate is signed by nobody in `ca`");
+    assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // One whose authority calls itself the same, and that believes ours.
     let impostor = Fleet::new("prod");
     let files = impostor.write(Role::Agent, "s1", Validity::from_now(DAY));
@@ -229,7 +229,7 @@ async fn foreign_certificates_are_rejected() {
 #[tokio::test]
 async fn a_server_must_be_a_controller() {
     let fleet = Fleet::new("prod");
-    // Its certificate does not even say that it may serve.
+    // Its certificate does not allow serving.
     let listening = Listening::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
     let error = listening.meet(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
@@ -253,7 +253,7 @@ async fn other_protocols_are_rejected() {
 }
 
 #[tokio::test]
-async fn silent_strangers_take_few_places_and_not_for_long() {
+async fn silent_connections_take_few_slots_for_a_short_time() {
     let fleet = Fleet::new("prod");
     let limits = Limits { handshake: Duration::from_secs(1), handshakes_per_address: 3, ..Limits::default() };
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
@@ -357,7 +357,7 @@ async fn one_authority_takes_over_from_another() {
             assert_eq!(ask(&mut open).await.unwrap(), "agent s1");
         }
     }
-    // Its authority is believed no more: who has another certificate comes back.
+    // Its authority is no longer trusted: a client with another certificate returns.
     let ended = tokio::time::timeout(TIMEOUT, open.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
     assert!(fleet.authority.roll_over(RollOver::Finish, DAY).is_err(), "it is over");
@@ -367,7 +367,7 @@ async fn one_authority_takes_over_from_another() {
 }
 
 #[tokio::test]
-async fn files_that_are_of_no_use_change_nothing() {
+async fn unusable_files_change_nothing() {
     let fleet = Fleet::new("prod");
     let files = fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
     let agent = Tls::load(files.clone()).unwrap();
@@ -381,12 +381,12 @@ async fn files_that_are_of_no_use_change_nothing() {
     std::fs::write(&files.ca, "").unwrap();
     assert!(error(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
     std::fs::copy(&other.certificate, &files.ca).unwrap();
-    assert!(error(&agent).contains("may sign nobody: expected certificates of authorities"));
+    assert!(error(&agent).contains("cannot sign certificates: expected certificates of authorities"));
     assert_eq!(agent.identity().to_string(), "agent s1");
 }
 
 #[test]
-fn keys_are_for_their_owner_only_and_an_end_that_comes_near_is_told() {
+fn keys_are_private_and_expiry_is_reported() {
     use std::os::unix::fs::PermissionsExt as _;
     let fleet = Fleet::new("prod");
     let now = unix_now();
@@ -411,7 +411,7 @@ fn keys_are_for_their_owner_only_and_an_end_that_comes_near_is_told() {
     );
 }
 
-/// After every change of a file that a command makes: what is issued then is believed, or the error says what to do; no
+/// After every change of a file that a command makes: certificates issued then are valid, or the error has the remedy; no
 /// other step is taken; and the same command goes on.
 #[tokio::test]
 async fn an_interrupted_step_is_finished_by_the_same_command() {
@@ -446,7 +446,7 @@ async fn an_interrupted_step_is_finished_by_the_same_command() {
 }
 
 #[test]
-fn an_authority_that_was_not_made_whole_is_made_by_the_same_command() {
+fn interrupted_authority_is_completed_by_the_same_command() {
     let init = |directory: &Path| Authority::init(directory, &"prod".parse().unwrap(), DAY);
     for changes in 0.. {
         let directory = tempfile::tempdir().unwrap();

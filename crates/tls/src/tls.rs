@@ -90,14 +90,14 @@ impl Tls {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
         loop {
-            let told = async {
+            let reported = async {
                 match &mut hangup {
                     Some(hangup) => hangup.recv().await,
                     None => std::future::pending().await,
                 }
             };
             let read = tokio::select! {
-                _ = told => true,
+                _ = reported => true,
                 () = self.watcher.changed() => true,
                 _ = reminder.tick() => {
                     self.warnings().iter().for_each(|warning| tracing::warn!(event = "certificate-ends", "{warning}"));

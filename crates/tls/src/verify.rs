@@ -17,7 +17,7 @@ use rustls::{
 };
 
 use crate::certificate::{Certificate, Fingerprint};
-use crate::failure::NotAccepted;
+use crate::failure::AcceptError;
 use crate::identity::{Identity, Name, Role};
 
 /// Revoked certificates; clones share the list.
@@ -51,7 +51,7 @@ impl Host {
         parsed: &ParsedCertificate<'_>,
         read: &Certificate,
         identity: &Identity,
-    ) -> Result<(), NotAccepted> {
+    ) -> Result<(), AcceptError> {
         let names = |host: &ServerName<'_>| verify_server_name(parsed, host).is_ok();
         let expected = match self {
             Self::Any => return Ok(()),
@@ -67,7 +67,7 @@ impl Host {
                 wanted.join(" or ")
             }
         };
-        Err(NotAccepted::OtherHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })
+        Err(AcceptError::OtherHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })
     }
 }
 
@@ -80,20 +80,20 @@ struct Expected {
 }
 
 impl Expected {
-    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), NotAccepted> {
-        let read = Certificate::read(certificate).map_err(NotAccepted::NoIdentity)?;
-        let identity = read.identity.clone().ok_or_else(|| NotAccepted::NoIdentity(read.subject.clone()))?;
+    fn check(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), AcceptError> {
+        let read = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
+        let identity = read.identity.clone().ok_or_else(|| AcceptError::NoIdentity(read.subject.clone()))?;
         if let Some(ours) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
-            return Err(NotAccepted::OtherFleet { identity, ours });
+            return Err(AcceptError::OtherFleet { identity, ours });
         }
         if !self.roles.contains(&identity.role) {
-            return Err(NotAccepted::WrongRole { identity, expected: self.roles.clone() });
+            return Err(AcceptError::WrongRole { identity, expected: self.roles.clone() });
         }
         Ok((identity, read))
     }
 }
 
-fn refuse(not_accepted: NotAccepted) -> Error {
+fn refuse(not_accepted: AcceptError) -> Error {
     Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(not_accepted))))
 }
 
@@ -223,7 +223,7 @@ impl ClientCertVerifier for ClientVerifier {
         let verified = self.chain.verify_client_cert(certificate, intermediates, now)?;
         let (identity, read) = self.expected.check(certificate).map_err(refuse)?;
         if self.revoked.contains(&read.fingerprint) {
-            return Err(refuse(NotAccepted::Revoked(identity)));
+            return Err(refuse(AcceptError::Revoked(identity)));
         }
         Ok(verified)
     }

@@ -28,8 +28,8 @@ pub enum ClientEvent {
 
 impl Model {
     /// Adds an answer.
-    pub fn take(&mut self, heard: ClientEvent) {
-        match heard {
+    pub fn take(&mut self, event: ClientEvent) {
+        match event {
             ClientEvent::Problem(problem) => self.problem = Some(problem),
             ClientEvent::Status(status) => {
                 self.problem = None;
@@ -60,7 +60,7 @@ impl Model {
     /// Returns new connections per second by server.
     pub fn new_connections(&self) -> BTreeMap<&str, f64> {
         let of = |loads: &'_ ServerLoads| loads.new_connections;
-        let Some((oldest, newest, seconds)) = self.ends() else { return BTreeMap::new() };
+        let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let before: BTreeMap<&str, u64> = oldest.servers.iter().map(|server| (&*server.name, of(server))).collect();
         let rate = |server: &ServerLoads| Some(of(server).saturating_sub(*before.get(&*server.name)?) as f64 / seconds);
         newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
@@ -68,7 +68,7 @@ impl Model {
 
     /// Returns a load balancer's packets per second by counter.
     pub fn packets(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
-        let Some((oldest, newest, seconds)) = self.ends() else { return BTreeMap::new() };
+        let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let find = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
         let (Some(before), Some(now)) = (find(oldest), find(newest)) else { return BTreeMap::new() };
         let before = &oldest.load_balancers[before].counters;
@@ -79,7 +79,7 @@ impl Model {
     }
 
     /// Returns the oldest counts, the newest, and the time between them (s).
-    fn ends(&self) -> Option<(&Loads, &Loads, f64)> {
+    fn oldest_and_newest(&self) -> Option<(&Loads, &Loads, f64)> {
         let (oldest, newest) = (self.loads.front()?, self.loads.back()?);
         let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;
         (seconds > 0.0).then_some((oldest, newest, seconds))

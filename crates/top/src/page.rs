@@ -55,8 +55,7 @@ pub fn full_height(status: &Status) -> u16 {
     u16::try_from(lines).unwrap_or(u16::MAX)
 }
 
-/// Returns the lines of each section: all if they fit, else [`LINES`], fewer on a small page. Three lines are head and
-/// foot.
+/// Returns the lines of each section: all, else [`LINES`], fewer on a small page. Three are head and foot.
 fn heights(wanted: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
     let all = wanted.iter().sum::<usize>() + servers + 1;

@@ -21,7 +21,7 @@ const INTERVAL: Duration = Duration::from_secs(1);
 const REST: u32 = 4;
 /// Width without a terminal.
 const COLUMNS: u16 = 120;
-const MOST_LINES: u16 = 400;
+const MAX_LINES: u16 = 400;
 
 /// Shows the page until q is pressed. With `once`, or without a terminal, returns it as text.
 pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
@@ -41,21 +41,21 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
         })?;
         return Ok(Some(text(&seen)?));
     }
-    let (sender, heard) = mpsc::channel();
+    let (sender, events) = mpsc::channel();
     let client = client.clone();
     let ended = Arc::new(AtomicBool::new(false));
-    let told = ended.clone();
+    let reported = ended.clone();
     let beside = move || {
         runtime.block_on(async {
             tokio::select! {
-                () = ask(&client, &sender) => {}
-                _ = signalled() => told.store(true, Ordering::Relaxed),
+                () = poll_controller(&client, &sender) => {}
+                _ = signalled() => reported.store(true, Ordering::Relaxed),
             }
         });
     };
     std::thread::Builder::new().name("asks".to_owned()).spawn(beside)?;
     let mut terminal = ratatui::try_init()?;
-    let outcome = event_loop(&mut terminal, seen, &heard, &ended);
+    let outcome = event_loop(&mut terminal, seen, &events, &ended);
     ratatui::try_restore()?;
     outcome.map(|()| None)
 }
@@ -71,19 +71,19 @@ async fn signalled() -> std::io::Result<()> {
 }
 
 /// Polls the controller until the receiver is gone.
-async fn ask(client: &Client, sender: &Sender<ClientEvent>) {
+async fn poll_controller(client: &Client, sender: &Sender<ClientEvent>) {
     loop {
-        let begun = Instant::now();
-        let heard = match (client.loads().await, client.status(false).await) {
+        let started = Instant::now();
+        let events = match (client.loads().await, client.status(false).await) {
             (Ok(loads), Ok(status)) => vec![ClientEvent::Status(Box::new(status)), ClientEvent::Loads(loads)],
             (Err(error), _) | (_, Err(error)) => vec![ClientEvent::Problem(format!("{error:#}"))],
         };
-        for heard in heard {
-            if sender.send(heard).is_err() {
+        for event in events {
+            if sender.send(event).is_err() {
                 return;
             }
         }
-        let took = begun.elapsed();
+        let took = started.elapsed();
         tokio::time::sleep(INTERVAL.saturating_sub(took).max(took * REST)).await;
     }
 }
@@ -91,7 +91,7 @@ async fn ask(client: &Client, sender: &Sender<ClientEvent>) {
 fn event_loop(
     terminal: &mut ratatui::DefaultTerminal,
     mut seen: Model,
-    heard: &Receiver<ClientEvent>,
+    events: &Receiver<ClientEvent>,
     ended: &AtomicBool,
 ) -> anyhow::Result<()> {
     let mut view = View::default();
@@ -107,14 +107,14 @@ fn event_loop(
                 return Ok(());
             }
         }
-        heard.try_iter().for_each(|heard| seen.take(heard));
+        events.try_iter().for_each(|event| seen.take(event));
     }
     Ok(())
 }
 
 /// Returns one page as text, in full height.
 fn text(seen: &Model) -> anyhow::Result<String> {
-    let lines = seen.status.as_ref().map_or(1, full_height).min(MOST_LINES);
+    let lines = seen.status.as_ref().map_or(1, full_height).min(MAX_LINES);
     let mut terminal = Terminal::new(TestBackend::new(COLUMNS, lines))?;
     terminal.draw(|frame| draw(frame, seen, &mut View::default()))?;
     Ok(page_text(terminal.backend()))

@@ -11,7 +11,6 @@ pub enum Order {
 }
 
 impl Order {
-    /// Returns the name on the page.
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",

@@ -145,16 +145,15 @@ pub struct AgentConfiguration {
     pub fleet_rss_key: RssKey,
     /// Seed of this server's indirection table.
     pub server_id: ServerId,
-    /// Previous servers of this server's buckets, to which it may have to forward packets. May change without a new
-    /// generation.
-    pub servers_before: Vec<ServerBefore>,
+    /// Previous servers of this server's buckets, for daisy chaining. May change without a new generation.
+    pub servers_before: Vec<PreviousServer>,
     /// Whether an operator waits for the remaining connections: they are counted more often.
     pub draining: bool,
 }
 
 /// A server to which packets may be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServerBefore {
+pub struct PreviousServer {
     /// Id in the packets.
     pub id: ServerId,
     /// Address in the servers' network.
@@ -238,7 +237,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             server_id: service.server_id.get().into(),
             mode: Some(service.mode.into()),
         };
-        let before = |server: &ServerBefore| v1::ServerBefore {
+        let before = |server: &PreviousServer| v1::PreviousServer {
             id: server.id.get().into(),
             address: address_bytes(server.address),
         };
@@ -349,8 +348,7 @@ impl FleetConfiguration {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// Returns number and configuration, and its unusable services apart. Fails when `bytes` are no configuration, or a
-    /// contradictory one.
+    /// Returns number and configuration, and its unusable services. Fails when `bytes` are no valid configuration.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
@@ -456,10 +454,10 @@ impl TryFrom<&v1::StampedService> for StampedService {
     }
 }
 
-impl TryFrom<&v1::ServerBefore> for ServerBefore {
+impl TryFrom<&v1::PreviousServer> for PreviousServer {
     type Error = WireError;
 
-    fn try_from(message: &v1::ServerBefore) -> Result<Self, WireError> {
+    fn try_from(message: &v1::PreviousServer) -> Result<Self, WireError> {
         Ok(Self { id: parse_server_id("id", message.id)?, address: parse_address("address", &message.address)? })
     }
 }

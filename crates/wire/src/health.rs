@@ -36,7 +36,7 @@ pub struct CheckedServer {
 }
 
 /// Limit of an error's length.
-const LONGEST_ERROR: usize = 200;
+const MAX_ERROR: usize = 200;
 
 impl From<&HealthMessage> for v1::LoadBalancerHealth {
     fn from(message: &HealthMessage) -> Self {
@@ -59,7 +59,7 @@ impl From<&CheckedServer> for v1::ServerHealth {
             server_id: 0,
             up: checked.verdict.map(|verdict| verdict == Verdict::Up),
             since_ms: checked.since.as_millis() as u64,
-            error: checked.error.chars().take(LONGEST_ERROR).collect(),
+            error: checked.error.chars().take(MAX_ERROR).collect(),
             latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
             checks: checked.checks,
             failures: checked.failures,
@@ -90,7 +90,7 @@ impl From<&v1::ServerHealth> for CheckedServer {
         Self {
             verdict: message.up.map(verdict),
             since: Duration::from_millis(message.since_ms),
-            error: message.error.chars().filter(|c| !c.is_control()).take(LONGEST_ERROR).collect(),
+            error: message.error.chars().filter(|c| !c.is_control()).take(MAX_ERROR).collect(),
             latency: Duration::from_micros(message.latency_us.into()),
             checks: message.checks,
             failures: message.failures,
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn checks_come_back_and_others_are_named() {
+    fn health_checks_round_trip() {
         let probes = [
             Probe::Tcp,
             Probe::Http(http()),

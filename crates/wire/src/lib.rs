@@ -38,7 +38,7 @@ pub mod traffic;
 
 pub use change::FleetChange;
 pub use configuration::{
-    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, RefusedService, STATE_INTERVAL, Server, ServerBefore,
+    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, PreviousServer, RefusedService, STATE_INTERVAL, Server,
     Service, ServiceIndex, StampedService,
 };
 pub use error::{Context, WireError};

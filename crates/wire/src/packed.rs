@@ -1,4 +1,4 @@
-//! Lists of numbers in `bytes`, in the encoding of packed `repeated` fields, and read in place. Racks pass up millions
+//! Lists of numbers in `bytes`, in the encoding of packed `repeated` fields, and read in place. Racks send millions
 //! of numbers a second, and protobuf would copy each list into a growing vector.
 
 use prost::bytes::{Bytes, BytesMut};
@@ -82,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn both_ways_are_the_same_bytes(
+        fn packed_and_plain_encoding_are_equal(
             numbers in prop::collection::vec(prop_oneof![0u64..200, any::<u64>()], 0..50),
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {

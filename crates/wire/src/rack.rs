@@ -4,28 +4,28 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::load::{Alpha, MOST_LOAD};
+use coreward_model::load::{Alpha, MAX_LOAD};
 use coreward_model::placement::{BucketCount, Core};
 use coreward_model::policy::{
-    Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MOST_CANDIDATES, RackSummary, ReducedServer, SpreadBins,
+    Bin, CandidateList, Capacity, Class, LoadSpread, Loads, MAX_CANDIDATES, RackSummary, ReducedServer, SpreadBins,
     Weight,
 };
 use prost::Message as _;
 
 use crate::address::parse_server_id;
-use crate::report::MOST_CORES;
+use crate::report::MAX_CORES;
 use crate::rss::parse_key;
 use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 
-/// Above the cores of any rack. With it, and no load above 16 (`MOST_LOAD` of the model), the sums of a thousand racks
+/// Above the cores of any rack. With it, and no load above 16 (`MAX_LOAD` of the model), the sums of a thousand racks
 /// stay below 2^64, and can be subtracted again.
-const MOST_CORES_OF_A_BIN: u64 = 1 << 18;
+const MAX_CORES_OF_BIN: u64 = 1 << 18;
 /// Largest load in 2^-32 of a core, the unit of sums.
-const LARGEST_LOAD: u64 = (MOST_LOAD as u64) << 32;
+const MAX_RACK_LOAD: u64 = (MAX_LOAD as u64) << 32;
 
 /// A controller accepts twice as much at once; one summary is smaller (2,048 buckets, 8 candidates of each, one RSS
 /// key: 200 kB).
-const LARGEST_MESSAGE: usize = 2 << 20;
+const MAX_MESSAGE: usize = 2 << 20;
 
 /// Configuration of a rack: its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
@@ -144,7 +144,7 @@ struct PackedMessages {
 
 impl PackedMessages {
     fn with_room_for(&mut self, bytes: usize) -> &mut v1::RackMessage {
-        if self.bytes > 0 && self.bytes + bytes > LARGEST_MESSAGE {
+        if self.bytes > 0 && self.bytes + bytes > MAX_MESSAGE {
             self.messages.push(v1::RackMessage::default());
             self.bytes = 0;
         }
@@ -254,8 +254,8 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
     }
     let parallel = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
     let server = |((id, cores), sum): ((&u32, &u32), &f64)| {
-        if !(1..=MOST_CORES as u32).contains(cores) {
-            return Err(WireError::new("cores", format!("{cores}: expected 1 to {MOST_CORES}")));
+        if !(1..=MAX_CORES as u32).contains(cores) {
+            return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
         }
         is_load_of("load_sum", *sum, *cores)?;
         let loads = Loads::Aggregated { sum: *sum, cores: *cores };
@@ -280,11 +280,10 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(Class, SpreadBins), WireErr
         };
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
-        let sum_at_most = cores.saturating_mul(LARGEST_LOAD);
-        if cores > MOST_CORES_OF_A_BIN || sum > sum_at_most {
-            let problem = format!(
-                "{cores} cores with a sum of {sum}: expected at most {MOST_CORES_OF_A_BIN}, and of {sum_at_most}"
-            );
+        let sum_at_most = cores.saturating_mul(MAX_RACK_LOAD);
+        if cores > MAX_CORES_OF_BIN || sum > sum_at_most {
+            let problem =
+                format!("{cores} cores with a sum of {sum}: expected at most {MAX_CORES_OF_BIN}, and of {sum_at_most}");
             return Err(WireError::new("cores", problem));
         }
         if bins.last().is_some_and(|(last, _)| *last >= bin) {
@@ -300,8 +299,8 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
     let count = packed::count(&message.server);
     length_is("core", packed::count(&message.core), count)?;
     length_is("load", packed::count_doubles("load", &message.load)?, count)?;
-    if !(1..=u32::from(MOST_CANDIDATES)).contains(&message.per_bucket) {
-        let problem = format!("{}: expected 1 to {MOST_CANDIDATES}", message.per_bucket);
+    if !(1..=u32::from(MAX_CANDIDATES)).contains(&message.per_bucket) {
+        let problem = format!("{}: expected 1 to {MAX_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
     let cores = packed::read(&message.server).zip(packed::read(&message.core));
@@ -328,7 +327,7 @@ fn is_load(field: &str, load: f64) -> Result<(), WireError> {
 }
 
 fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
-    let most = MOST_LOAD * f64::from(cores);
+    let most = MAX_LOAD * f64::from(cores);
     // Smoothing may round up.
     if (0.0..=most * 1.000_001).contains(&load) {
         return Ok(());
@@ -378,11 +377,11 @@ mod tests {
     #[test]
     fn large_summary_is_split_into_messages() {
         let message = summary_message(ServiceIndex::new(3).unwrap(), &summary());
-        let (bytes, count) = (message.encoded_len(), 3 * LARGEST_MESSAGE / message.encoded_len());
+        let (bytes, count) = (message.encoded_len(), 3 * MAX_MESSAGE / message.encoded_len());
         let agent = v1::FromAgent { stream: 7, message: None };
         let messages = rack_messages(vec![agent.clone()], vec![message.clone(); count]);
         assert!((3..=4).contains(&messages.len()), "{} of {bytes} bytes in {}", count, messages.len());
-        assert!(messages.iter().all(|message| message.encoded_len() < 2 * LARGEST_MESSAGE));
+        assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_MESSAGE));
         assert_eq!(messages[0].agents, [agent]);
         assert_eq!(
             messages.into_iter().flat_map(|message| message.summaries).collect::<Vec<_>>(),
@@ -398,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn summaries_that_mean_nothing_are_refused() {
+    fn invalid_summaries_are_rejected() {
         let error = |change: fn(&mut v1::RackSummary)| {
             let mut message = summary_message(ServiceIndex::new(0).unwrap(), &summary());
             change(&mut message);

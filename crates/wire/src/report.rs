@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
-use crate::sanitize::{known_counts, readable_dispatched, readable_refused, sanitize};
+use crate::sanitize::{readable_dispatched, readable_refused, retain_known_counters, sanitize};
 use crate::{Context as _, ReportedRss, WireError, v1};
 
 /// A report, all values absolute.
@@ -97,7 +97,7 @@ pub enum ReportError {
     #[error("{0}")]
     Rss(WireError),
     /// With 0 every report would be too old; with a long time a dead agent would keep others from the server.
-    #[error("time_to_live_ms: {0}: expected 1 to {LONGEST_LIFE_MS}")]
+    #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
     TimeToLive(u32),
     /// More than one server can have.
     #[error("{what}: {count}: expected at most {most}")]
@@ -112,33 +112,33 @@ pub enum ReportError {
 }
 
 /// Limit of the time to live. Reports come every second at least; behind a rack, full ones once a minute.
-pub const LONGEST_LIFE_MS: u32 = 180_000;
+pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
 /// The largest message that a controller or a rack reads from an agent.
 pub const AGENT_MESSAGE_BYTES: usize = 256 << 10;
 /// Limit of a report's cores.
-pub(crate) const MOST_CORES: usize = 4096;
-const MOST_COUNTERS: usize = 256;
-const MOST_WARNINGS: usize = 64;
-const MOST_DISPATCHED: usize = 1024;
+pub(crate) const MAX_CORES: usize = 4096;
+const MAX_COUNTERS: usize = 256;
+const MAX_WARNINGS: usize = 64;
+const MAX_DISPATCHED: usize = 1024;
 /// Limit of counted services: the number of service indexes.
-const MOST_COUNTED: usize = 1024;
+const MAX_COUNTED: usize = 1024;
 /// Limit of workers of all UDP services: a worker has a core, or shares one.
-const MOST_WORKERS: usize = 4096;
+const MAX_WORKERS: usize = 4096;
 
 impl TryFrom<v1::Report> for Report {
     type Error = ReportError;
 
     fn try_from(message: v1::Report) -> Result<Self, ReportError> {
-        if !(1..=LONGEST_LIFE_MS).contains(&message.time_to_live_ms) {
+        if !(1..=MAX_TIME_TO_LIVE_MS).contains(&message.time_to_live_ms) {
             return Err(ReportError::TimeToLive(message.time_to_live_ms));
         }
         for (what, count, most) in [
-            ("core_busy_ns", message.core_busy_ns.len(), MOST_CORES),
-            ("counters", message.counters.len(), MOST_COUNTERS),
-            ("warnings", message.warnings.len(), MOST_WARNINGS),
-            ("dispatch", message.dispatch.len(), MOST_DISPATCHED),
-            ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MOST_WORKERS),
-            ("connections", message.connections.as_ref().map_or(0, |counted| counted.services.len()), MOST_COUNTED),
+            ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
+            ("counters", message.counters.len(), MAX_COUNTERS),
+            ("warnings", message.warnings.len(), MAX_WARNINGS),
+            ("dispatch", message.dispatch.len(), MAX_DISPATCHED),
+            ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_WORKERS),
+            ("connections", message.connections.as_ref().map_or(0, |counted| counted.services.len()), MAX_COUNTED),
         ] {
             if count > most {
                 return Err(ReportError::TooLarge { what, count, most });
@@ -147,7 +147,7 @@ impl TryFrom<v1::Report> for Report {
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
         let details = (!message.without_details).then(|| ReportDetails {
-            counters: known_counts(message.counters, &SERVER_COUNTERS).into_iter().collect(),
+            counters: retain_known_counters(message.counters, &SERVER_COUNTERS).into_iter().collect(),
             warnings: message.warnings.into_iter().map(sanitize).collect(),
             dispatch: message.dispatch.into_iter().filter(listens).map(readable_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
@@ -172,15 +172,14 @@ impl TryFrom<v1::Report> for Report {
     }
 }
 
-/// Removes display lists from a report that no controller would accept. (The tables of 4,096 workers are the largest
-/// part.)
+/// Removes display lists, such as tables of 4,096 workers, from a report that is too large.
 pub fn limited_report(mut report: v1::Report) -> v1::Report {
     // Room for the rest of the message, and the warning.
     const ENVELOPE_BYTES: usize = 256;
     if report.encoded_len() > AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
         report.dispatch.clear();
         report.connections = None;
-        report.warnings.truncate(MOST_WARNINGS - 1);
+        report.warnings.truncate(MAX_WARNINGS - 1);
         report.warnings.push(format!(
             "the report was larger than {AGENT_MESSAGE_BYTES} bytes: sent without workers and connections"
         ));
@@ -220,7 +219,7 @@ mod tests {
 
     /// They are labels of metrics.
     #[test]
-    fn names_that_an_agent_invents_are_not_taken() {
+    fn invented_counter_names_are_dropped() {
         let invented = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);
         let dispatch = |listen: &str| v1::DispatchedService { listen: listen.into(), ..Default::default() };
         let dispatch = vec![dispatch("mine"), dispatch("192.0.2.1:53")];
@@ -231,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_of_every_program_of_an_agent_are_taken() {
+    fn counters_of_all_agent_programs_are_known() {
         let names = [&intf::SERVER_COUNTER_NAMES[..], &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES].concat();
         let counters = names.iter().map(|name| ((*name).to_owned(), 1)).collect();
         let report = Report::try_from(v1::Report { counters, ..message() }).unwrap();
@@ -298,14 +297,14 @@ mod tests {
             dropped: u64::MAX,
             ..Default::default()
         };
-        let service = v1::DispatchedService { workers: vec![worker; MOST_WORKERS], ..Default::default() };
-        let warnings = vec!["w".repeat(512); MOST_WARNINGS];
-        let busy = vec![u64::MAX; MOST_CORES];
+        let service = v1::DispatchedService { workers: vec![worker; MAX_WORKERS], ..Default::default() };
+        let warnings = vec!["w".repeat(512); MAX_WARNINGS];
+        let busy = vec![u64::MAX; MAX_CORES];
         let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy.clone(), ..message() };
         assert!(report.encoded_len() > AGENT_MESSAGE_BYTES);
         let report = limited_report(report);
         assert!(report.encoded_len() < AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
-        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy, MOST_WARNINGS));
+        assert_eq!((report.core_busy_ns, report.warnings.len()), (busy, MAX_WARNINGS));
     }
 
     #[test]

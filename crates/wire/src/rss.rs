@@ -44,8 +44,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// Parses a key with the transform of its input. Fails when the key is too short or too long, or the transform is
-/// unknown.
+/// Parses a key with its input's transform. Fails on a wrong length or an unknown transform.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;

@@ -34,7 +34,7 @@ pub fn readable_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
 }
 
 /// Returns the known counters: their names are labels of metrics, and invented names would create series without end.
-pub fn known_counts(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
+pub fn retain_known_counters(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
     let is_known = |name: &String| known.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known(name)).collect()
 }
@@ -71,9 +71,9 @@ pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     v1::LoadBalancerState {
         table_generations: readable_counts(state.table_generations),
         unresolved_servers: all_readable(state.unresolved_servers),
-        counters: known_counts(state.counters, &[&intf::LB_COUNTER_NAMES]),
+        counters: retain_known_counters(state.counters, &[&intf::LB_COUNTER_NAMES]),
         xdp_mode: sanitize(state.xdp_mode),
-        events: known_counts(state.events, &[&intf::LB_EVENT_NAMES]),
+        events: retain_known_counters(state.events, &[&intf::LB_EVENT_NAMES]),
         unresolved_load_balancers: all_readable(state.unresolved_load_balancers),
         server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(clock).collect(),
         warnings: all_readable(state.warnings),

@@ -39,7 +39,7 @@ pub struct SocketAnswer {
 
 impl SocketQuery {
     /// Returns the answer for an absent agent.
-    pub fn away(&self) -> SocketAnswer {
+    pub fn absent(&self) -> SocketAnswer {
         self.answer(Vec::new())
     }
 
@@ -51,7 +51,7 @@ impl SocketQuery {
 
 impl SocketAnswer {
     /// Whether the agent was absent.
-    pub fn is_away(&self) -> bool {
+    pub fn is_absent(&self) -> bool {
         self.open.is_empty()
     }
 }

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_come_back_and_unknown_places_are_named() {
+    fn connection_counts_round_trip() {
         let traffic = |opened: u64| ServerTraffic { opened, closed: 1, packets: 2, bytes: 3 };
         let message = TrafficMessage {
             opened: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
@@ -98,7 +98,7 @@ mod tests {
 
     /// A load balancer with false counts crashes no controller.
     #[test]
-    fn counts_that_somebody_makes_up_add_up_to_the_largest() {
+    fn invented_counts_saturate() {
         let most = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
         let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![most; 2], opened: 1 }];
         let message = v1::LoadBalancerTraffic { services, servers: vec![most] };

@@ -39,7 +39,7 @@ const FIRST_PORT: u16 = 10_000;
 /// has too few.
 const BACKLOG: i32 = 1 << 20;
 
-/// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or when no more sockets are
+/// Measures, in a thread of its own: the namespace is the thread's. Fails without root, or when sockets are not
 /// available.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-lab bench counting makes a network namespace: run it as root");

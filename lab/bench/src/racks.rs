@@ -25,8 +25,8 @@ use crate::report::{Report, Table};
 use crate::scale::{Window, rows, window};
 use crate::test_env;
 
-/// Summaries that each rack has, of different loads, and passes up in turn: making them is the racks' work, and they would share
-/// the machine with what is measured.
+/// Summaries of different loads that each rack sends in turn: making them is the racks' work, and they would share the
+/// machine with what is measured.
 const ROUNDS: usize = 4;
 const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -45,7 +45,7 @@ pub struct Args {
     /// Racks, each with as many of the agents (+-1)
     #[arg(long, default_value_t = 250, value_parser = clap::value_parser!(u32).range(1..))]
     racks: u32,
-    /// Candidates that a rack passes up for each bucket at most
+    /// Limit of the candidates that a rack sends for each bucket
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
     rack_candidates: u8,
     /// How often is measured
@@ -123,7 +123,7 @@ impl Rack {
         let registration = v1::RackRegistration { name: rack.clone(), version: "bench".into() };
         let registrations = agents.clone().map(|agent| {
             let registration = v1::AgentRegistration { server: name(agent), version: "bench".into() };
-            said(agent, agent_message::Message::Registration(registration))
+            report_from(agent, agent_message::Message::Registration(registration))
         });
         messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
         messages.send(v1::RackMessage { agents: registrations.collect(), ..Default::default() }).await?;
@@ -138,11 +138,11 @@ impl Rack {
             }
         };
         let detail_interval = Arc::new(AtomicU32::new(configuration.detail_interval_ms));
-        let told = detail_interval.clone();
+        let reported = detail_interval.clone();
         tokio::spawn(async move {
             while let Ok(Some(update)) = updates.message().await {
                 if let Some(rack_update::Update::Configuration(configuration)) = update.update {
-                    told.store(configuration.detail_interval_ms, Ordering::Relaxed);
+                    reported.store(configuration.detail_interval_ms, Ordering::Relaxed);
                 }
             }
         });
@@ -185,7 +185,7 @@ impl Rack {
             // The first report of each agent, which brings its RSS, goes up at once.
             let (first, step) = if round == 0 { (0, 1) } else { (round % per_detail, per_detail) };
             for (agent, server) in self.servers.iter_mut().skip(first).step_by(step) {
-                message.agents.push(said(*agent, agent_message::Message::Report(server.detailed_report())));
+                message.agents.push(report_from(*agent, agent_message::Message::Report(server.detailed_report())));
             }
             if self.messages.send(message).await.is_err() {
                 return;
@@ -195,7 +195,7 @@ impl Rack {
     }
 }
 
-fn said(agent: u32, message: agent_message::Message) -> v1::FromAgent {
+fn report_from(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
@@ -218,10 +218,9 @@ fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) 
         name: "racks",
         title: "The controller behind racks",
         about: format!(
-            "{} racks pass up {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream \
-             of its own (loopback{}), and every server's whole report as often as the controller wants it, to a \
-             controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and \
-             says so for each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. A rack's CPU \
+            "{} racks send {} candidates per bucket of {} servers of {} cores every 100 ms, each by a gRPC stream \
+             of its own (loopback{}), and every server's whole report as often as the controller requests it, to a \
+             controller that has CPU 0; racks and a load balancer, which puts the tables of {} services in force and reports each, share CPU 1. {} windows of {} s; percentiles are interpolated in classes. A rack's CPU \
              is without gRPC.",
             args.racks,
             args.rack_candidates,

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_section_takes_the_place_of_its_older_self() {
+    fn section_of_the_page_is_replaced() {
         let report = |title, about: &str| Report { name: "x", title, about: about.to_string(), tables: vec![] };
         let text = with_section("# Head\n", &report("One", "old"));
         let text = with_section(&text, &report("Two", "other"));

@@ -206,7 +206,7 @@ fn report(args: &Args, windows: &[Window]) -> Report {
         about: format!(
             "{} agents of {} cores report every 100 ms, each by a gRPC stream over a TCP connection of its own \
              (loopback{}), to a controller that has CPU 0; agents and a load balancer, which puts the tables of {} \
-             services in force and says so for each, share CPU 1, of which the agents have what the other leaves \
+             services in force and reports it for each, share CPU 1, of which the agents have what the other leaves \
              (SCHED_IDLE). {} windows of {} s; percentiles are interpolated in classes. To reach: 2,000 servers on one \
              CPU, 99 % of tables in the kernel within 10 ms of the report that made them due.",
             args.agents,

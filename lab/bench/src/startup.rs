@@ -239,7 +239,7 @@ fn report(args: &Args, starts: &[Start], changes: &[Change]) -> Report {
         name: "start",
         title: "The start of a load balancer",
         about: format!(
-            "A load balancer without state from before (generic XDP at a veth device) starts beside a controller with \
+            "A load balancer without state from before (generic XDP at a veth device) starts next to a controller with \
              {} services and {} servers, each of one service, which answer ARP; SYNs for every service come all the \
              while. {} starts. Then {} servers are drained, one after the other. To reach: less than 1 s to the first \
              packet, less than 10 ms from the answer to the kernel.",

@@ -43,7 +43,7 @@ where
     runtime.block_on(async {
         controller.listens().await?;
         let _balancer = Balancer::start(&controller, &scratch, &pins)?;
-        yield_to_others()?;
+        lower_priority()?;
         measure(&mut controller, Duration::from_millis(fleet.report_interval_ms)).await
     })
 }
@@ -105,7 +105,7 @@ pub fn make_network() -> anyhow::Result<()> {
 
 /// Gives the load balancer precedence over the emulated agents, which in reality run elsewhere. To be called in their
 /// thread.
-fn yield_to_others() -> anyhow::Result<()> {
+fn lower_priority() -> anyhow::Result<()> {
     let priority = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.
     let outcome = unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const priority) };

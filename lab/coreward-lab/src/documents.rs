@@ -249,7 +249,7 @@ fn numbers_are_those_of_the_constants() {
         ("api.md", format!("the newest {entries} changes")),
     ] {
         let manual = std::fs::read_to_string(root().join("docs").join(page)).unwrap();
-        assert!(manual.contains(&text), "docs/{page} does not say {text:?}");
+        assert!(manual.contains(&text), "docs/{page} does not contain {text:?}");
     }
 }
 
@@ -261,7 +261,7 @@ fn every_alert_is_explained_and_asks_for_what_there_is() {
     let alerts: Vec<&str> = words(&rules, "Coreward").collect();
     assert!(alerts.len() > 5, "{alerts:?}");
     let unexplained = alerts.iter().filter(|alert| !operations.contains(&format!("* `{alert}`: ")));
-    assert_none(unexplained.map(|alert| format!("docs/operations.md does not say what {alert} means")).collect());
+    assert_none(unexplained.map(|alert| format!("docs/operations.md does not explain {alert}")).collect());
     let gone = words(&operations, "Coreward").filter(|alert| !alerts.contains(alert));
     assert_none(gone.map(|alert| format!("docs/operations.md: there is no alert {alert}")).collect());
     let unknown = words(&rules, "coreward_").filter(|name| !metrics.contains(&format!("* `{name}` (")));

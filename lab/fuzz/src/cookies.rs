@@ -1,4 +1,4 @@
-//! Clients that return another TSecr than they were sent gain no more than the number of ids allows.
+//! Clients that return another TSecr than they were sent gain only as much as the number of ids allows.
 //!
 //! A cookie hides 15 bits (kind and id) by a permutation that the keyed hash of the 4-tuple draws. So, precisely:
 //!

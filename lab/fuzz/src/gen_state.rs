@@ -291,17 +291,17 @@ impl GenState {
 
     /// Takes note of an entry that a first packet was given. `frame`: as it came.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
-        let (Some(told), Some(service_slot)) = (outcome.told, outcome.service) else { return };
+        let (Some(reported), Some(service_slot)) = (outcome.reported, outcome.service) else { return };
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
         let (client, transport) = match ipv6::read(frame) {
             Some(headers) => (ipv6::stand_in(headers.ends[0]), headers.transport),
             None => (Ipv4Addr::from(bytes(ETHERNET + 12)), ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4),
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
-        let new = Indexed { service_slot, client: (client, port), number: (told & intf::COOKIE_ID_MASK) as u16 };
+        let new = Indexed { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
         // The oldest goes, roughly.
         if self.indexed.len() == INDEXED {
-            self.indexed.swap_remove(told as usize % INDEXED);
+            self.indexed.swap_remove(reported as usize % INDEXED);
         }
         self.indexed.push(new);
     }

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_gives_the_same_moments() {
+    fn seed_determines_the_schedule() {
         let gaps = |seed| gaps(Arrivals::Poisson, 1_000.0, seed, 100);
         assert_eq!(gaps(7), gaps(7));
         assert_ne!(gaps(7), gaps(8));

@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn responses_are_told_from_queries_and_errors() {
+    fn responses_are_distinguished_from_queries_and_errors() {
         let header = |flags: [u8; 2]| [&[0xab, 0xcd][..], &flags, &[0; 8]].concat();
         assert_eq!(parse_response(&header([0x84, 0])), Some((0xabcd, true)));
         assert_eq!(parse_response(&header([0x84, 3])), Some((0xabcd, false)));

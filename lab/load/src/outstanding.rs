@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn every_answer_is_told_apart() {
+    fn every_answer_is_distinguished() {
         let mut outstanding = Outstanding::default();
         let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
         assert_eq!(outstanding.answer(ids[1], 0, 1), Answered::Complete(sent(1)));

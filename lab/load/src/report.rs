@@ -158,7 +158,7 @@ impl Printed for Report {
             (self.duplicates, "duplicate responses"),
             (self.late, "responses after the time-out"),
             (self.unknown, "responses to no request"),
-            (self.errors.refused, "refusals (nobody listened)"),
+            (self.errors.refused, "refusals (no listener)"),
             (self.errors.not_sent, "requests that the kernel did not take"),
             (self.errors.failed, "requests that the server could not do"),
             (self.errors.malformed, "malformed responses"),

@@ -273,7 +273,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn shares_are_as_asked_for(weights in prop::collection::vec(1u32..100, 1..6), seed in any::<u64>()) {
+        fn shares_are_as_configured(weights in prop::collection::vec(1u32..100, 1..6), seed in any::<u64>()) {
             let total: u32 = weights.iter().sum();
             let share = |weight: &u32| f64::from(*weight) / f64::from(total);
             let pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share(weight));

@@ -112,10 +112,10 @@ impl Daemons {
     pub fn start(guest: &mut Guest, wanted: &Rss) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
-        let told = poll(guest, START_LIMIT, |guest| {
+        let reported = poll(guest, START_LIMIT, |guest| {
             Ok(server(guest)?.filter(|server| reported(server).is_some_and(|rss| rss == *wanted)).map(drop))
         });
-        told.with_context(|| logs(guest))?;
+        reported.with_context(|| logs(guest))?;
         Ok(Self)
     }
 

@@ -264,9 +264,9 @@ impl Case {
 
 /// `coreward check-kernel`, which prints `ok` or the verifier's error for each program.
 fn check_kernel(guest: &mut Guest) -> Result<String> {
-    let (status, said) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_LIMIT)?;
-    let programs: Vec<&str> = said.split_whitespace().collect();
-    ensure!(status == 0, "{said}\n{}", guest.run("tail -c 1500 /tmp/check-kernel.log")?);
+    let (status, printed) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_LIMIT)?;
+    let programs: Vec<&str> = printed.split_whitespace().collect();
+    ensure!(status == 0, "{printed}\n{}", guest.run("tail -c 1500 /tmp/check-kernel.log")?);
     ensure!(!programs.is_empty(), "it named no program");
     Ok(programs.join(" "))
 }

@@ -205,7 +205,7 @@ const CHECKS: [(&str, Check); 7] = [
 ];
 
 const CHECKS_OF_SECOND_BOOT: [(&str, Check); 2] =
-    [("the units start at boot", boot_again), ("removing ends the daemons, not the forwarding", remove)];
+    [("the units start at boot", reboot), ("removing ends the daemons, not the forwarding", remove)];
 
 fn unit(daemon: &str) -> String {
     format!("coreward-{daemon}.service")
@@ -403,7 +403,7 @@ fn nothing_is_denied(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-fn boot_again(guest: &mut Guest) -> Result<String> {
+fn reboot(guest: &mut Guest) -> Result<String> {
     let pids = eventually(SETTLE_LIMIT, || main_pids(guest))?;
     eventually(SETTLE_LIMIT, || request(guest, 80))?;
     Ok(format!("processes {pids:?}"))

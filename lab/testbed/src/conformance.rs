@@ -1,5 +1,5 @@
 //! Stock clients and servers through the load balancer while tables and pool change: no connection may break, no packet
-//! be dropped for its timestamp, and no more be retransmitted than without coreward.
+//! be dropped for its timestamp, nor more be retransmitted than without coreward.
 //!
 //! The tables change with the cores' loads: a thread rewrites the servers' core load files at random, ten times a
 //! second. The pool changes because servers drain and return, in turn.
@@ -20,7 +20,7 @@ use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
 use crate::http::Connection;
 use crate::instance;
 use crate::namespace::Namespace;
-use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WHO};
+use crate::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx, SLOW_FILE, WORKER_PATH};
 use crate::topology::{Testbed, TestbedOptions};
 
 /// Length of each part.
@@ -116,7 +116,7 @@ pub fn main(options: Options) -> anyhow::Result<()> {
 }
 
 /// A busy connection may pause this long between two pieces (at 4 kB/s a piece is a second).
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
 const SERVERS: u16 = 4;
 const DOWNLOADERS: u32 = 4;
 /// Interval at which a server drains or returns.
@@ -319,12 +319,12 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
 /// In ms: how long the answer took after the silence.
 fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
     let mut connection = Connection::open(None)?;
-    let before = connection.who().context("before the silence")?;
+    let before = connection.query_worker().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
     // Several requests: the PAWS clamp sends one value, then the rest of the way.
     for _ in 0..5 {
-        let after = connection.who().with_context(|| format!("after {quiet:?} of silence"))?;
+        let after = connection.query_worker().with_context(|| format!("after {quiet:?} of silence"))?;
         ensure!(before == after, "answered by {before:?} before the silence, by {after:?} after it");
     }
     Ok(start.elapsed().as_millis() as u64)
@@ -333,7 +333,7 @@ fn idle_connection(quiet: Duration) -> anyhow::Result<u64> {
 /// Bytes received.
 fn busy_connection(duration: Duration) -> anyhow::Result<u64> {
     let mut stream = Connection::open(None)?.get(SLOW_FILE)?;
-    stream.set_read_timeout(Some(LONGEST_PAUSE))?;
+    stream.set_read_timeout(Some(MAX_PAUSE))?;
     let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
     while Instant::now() < end {
         let read = stream.read(&mut buffer).with_context(|| format!("stalled after {received} bytes"))?;
@@ -350,7 +350,7 @@ fn busy_connection(duration: Duration) -> anyhow::Result<u64> {
 fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
-    command.arg(format!("{seconds}s")).arg(format!("http://{SERVICE}{WHO}"));
+    command.arg(format!("{seconds}s")).arg(format!("http://{SERVICE}{WORKER_PATH}"));
     let output = testbed.run(testbed.client(), command)?;
     parse_wrk(&String::from_utf8(output.stdout)?)
 }

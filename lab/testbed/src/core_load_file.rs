@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn busy_time_is_what_was_served_so_far() {
+    fn busy_time_is_the_served_work() {
         let mut core = VirtualCore::default();
         assert_eq!(core.busy_ns(500), 0);
         core.accept(1_000, 100);

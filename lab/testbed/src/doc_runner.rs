@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_with_machines_are_taken() {
+    fn documented_blocks_name_their_machines() {
         let text = "a\n```sh s1 s2\nx\ny\n```\n```sh\nnot me\n```\n```toml s1\nnor me\n```\n";
         let taken = Block { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
         assert_eq!(blocks(text).unwrap(), [taken]);

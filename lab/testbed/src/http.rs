@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 
 use crate::addresses::SERVICE;
-use crate::nginx::WHO;
+use crate::nginx::WORKER_PATH;
 
 /// A connection is opened, and a request answered, within this time.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -48,8 +48,8 @@ impl Connection {
     }
 
     /// Asks who answers. Fails when the connection broke, or there is no answer in time.
-    pub fn who(&mut self) -> anyhow::Result<Answerer> {
-        self.request(WHO)?;
+    pub fn query_worker(&mut self) -> anyhow::Result<Answerer> {
+        self.request(WORKER_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
         loop {
             line.clear();

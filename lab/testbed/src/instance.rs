@@ -260,8 +260,8 @@ mod tests {
     }
 
     #[test]
-    fn asking_for_the_owner_takes_nothing() {
-        if skip_without_privilege("asking_for_the_owner_takes_nothing") {
+    fn owner_query_takes_no_entry() {
+        if skip_without_privilege("owner_query_takes_no_entry") {
             return;
         }
         let short = unique_name("tinstance").unwrap();

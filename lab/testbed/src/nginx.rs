@@ -19,7 +19,7 @@ pub const LARGE_FILE: &str = "/large";
 /// [`LARGE_FILE`] at 4 kB/s: a connection that stays busy for minutes.
 pub const SLOW_FILE: &str = "/slow";
 /// Answers with the server's number and the worker's process id.
-pub const WHO: &str = "/who";
+pub const WORKER_PATH: &str = "/who";
 
 /// An nginx on a server; ends with this value.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ http {{
     keepalive_requests 100000000;
 {temporary}    server {{
 {listen}        root {directory}/www;
-        location = {WHO} {{ return 200 \"{number} $pid\\n\"; }}
+        location = {WORKER_PATH} {{ return 200 \"{number} $pid\\n\"; }}
         location = {SLOW_FILE} {{ alias {directory}/www{LARGE_FILE}; limit_rate 4k; }}
     }}
 }}

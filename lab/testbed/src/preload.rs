@@ -94,7 +94,7 @@ mod tests {
 
     /// truncate(1) makes files longer by ftruncate.
     #[test]
-    fn a_disk_is_full_for_one_alone() {
+    fn full_disk_affects_one_process_only() {
         let directory = tempfile::tempdir().unwrap();
         let preload = Preload::create(directory.path()).unwrap();
         let grow = |length: &str| {

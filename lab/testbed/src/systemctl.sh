@@ -1,5 +1,5 @@
 #!/bin/sh
-# In the place of systemd, where a document's commands are run (doc_runner.rs): starts what a unit's ExecStart says, as its User,
+# In the place of systemd, where a document's commands are run (doc_runner.rs): starts a unit's ExecStart, as its User,
 # and ends it.
 set -eu
 verb=$1

@@ -139,9 +139,9 @@ pub fn missing_privilege() -> Option<String> {
 /// For tests: returns whether `test` must be skipped here, and prints its name then. scripts/test sets the variable
 /// when scripts/capabilities found missing rights.
 pub fn skip_without_privilege(test: &str) -> bool {
-    let told =
-        std::env::var_os("COREWARD_WITHOUT_RIGHTS").map(|_| "scripts/capabilities says what is missing".to_owned());
-    let Some(missing) = told.or_else(missing_privilege) else { return false };
+    let reported =
+        std::env::var_os("COREWARD_WITHOUT_RIGHTS").map(|_| "scripts/capabilities names what is missing".to_owned());
+    let Some(missing) = reported.or_else(missing_privilege) else { return false };
     println!("SKIPPED {test}: {missing}");
     true
 }

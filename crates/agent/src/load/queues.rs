@@ -63,7 +63,6 @@ fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<
     vectors
 }
 
-/// Returns the receive queue of a vector.
 fn receive_queue(action: &str) -> Option<u16> {
     let name = action.split('@').next()?.to_lowercase();
     let head = name.trim_end_matches(|c: char| c.is_ascii_digit());

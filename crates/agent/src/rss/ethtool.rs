@@ -52,7 +52,7 @@ const HOST_KEY_BYTES: usize = 40;
 
 /// Makes one ethtool request; `request` has it as 32-bit words and gets the answer.
 fn ethtool(interface: &str, request: &mut [u32]) -> io::Result<()> {
-    // SAFETY: `request` is as long as its header says, which every caller of this private function ensures.
+    // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
     unsafe { ethtool::request(interface, request) }
 }
 

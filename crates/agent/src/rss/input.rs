@@ -12,7 +12,7 @@ use super::rss_verifier::{RssVerifier, Verdict};
 
 /// Tries all transforms on the sampled packets.
 #[derive(Debug, Default)]
-pub struct InputSearch {
+pub struct TransformSearch {
     candidates: Vec<Candidate>,
     /// Sequence of the newest evaluated sample.
     last: u32,
@@ -27,7 +27,7 @@ struct Candidate {
     mismatched: u64,
 }
 
-impl InputSearch {
+impl TransformSearch {
     /// Restarts after sample number `last`: the table has changed.
     pub fn table_changed(&mut self, last: u32) {
         *self = Self { candidates: Vec::new(), last };
@@ -116,12 +116,12 @@ mod tests {
     #[test]
     fn each_transform_is_recognised_and_chance_is_not() {
         for input in [InputTransform::SymmetricXor, InputTransform::SymmetricOrXor] {
-            let mut search = InputSearch::default();
+            let mut search = TransformSearch::default();
             assert_eq!(search.observe(&rss(), &delivered(Some(input), 1..5)), None, "too few");
             assert_eq!(search.observe(&rss(), &delivered(Some(input), 5..100)), Some(input));
             assert_eq!(search.last(), 99);
         }
-        let mut search = InputSearch::default();
+        let mut search = TransformSearch::default();
         assert_eq!(search.observe(&rss(), &delivered(None, 1..200)), None);
         assert_eq!(search.observe(&rss(), &delivered(Some(InputTransform::None), 200..400)), None, "as it is shown");
     }
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn a_transform_that_is_switched_off_is_recognised_too() {
         let symmetric = Rss { key: rss().key.with_input(InputTransform::SymmetricOrXor), ..rss() };
-        let mut search = InputSearch::default();
+        let mut search = TransformSearch::default();
         let plain = delivered(Some(InputTransform::None), 1..100);
         assert_eq!(search.observe(&symmetric, &plain), Some(InputTransform::None));
     }

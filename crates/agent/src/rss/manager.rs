@@ -8,7 +8,7 @@ use crate::saved_settings::SettingsStore;
 
 /// The fleet's RSS settings for this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Wanted {
+pub struct WantedRss {
     pub key: RssKey,
     /// Seeds the balanced table.
     pub server_id: ServerId,
@@ -17,7 +17,7 @@ pub struct Wanted {
 pub struct RssManager {
     device: Box<dyn RssDevice>,
     /// `None`: only read.
-    wanted: Option<Wanted>,
+    wanted: Option<WantedRss>,
     known: Option<Rss>,
     /// Transform found by packets, if it is not the one that the driver reports.
     observed_input: Option<InputTransform>,
@@ -44,7 +44,7 @@ impl RssManager {
     }
 
     /// Sets key and table, now and whenever the NIC has others; the original is stored.
-    pub fn manage(&mut self, wanted: Wanted, memory: &mut SettingsStore) {
+    pub fn manage(&mut self, wanted: WantedRss, memory: &mut SettingsStore) {
         self.wanted = Some(wanted);
         self.apply(memory);
     }
@@ -130,7 +130,7 @@ impl RssManager {
         }
     }
 
-    fn try_apply(&mut self, wanted: &Wanted, memory: &mut SettingsStore) -> anyhow::Result<()> {
+    fn try_apply(&mut self, wanted: &WantedRss, memory: &mut SettingsStore) -> anyhow::Result<()> {
         let entries = self.device.table_entries()?;
         let table = IndirectionTable::balanced(wanted.server_id.get().into(), entries, self.receive_queues)?;
         let current = self.device.settings();
@@ -185,7 +185,7 @@ impl RssManager {
     }
 }
 
-/// Returns whether a NIC has the wanted settings: a longer key may follow, and a NIC that shows no key accepts none.
+/// Returns whether a NIC has these settings: a longer key may follow, and a NIC that shows no key accepts none.
 fn holds(current: &RssSettings, wanted: &RssSettings) -> bool {
     let key = wanted.key.as_deref().unwrap_or_default();
     current.indirection_table == wanted.indirection_table
@@ -246,12 +246,12 @@ mod tests {
         std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, accepts_key }))
     }
 
-    fn wanted() -> Wanted {
-        Wanted { key: RssKey::microsoft(), server_id: 7.try_into().unwrap() }
+    fn wanted() -> WantedRss {
+        WantedRss { key: RssKey::microsoft(), server_id: 7.try_into().unwrap() }
     }
 
     #[test]
-    fn a_table_of_another_length_makes_rss_unknown() {
+    fn table_of_another_length_invalidates_rss() {
         let manager = RssManager::new(Box::new(nic(100, true)));
         assert_eq!((manager.known(), manager.generation()), (None, 1));
         assert_eq!(

@@ -35,11 +35,7 @@ pub enum RssUnknown {
     Unsupported(String),
     /// Not a Toeplitz hash, or a changed input.
     #[error("{interface} hashes by {found}: expected Toeplitz over addresses and ports")]
-    OtherHash {
-        interface: String,
-        /// The hash found.
-        found: String,
-    },
+    OtherHash { interface: String, found: String },
     /// A table that is not indexed by low bits.
     #[error("{interface}: {source}")]
     Table { interface: String, source: IndirectionTableError },
@@ -72,7 +68,6 @@ impl RssSettings {
     }
 }
 
-/// RSS of a NIC.
 pub trait RssDevice: Send {
     /// Returns the source's name in reports: "ethtool" or "testbed emulation".
     fn source(&self) -> &'static str;

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_few_dozen_syns_decide() {
+    fn rss_verdict_needs_a_few_dozen_syns() {
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe(&four_queues(), 9, 0), Verdict::Undecided);
         assert_eq!(verifier.observe(&four_queues(), 20, 0), Verdict::InForce);

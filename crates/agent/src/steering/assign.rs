@@ -27,7 +27,7 @@ fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
 /// core: steering to it would gain nothing.
 fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     let pinned = |listener: &&(usize, &Listener)| {
-        listener.1.affinity.contains(&cpu) && listener.1.affinity.len() <= LARGEST_PINNED_SET
+        listener.1.affinity.contains(&cpu) && listener.1.affinity.len() <= MAX_PINNED_SET
     };
     let candidates: Vec<(usize, &Listener)> = listeners.iter().enumerate().collect();
     let best = candidates.iter().filter(pinned).min_by_key(|(position, listener)| (listener.affinity.len(), *position));
@@ -35,7 +35,7 @@ fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
 }
 
 /// A worker pinned to a core may use its sibling hardware thread, too.
-pub const LARGEST_PINNED_SET: usize = 2;
+pub const MAX_PINNED_SET: usize = 2;
 
 #[cfg(test)]
 mod tests {

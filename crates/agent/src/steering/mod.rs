@@ -26,7 +26,7 @@ use coreward_model::ServiceAddress;
 use crate::config::Steer;
 
 /// Longest time between two searches of the epoll sets: a worker may have been pinned to another CPU.
-const LOOK_AGAIN: Duration = Duration::from_secs(30);
+const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Steering of all services of this server. Dropping it leaves it active.
 #[derive(Debug)]
@@ -60,7 +60,7 @@ struct Incomplete {
 
 impl Incomplete {
     fn is_due(&self, now: Instant) -> bool {
-        now.duration_since(self.last) >= (self.last.duration_since(self.since) / 4).min(LOOK_AGAIN)
+        now.duration_since(self.last) >= (self.last.duration_since(self.since) / 4).min(SEARCH_INTERVAL)
     }
 }
 
@@ -156,7 +156,7 @@ impl Service {
     ) -> anyhow::Result<Option<String>> {
         if inodes.is_empty() {
             (self.steered, self.incomplete) = (None, None);
-            return Ok(Some("nobody listens".to_owned()));
+            return Ok(Some("no process listens".to_owned()));
         }
         if !self.is_current(&inodes, cpu_of_queue) && self.is_due(&inodes, cpu_of_queue) {
             let found = listeners::waiting(&inodes)?;
@@ -196,7 +196,7 @@ impl Service {
         self.steered.as_ref().is_some_and(|steered| {
             steered.inodes == *inodes
                 && steered.cpu_of_queue == cpu_of_queue
-                && steered.at.elapsed() < LOOK_AGAIN
+                && steered.at.elapsed() < SEARCH_INTERVAL
                 && steered.listeners.iter().all(alive)
         })
     }
@@ -260,7 +260,7 @@ mod tests {
         }
         assert_eq!(looks[..6], [1, 2, 3, 4, 5, 7], "soon after a reload");
         assert!(looks.len() < 40, "{looks:?}");
-        assert!(looks.windows(2).all(|pair| pair[1] - pair[0] <= LOOK_AGAIN.as_secs()), "{looks:?}");
+        assert!(looks.windows(2).all(|pair| pair[1] - pair[0] <= SEARCH_INTERVAL.as_secs()), "{looks:?}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The daemon against a controller that writes down what it hears.
+//! The daemon against a controller that records its messages.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,11 +13,11 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use coreward_rpc::v1::control_server::{Control, ControlServer};
 use coreward_testbed::addresses::SERVICE;
-use coreward_testbed::nginx::WHO;
+use coreward_testbed::nginx::WORKER_PATH;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
 use coreward_testbed::topology::{Testbed, skip_without_privilege};
 use coreward_wire::v1::agent_message::Message;
-use coreward_wire::{AgentConfiguration, Report, ServerBefore, SocketAnswer, SocketQuery, v1};
+use coreward_wire::{AgentConfiguration, PreviousServer, Report, SocketAnswer, SocketQuery, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -29,7 +29,7 @@ type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 /// Sends one configuration and listens.
 #[derive(Clone, Default)]
 struct Listener {
-    heard: ReceivedMessages,
+    received: ReceivedMessages,
     refuse: bool,
     refused: Arc<AtomicUsize>,
 }
@@ -49,12 +49,12 @@ impl Control for Listener {
             return Err(Status::not_found("server s1 is not in the controller's file"));
         }
         let (sender, receiver) = mpsc::channel(1);
-        let (heard, mut messages) = (self.heard.clone(), request.into_inner());
+        let (received, mut messages) = (self.received.clone(), request.into_inner());
         let update = Some(v1::agent_update::Update::Configuration((&configuration()).into()));
         sender.try_send(Ok(v1::AgentUpdate { update })).expect("an empty channel");
         tokio::spawn(async move {
             while let Ok(Some(message)) = messages.message().await {
-                heard.lock().unwrap().push(message);
+                received.lock().unwrap().push(message);
             }
             drop(sender);
         });
@@ -77,7 +77,7 @@ impl Control for Listener {
     }
 }
 
-/// Lets the agent follow a controller until that has heard enough, or for a minute; what it heard.
+/// Runs the agent with a controller until that has received enough, or for a minute. Returns the messages.
 fn run_agent_until(
     agent: &mut Agent,
     listener: Listener,
@@ -99,21 +99,21 @@ fn run_agent_until(
             () = enough => Ok(()),
         }
     })?;
-    Ok(std::mem::take(&mut listener.heard.lock().unwrap()))
+    Ok(std::mem::take(&mut listener.received.lock().unwrap()))
 }
 
 /// Whether a controller has got so many reports, and so many of them with details.
 fn reported(listener: &Listener, count: usize, detailed: usize) -> bool {
-    let reports = reports(&listener.heard.lock().unwrap());
+    let reports = reports(&listener.received.lock().unwrap());
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
 }
 
-fn reports(heard: &[v1::AgentMessage]) -> Vec<Report> {
+fn reports(received: &[v1::AgentMessage]) -> Vec<Report> {
     let report = |message: &v1::AgentMessage| match &message.message {
         Some(Message::Report(report)) => Some(Report::try_from(report.clone()).expect("a report that can be read")),
         _ => None,
     };
-    heard.iter().filter_map(report).collect()
+    received.iter().filter_map(report).collect()
 }
 
 fn sysctl() -> String {
@@ -138,16 +138,16 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         assert_eq!(sysctl(), "1", "nothing is stamped yet");
         std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let began = Instant::now();
-        let heard = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 30, 3))?;
+        let received = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 30, 3))?;
         let elapsed = began.elapsed();
         assert_eq!(sysctl(), "2");
 
-        match &heard[0].message {
+        match &received[0].message {
             Some(Message::Registration(registration)) => assert_eq!(registration.server, "s1"),
             other => panic!("{other:?} instead of a registration"),
         }
         // 50 ms between two, after 100 ms for the first.
-        let reports = reports(&heard);
+        let reports = reports(&received);
         let at_most = 2 + elapsed.as_millis() as usize / 50;
         assert!((30..=at_most).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
         for (position, report) in reports.iter().enumerate() {
@@ -155,11 +155,11 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
             assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
             assert_eq!(report.time_to_live, Duration::from_millis(500));
         }
-        // RSS is said once in each generation: as it was set.
-        let said: Vec<_> =
+        // RSS is sent once per generation, as it was set.
+        let printed: Vec<_> =
             reports.iter().filter_map(|report| Some((report.rss_generation, report.rss.clone()?))).collect();
-        assert!(!said.is_empty() && said.windows(2).all(|pair| pair[0].0 < pair[1].0), "{said:?}");
-        let (_, last) = said.last().expect("not empty");
+        assert!(!printed.is_empty() && printed.windows(2).all(|pair| pair[0].0 < pair[1].0), "{printed:?}");
+        let (_, last) = printed.last().expect("not empty");
         assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed())));
         assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
         // Details at the beginning, once a second and when warnings change.
@@ -167,7 +167,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         let at_most = 8 + elapsed.as_secs() as usize;
         assert!((3..=at_most).contains(&details.len()), "{} of {} have details", details.len(), reports.len());
         let last = details.last().expect("not empty");
-        assert!(last.warnings.iter().any(|warning| warning.contains("nobody listens")), "{:?}", last.warnings);
+        assert!(last.warnings.iter().any(|warning| warning.contains("no process listens")), "{:?}", last.warnings);
         assert!(last.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last.counters);
         assert!(last.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last.counters);
 
@@ -186,7 +186,7 @@ fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Res
     // Killed: nothing is put back.
     drop(agent);
     assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
-    // Somebody sets another table meanwhile.
+    // Another program sets another table meanwhile.
     write_registers(&testbed.emulated_rss(1), &Rss { key: RssKey::microsoft(), ..original.clone() })?;
     let mut agent = Agent::start(config(testbed))?;
     agent.configure(configuration(), &[]);
@@ -199,8 +199,8 @@ fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Res
 }
 
 #[test]
-fn a_controller_that_is_away_or_refuses_is_asked_again() -> anyhow::Result<()> {
-    if skip_without_privilege("a_controller_that_is_away_or_refuses_is_asked_again") {
+fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
+    if skip_without_privilege("request_to_absent_controller_is_retried") {
         return Ok(());
     }
     let testbed = testbed("trefused")?;
@@ -210,14 +210,14 @@ fn a_controller_that_is_away_or_refuses_is_asked_again() -> anyhow::Result<()> {
         let is_refused = |listener: &Listener| listener.refused.load(Ordering::Relaxed) > 0;
         assert!(run_agent_until(&mut agent, refusing.clone(), is_refused)?.is_empty());
         assert!(is_refused(&refusing));
-        // Nobody at all, then one who takes it.
+        // No controller at all, then one that accepts it.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let served = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
             assert!(served.is_err(), "it ended: {served:?}");
         });
-        let heard = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 6, 0))?;
-        assert!(reports(&heard).len() > 5);
+        let received = run_agent_until(&mut agent, Listener::default(), |listener| reported(listener, 6, 0))?;
+        assert!(reports(&received).len() > 5);
         agent.detach()
     })
 }
@@ -268,7 +268,7 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
             let mut agent = Agent::start(config)?;
             agent.configure(configuration(), &[]);
             for port in first_port..first_port + 64 {
-                get(&testbed, WHO, port)?;
+                get(&testbed, WORKER_PATH, port)?;
             }
             agent.maintain();
             let (matched, mismatched) = (counter(&mut agent, "rss_matched"), counter(&mut agent, "rss_mismatched"));
@@ -283,17 +283,17 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
 }
 
 #[test]
-fn it_finds_other_servers_and_says_which_sockets_are_open() -> anyhow::Result<()> {
-    if skip_without_privilege("it_finds_other_servers_and_says_which_sockets_are_open") {
+fn queries_report_which_sockets_are_open() -> anyhow::Result<()> {
+    if skip_without_privilege("queries_report_which_sockets_are_open") {
         return Ok(());
     }
     let testbed = testbed("tchain")?;
-    // The client stands for a server that is there, and an address that nobody has for one that is not.
+    // The client replaces a server that exists, an unused address one that does not.
     let there = testbed.client_address(0);
     let missing = testbed.client_address(200);
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
-        let server_before = |id, address| ServerBefore { id: ServerId::try_from(id).unwrap(), address };
+        let server_before = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
         let servers_before = vec![server_before(1, there), server_before(2, missing)];
         agent.configure(AgentConfiguration { servers_before, ..configuration() }, &[]);
         wait_until("one of two servers is found", || {

@@ -4,7 +4,7 @@ use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, Rss};
 use coreward_testbed::addresses::SERVICE;
-use coreward_testbed::nginx::{Nginx, WHO};
+use coreward_testbed::nginx::{Nginx, WORKER_PATH};
 use coreward_testbed::rss_emulation::{move_established, read_registers, write_registers};
 use coreward_testbed::topology::{Testbed, skip_without_privilege};
 use nix::sys::signal::{Signal, kill};
@@ -22,7 +22,7 @@ fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Res
         if requests[queue] == 8 {
             continue;
         }
-        let answer = get(testbed, WHO, port)?;
+        let answer = get(testbed, WORKER_PATH, port)?;
         assert_eq!(answer.trim(), format!("1 {}", workers[queue]), "port {port}, queue {queue} of {workers:?}");
         requests[queue] += 1;
     }
@@ -31,7 +31,7 @@ fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Res
 }
 
 /// The workers in the order of their start, which is the kernel's order of children, once there are `count`. (It is not always
-/// that of their process ids: those begin anew.)
+/// that of their process ids: those start again.)
 fn workers(nginx: &Nginx, count: usize) -> anyhow::Result<Vec<u32>> {
     wait_until("the workers", || Ok(nginx.workers().len() == count))?;
     Ok(nginx.workers())
@@ -118,7 +118,7 @@ fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() 
             let changed = Rss { key: now.key.with_input(input), ..now };
             write_registers(&testbed.emulated_rss(1), &changed)?;
             wait_until("the agent knows what the NIC hashes by", || {
-                get(&testbed, WHO, port)?;
+                get(&testbed, WORKER_PATH, port)?;
                 port += 1;
                 agent.maintain();
                 Ok(agent.rss() == Some(&changed))
@@ -152,7 +152,7 @@ fn a_nic_that_moves_open_connections_is_noticed() -> anyhow::Result<()> {
             wait_until(what, || {
                 // One packet in many is sampled.
                 for _ in 0..16 {
-                    get(&testbed, WHO, port)?;
+                    get(&testbed, WORKER_PATH, port)?;
                     port += 1;
                 }
                 agent.maintain();

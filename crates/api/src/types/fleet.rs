@@ -27,7 +27,7 @@ pub struct NewFleet {
     /// TOML (docs/config.md).
     pub text: String,
     /// Generation of the document that it replaces: another one in force is a conflict.
-    #[serde(deserialize_with = "serde_whole::whole")]
+    #[serde(deserialize_with = "serde_whole::whole_number")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
     /// Return the changes without applying them.

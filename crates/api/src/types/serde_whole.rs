@@ -24,7 +24,9 @@ fn of<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Number) -> R
     T::try_from(whole).map_err(|error| E::custom(format!("{whole}: {error}")))
 }
 
-pub fn whole<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {
+pub fn whole_number<'de, T: TryFrom<u64, Error: Display>, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<T, D::Error> {
     let number =
         Number::deserialize(deserializer).map_err(|_| D::Error::custom("expected a whole number from 0 on"))?;
     of(number)

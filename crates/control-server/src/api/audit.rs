@@ -9,7 +9,7 @@ use coreward_http::work::{Answer, Size, answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
-use crate::server::state_manager::{Change, NotForgotten};
+use crate::server::state_manager::{Change, ForgetError};
 use coreward_fleet::audit::ENTRIES;
 
 /// Audit log: the newest 1,000 changes and their authors, also from earlier controllers
@@ -46,9 +46,9 @@ pub async fn forget(
 ) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     let made = shared.change_by((&caller).into(), Change::Forget(name.clone())).await;
-    made.map_err(|error| match error.downcast_ref::<NotForgotten>() {
-        Some(refused @ NotForgotten::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
-        Some(refused @ NotForgotten::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),
+    made.map_err(|error| match error.downcast_ref::<ForgetError>() {
+        Some(refused @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
+        Some(refused @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),
         None => api.not_changed(&error),
     })?;
     let event = format!("{caller}: forgotten");

@@ -5,8 +5,8 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
-use coreward_http::serve::{Certified, Peer};
-use coreward_http::sessions::Shown;
+use coreward_http::serve::{CertificateIdentity, Peer};
+use coreward_http::sessions::SessionProof;
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
@@ -42,9 +42,9 @@ pub async fn log_in(
 ) -> Result<impl IntoResponse, Problem> {
     // The caller has used one of the three. A session alone cannot be renewed, or it would never end.
     let shown = if headers.contains_key(header::AUTHORIZATION) {
-        Shown::Token
-    } else if let Some(Certified { fingerprint, not_after, .. }) = peer.certified {
-        Shown::Certificate { fingerprint, not_after }
+        SessionProof::Token
+    } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certified {
+        SessionProof::Certificate { fingerprint, not_after }
     } else {
         let detail = "a session begins no other one: expected a token, or the certificate of an operator or a viewer";
         return Err(Problem::new(ProblemKind::Forbidden, detail));

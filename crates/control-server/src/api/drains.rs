@@ -10,7 +10,7 @@ use coreward_http::{Problem, ProblemKind};
 use super::Api;
 use crate::server::controller_state::ControllerState;
 use crate::server::state_manager::Change;
-use coreward_fleet::drains::{NotDrained, WantedDrain};
+use coreward_fleet::drains::{DrainError, WantedDrain};
 
 /// Whether a server is drained, and its remaining connections
 #[utoipa::path(
@@ -88,7 +88,7 @@ async fn change(
     (caller, event): (&Caller, &str),
 ) -> Result<Json<DrainStatus>, Problem> {
     let made =
-        shared.change_by(caller.into(), change).await.map_err(|error| match error.downcast_ref::<NotDrained>() {
+        shared.change_by(caller.into(), change).await.map_err(|error| match error.downcast_ref::<DrainError>() {
             Some(refused) => not_drained(refused),
             None => api.not_changed(&error),
         })?;
@@ -100,10 +100,10 @@ async fn change(
     status(shared, server).map(Json)
 }
 
-fn not_drained(refused: &NotDrained) -> Problem {
+fn not_drained(refused: &DrainError) -> Problem {
     let kind = match refused {
-        NotDrained::UnknownServer(_) | NotDrained::NotInService { .. } => ProblemKind::NotFound,
-        NotDrained::LastOne { .. } => ProblemKind::Conflict,
+        DrainError::UnknownServer(_) | DrainError::NotInService { .. } => ProblemKind::NotFound,
+        DrainError::LastOne { .. } => ProblemKind::Conflict,
     };
     Problem::new(kind, refused.to_string())
 }

@@ -10,7 +10,7 @@ use rand::rngs::SysRng;
 use tokio::sync::watch;
 
 /// Limit of kept events.
-pub const KEPT: usize = 1000;
+pub const MAX_EVENTS: usize = 1000;
 
 pub struct EventLog {
     /// Identifier of this start of the controller.
@@ -83,7 +83,7 @@ impl EventLog {
             }
             events.push_back(Event { id, at_unix_ms: wall.as_millis() as u64, severity, event, kind, name, message });
         }
-        let superfluous = events.len().saturating_sub(KEPT);
+        let superfluous = events.len().saturating_sub(MAX_EVENTS);
         events.drain(..superfluous);
         drop(events);
         if id > before {
@@ -143,7 +143,7 @@ impl Found {
             self.warning((kind, EventId::WarningBegins), name, *warning);
         }
         for (_, warning) in old.iter().filter(|(bare, _)| !new.contains_key(*bare)) {
-            self.info((kind, EventId::WarningEnds), name, format!("no more: {warning}"));
+            self.info((kind, EventId::WarningEnds), name, format!("ended: {warning}"));
         }
     }
 }
@@ -177,7 +177,7 @@ fn services(before: &Overview, after: &Overview, found: &mut Found) {
     }
     old.keys()
         .filter(|name| !new.contains_key(*name))
-        .for_each(|name| found.info((kind, EventId::ServiceGone), name, "is no more"));
+        .for_each(|name| found.info((kind, EventId::ServiceGone), name, "left the document"));
 }
 
 fn servers(before: &Overview, after: &Overview, found: &mut Found) {

@@ -8,7 +8,7 @@ use coreward_http::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 
 use super::Api;
-use coreward_controller::explain::{ExplainedPacket, NotExplained};
+use coreward_controller::explain::{ExplainError, ExplainedPacket};
 
 /// Destination of a packet, and the reason
 #[utoipa::path(
@@ -32,10 +32,10 @@ pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) ->
     .await
 }
 
-fn not_explained(error: NotExplained) -> Problem {
+fn not_explained(error: ExplainError) -> Problem {
     let kind = match &error {
-        NotExplained::UnknownService { .. } => ProblemKind::NotFound,
-        NotExplained::MixedFamilies(_) => ProblemKind::BadRequest,
+        ExplainError::UnknownService { .. } => ProblemKind::NotFound,
+        ExplainError::MixedFamilies(_) => ProblemKind::BadRequest,
     };
     Problem::new(kind, error.to_string())
 }

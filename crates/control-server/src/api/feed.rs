@@ -10,7 +10,7 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Shortest interval of loads.
-pub const SHORTEST_INTERVAL: Duration = Duration::from_millis(250);
+pub const MIN_INTERVAL: Duration = Duration::from_millis(250);
 /// Limit of concurrent watchers.
 const WATCHERS: usize = 64;
 
@@ -69,7 +69,7 @@ fn publish(sender: &watch::Sender<Text>, document: &impl Serialize) {
 }
 
 pub struct Watcher {
-    /// Every [`SHORTEST_INTERVAL`].
+    /// Every [`MIN_INTERVAL`].
     pub loads: watch::Receiver<Text>,
     pub overview: watch::Receiver<Text>,
     _place: OwnedSemaphorePermit,

@@ -15,7 +15,7 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::controller_state::ControllerState;
-use crate::server::state_manager::{Change, NotApplied, WantedDocument};
+use crate::server::state_manager::{ApplyError, Change, DocumentRequest};
 use coreward_fleet::config::{self, FleetConfig, difference};
 use coreward_fleet::records::Document;
 
@@ -37,11 +37,11 @@ fn in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
 }
 
 /// Limit of a document's name, which every mistake contains.
-const LONGEST_NAME: usize = 4096;
+const MAX_NAME: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
-    if name.len() > LONGEST_NAME {
-        let detail = format!("a name of {} bytes: expected at most {LONGEST_NAME}", name.len());
+    if name.len() > MAX_NAME {
+        let detail = format!("a name of {} bytes: expected at most {MAX_NAME}", name.len());
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     Ok(())
@@ -62,9 +62,9 @@ pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem>
     put, path = "/v1/fleet", request_body = NewFleet,
     responses(
         (status = 200, description = "What it changes", body = FleetApplied),
-        (status = 409, description = "Another generation is in force, or the fleet of this controller stands in a file", body = Problem,
+        (status = 409, description = "Another generation is in force, or a file manages the fleet", body = Problem,
          content_type = "application/problem+json"),
-        (status = 422, description = "The document is wrong: `mistakes` says where", body = Problem,
+        (status = 422, description = "The document is invalid: `mistakes` has the places", body = Problem,
          content_type = "application/problem+json"),
     )
 )]
@@ -86,7 +86,7 @@ pub async fn put_fleet(
     })
     .await?;
     let in_words = changes.iter().map(ToString::to_string).collect();
-    let change = Change::Apply(Box::new(WantedDocument { fleet, changes: in_words, generation, dry_run }));
+    let change = Change::Apply(Box::new(DocumentRequest { fleet, changes: in_words, generation, dry_run }));
     let made = shared.change_by((&caller).into(), change).await.map_err(|error| api.not_applied(&error))?;
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
@@ -108,9 +108,9 @@ pub async fn put_fleet(
 
 impl Api {
     fn not_applied(&self, error: &anyhow::Error) -> Problem {
-        match error.downcast_ref::<NotApplied>() {
-            Some(NotApplied::Wrong(mistakes)) => mistakes.into(),
-            Some(conflict @ (NotApplied::GenerationConflict(..) | NotApplied::ManagedByFile { .. })) => {
+        match error.downcast_ref::<ApplyError>() {
+            Some(ApplyError::Wrong(mistakes)) => mistakes.into(),
+            Some(conflict @ (ApplyError::GenerationConflict(..) | ApplyError::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
             None => self.not_changed(error),
@@ -166,7 +166,7 @@ mod tests {
 
     use super::*;
     use crate::config::ControllerConfig;
-    use crate::server::controller_state::WantedChange;
+    use crate::server::controller_state::ChangeRequest;
     use crate::server::leader_election::LeaderElection;
     use crate::server::make;
     use crate::server::state_manager::StateManager;
@@ -175,7 +175,7 @@ mod tests {
     use coreward_store::Store;
     use coreward_store::embedded::EmbeddedStore;
 
-    fn leader(directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<WantedChange>) {
+    fn leader(directory: &std::path::Path) -> (Api, StateManager, mpsc::Receiver<ChangeRequest>) {
         let (path, store) = (directory.join("controller.toml"), directory.join("store"));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
@@ -193,7 +193,7 @@ mod tests {
 
     /// With two operators, each gets the generation of its own document, even if the second one's is in force by then.
     #[tokio::test]
-    async fn each_is_told_of_the_generation_of_its_own_document() {
+    async fn acknowledgement_names_the_generation_of_the_document() {
         let directory = tempfile::tempdir().unwrap();
         let (api, mut manager, mut changes) = leader(directory.path());
         let shared = api.shared().unwrap();
@@ -205,15 +205,15 @@ mod tests {
         };
         let first_has_come = tokio::sync::Notify::new();
         let both_at_once = async {
-            let mut told = Vec::new();
+            let mut reported = Vec::new();
             for _ in 0..2 {
-                let WantedChange { change, author, done } = changes.recv().await.unwrap();
+                let ChangeRequest { change, author, done } = changes.recv().await.unwrap();
                 first_has_come.notify_one();
                 let (back, outcome) = make(manager, &shared, change, author).await.unwrap();
                 manager = back;
-                told.push((done, outcome));
+                reported.push((done, outcome));
             }
-            told.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
+            reported.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
         };
         let second = async {
             first_has_come.notified().await;

@@ -20,7 +20,7 @@ use serde_json::json;
 
 use super::{poll_loop, router};
 use crate::config::ControllerConfig;
-use crate::server::controller_state::{ControllerState, WantedChange};
+use crate::server::controller_state::{ChangeRequest, ControllerState};
 use crate::server::leader_election::LeaderElection;
 use crate::server::make;
 use crate::server::state_manager::StateManager;
@@ -30,7 +30,7 @@ use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
 /// Limit of the delay of others.
-const LONGEST: Duration = Duration::from_millis(20);
+const MAX_DELAY: Duration = Duration::from_millis(20);
 /// Services that have every server; the others have a few.
 const LARGE_SERVICES: usize = 8;
 
@@ -171,7 +171,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
         };
         let _serving = listener.serve(Plain, router, || (), beside).unwrap();
         let keep = async {
-            while let Some(WantedChange { change, author, done }) = changes.recv().await {
+            while let Some(ChangeRequest { change, author, done }) = changes.recv().await {
                 let (back, outcome) = make(manager, &shared, change, author).await.unwrap();
                 manager = back;
                 let _ = done.send(outcome);
@@ -257,11 +257,11 @@ async fn keeps_nobody_waiting(site: &TestEnv, request: impl Fn(u64) -> Request) 
         (seen, thread, waited) = site.measure(&request).await;
         // A check takes no lock: its parsing would count as a wait.
         let takes_lock = request.1 != "/v1/check";
-        if thread < LONGEST && (waited < LONGEST || !takes_lock) {
+        if thread < MAX_DELAY && (waited < MAX_DELAY || !takes_lock) {
             return eprintln!("{seen}");
         }
     }
-    panic!("{ATTEMPTS} times at least {LONGEST:?}; the last: {seen}");
+    panic!("{ATTEMPTS} times at least {MAX_DELAY:?}; the last: {seen}");
 }
 
 #[test]

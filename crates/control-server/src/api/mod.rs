@@ -44,7 +44,7 @@ use feed::Feed;
 /// Poll interval of events.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-const DESCRIPTION: &str = "What the controller of coreward, a layer-4 load balancer, knows and can be told. Every request carries \
+const DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request carries \
                            `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
 
 /// State of all handlers.
@@ -167,7 +167,7 @@ async fn follow_signal(guard: &Guard, mut hangup: Signal) {
 
 /// Polls for events and updates watchers, forever.
 async fn poll_loop(api: Api) {
-    let mut due = tokio::time::interval(feed::SHORTEST_INTERVAL);
+    let mut due = tokio::time::interval(feed::MIN_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_poll = Instant::now();
     loop {

@@ -17,7 +17,7 @@ use tokio_stream::Stream;
 use utoipa::IntoParams;
 
 use super::Api;
-use super::events::KEPT;
+use super::events::MAX_EVENTS;
 use super::feed::Watcher;
 use crate::server::controller_state::ControllerState;
 
@@ -30,11 +30,11 @@ const COME_BACK: Duration = Duration::from_secs(1);
 #[utoipa::path(get, path = "/v1/events", params(EventsQuery), responses((status = 200, description = "Events", body = Events)))]
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.shared()?;
-    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=KEPT).contains(&limit.into())) {
-        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {KEPT}");
+    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
+        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
-    let limit = query.limit.map_or(KEPT, usize::from);
+    let limit = query.limit.map_or(MAX_EVENTS, usize::from);
     Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.after(query.after, limit) }))
 }
 
@@ -79,7 +79,7 @@ pub async fn watch(
     let seen = last.and_then(|(_, id)| id.parse().ok());
     let mut watcher = api.feed.watch()?;
     watcher.overview.mark_changed();
-    let missed = api.events.after(seen.unwrap_or(0), if seen.is_some() { KEPT } else { 100 });
+    let missed = api.events.after(seen.unwrap_or(0), if seen.is_some() { MAX_EVENTS } else { 100 });
     let stream = Changes {
         shared,
         who_may: api.guard.changes(),
@@ -138,7 +138,7 @@ impl Changes {
                 }
                 changed = self.newest.changed() => {
                     changed.ok()?;
-                    let events = self.api.events.after(self.seen, KEPT);
+                    let events = self.api.events.after(self.seen, MAX_EVENTS);
                     self.seen = events.last().map_or(self.seen, |event| event.id);
                     self.waiting.extend(events);
                 }

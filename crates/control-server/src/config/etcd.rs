@@ -50,7 +50,7 @@ config_struct! {
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
         /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
-        pub advertise_api: Option<ApiPlace>,
+        pub advertise_api: Option<ApiAddress>,
         /// How to speak TLS with etcd.
         pub tls: Option<Spanned<EtcdTlsFile>>,
     }
@@ -92,9 +92,9 @@ impl FromToml for Endpoint {
 
 /// Address of an API.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ApiPlace(pub String);
+pub struct ApiAddress(pub String);
 
-impl FromToml for ApiPlace {
+impl FromToml for ApiAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |text| {
             let right = text.strip_prefix("https://").is_some_and(is_host_and_port);
@@ -144,7 +144,7 @@ impl FromToml for Prefix {
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct Listens {
+pub struct ListenAddresses {
     /// For daemons.
     pub parts: Option<SocketAddr>,
     /// For the API.
@@ -155,7 +155,7 @@ pub struct Listens {
 pub fn store_place(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
-    listens: Listens,
+    listens: ListenAddresses,
     fleet: Option<Span>,
     reader: &mut Reader<'_>,
 ) -> Option<StoreLocation> {
@@ -186,10 +186,10 @@ pub fn store_place(
     }
 }
 
-fn check(etcd: Spanned<EtcdFile>, listens: Listens, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
+fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
     let whole = etcd.span();
     let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
-    if endpoints.is_empty() && !reader.has_found_any() {
+    if endpoints.is_empty() && !reader.has_diagnostics() {
         reader.mistake(whole.clone(), "no endpoints: expected at least one member of etcd");
     }
     let mut seen: Vec<String> = Vec::new();
@@ -221,16 +221,16 @@ fn check(etcd: Spanned<EtcdFile>, listens: Listens, reader: &mut Reader<'_>) -> 
         let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
         let own = match (certificate, key) {
             (None, None) => None,
-            (Some(certificate), Some(key)) => Some((reader.beside(&certificate), reader.beside(&key))),
+            (Some(certificate), Some(key)) => Some((reader.resolve_path(&certificate), reader.resolve_path(&key))),
             _ => {
                 reader.mistake(span, "only one of `certificate` and `key`: expected both, or neither");
                 return None;
             }
         };
-        Some(EtcdTlsConfig { ca: reader.beside(&ca), own })
+        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), own })
     });
-    let advertise = advertise.filter(|_| !reader.has_found_any())?;
-    let api = advertise_api.map(|ApiPlace(url)| url).or_else(|| api_place(listens.api, advertise));
+    let advertise = advertise.filter(|_| !reader.has_diagnostics())?;
+    let api = advertise_api.map(|ApiAddress(url)| url).or_else(|| api_place(listens.api, advertise));
     Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
 }
 
@@ -247,7 +247,7 @@ mod tests {
     use super::api_place;
 
     #[test]
-    fn an_api_is_where_others_reach_it() {
+    fn api_address_is_reachable_by_others() {
         for (api, advertise, expected) in [
             ("127.0.0.1:7401", "10.1.0.2:7400", None),
             ("10.1.0.1:7401", "10.1.0.2:7400", Some("https://10.1.0.1:7401")),

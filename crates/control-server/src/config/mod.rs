@@ -13,7 +13,7 @@ use coreward_listener::security::ListenerConfig;
 use coreward_model::rss::RssKey;
 use coreward_tls::certificate::Fingerprint;
 
-use etcd::{EtcdConfig, Listens};
+use etcd::{EtcdConfig, ListenAddresses};
 use file::ControllerFile;
 
 pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
@@ -91,10 +91,11 @@ impl ControllerConfig {
                 reader.mistake(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
             }
             let fleet = file.fleet.as_ref().map(Spanned::span);
-            let store = etcd::store_place(file.store, file.etcd, Listens { parts: listen, api }, fleet, reader)?;
+            let store =
+                etcd::store_place(file.store, file.etcd, ListenAddresses { parts: listen, api }, fleet, reader)?;
             let listen = listen?;
             let token_directory = match (file.token_directory, &store) {
-                (Some(directory), _) => reader.beside(&directory),
+                (Some(directory), _) => reader.resolve_path(&directory),
                 (None, StoreLocation::Embedded(file)) => file.parent().map(Path::to_owned).unwrap_or_default(),
                 (None, StoreLocation::Etcd(_)) => STATE_DIRECTORY.into(),
             };
@@ -104,7 +105,7 @@ impl ControllerConfig {
                 token_directory,
                 store,
                 metrics: file.metrics,
-                fleet: file.fleet.map(|path| reader.beside(path.get_ref())),
+                fleet: file.fleet.map(|path| reader.resolve_path(path.get_ref())),
                 rss_key: file.rss_key_file,
                 tls: file.tls,
                 revoked_certificates: file.revoked_certificates,

@@ -31,7 +31,6 @@ pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
 
 pub enum ReportSource {
-    /// The agent's own.
     Agent(AuthenticatedPeer),
     /// The rack's, which vouches for its agents.
     Rack(RackRelay),

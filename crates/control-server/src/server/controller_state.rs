@@ -19,9 +19,9 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use coreward_controller::explain::{NotExplained, ServiceView};
+use coreward_controller::explain::{ExplainError, ServiceView};
 use coreward_controller::on_change::InputCursor;
-use coreward_controller::{Controller, Indexed, NewTable, Now, metrics, tables};
+use coreward_controller::{Controller, NewTable, Now, ServiceIndexes, metrics, tables};
 use coreward_fleet::audit::Author;
 use coreward_fleet::clock::{RecordClock, wall_now};
 use coreward_fleet::config::TableTiming;
@@ -32,7 +32,6 @@ use super::state_manager::{Change, Counts};
 use super::table_budget::TableBudget;
 use super::update_publisher::UpdatePublisher;
 
-/// The controller, and its present results.
 pub struct ControllerState {
     controller: Mutex<Controller>,
     /// Leadership; `None`: there is no other controller.
@@ -43,9 +42,8 @@ pub struct ControllerState {
     /// Counts configurations of agents; their streams wait for it.
     agent_configurations: watch::Sender<u64>,
     pub sockets: Sockets,
-    /// Whether this controller was deposed.
     deposed: watch::Sender<bool>,
-    changes: mpsc::Sender<WantedChange>,
+    changes: mpsc::Sender<ChangeRequest>,
     /// Whether tables are made: after a restart not at once.
     settled: AtomicBool,
     /// Inputs of the newest configurations, apart from the fleet.
@@ -58,15 +56,14 @@ pub struct ControllerState {
 }
 
 /// A change of the records, and its waiting caller.
-pub struct WantedChange {
+pub struct ChangeRequest {
     pub change: Change,
     pub author: Author,
     /// Result, sent when the change is in force or rejected.
     pub done: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
-impl WantedChange {
-    /// Returns a change without a waiting caller.
+impl ChangeRequest {
     pub fn without_answer(change: Change, author: Author) -> Self {
         Self { change, author, done: oneshot::channel().0 }
     }
@@ -100,7 +97,7 @@ impl ControllerState {
         controller: Controller,
         (clock, counts): (RecordClock, Arc<Counts>),
         leadership: Option<Arc<Leadership>>,
-    ) -> (Self, mpsc::Receiver<WantedChange>) {
+    ) -> (Self, mpsc::Receiver<ChangeRequest>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_now(), record: clock.now() };
         let configuration = controller.fleet_configuration(start);
         let (changes, receiver) = mpsc::channel(CHANGES);
@@ -129,10 +126,9 @@ impl ControllerState {
         self.change_by(Author::controller(), change).await
     }
 
-    /// [`ControllerState::change`] with its author.
     pub async fn change_by(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
         let (done, outcome) = oneshot::channel();
-        self.changes.send(WantedChange { change, author, done }).await.context("the controller is ending")?;
+        self.changes.send(ChangeRequest { change, author, done }).await.context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
     }
 
@@ -144,7 +140,7 @@ impl ControllerState {
     /// Whether this controller leads now. To be checked before every answer, because a process may have been stopped
     /// for any time.
     pub fn leads(&self) -> bool {
-        self.leadership.as_ref().is_none_or(|leadership| leadership.holds())
+        self.leadership.as_ref().is_none_or(|leadership| leadership.is_valid())
     }
 
     /// Returns when this controller is deposed ([`ControllerState::depose`]). Every stream waits here, and nothing
@@ -176,11 +172,10 @@ impl ControllerState {
         result
     }
 
-    /// Returns the full status; with whole RSS keys where `rss_keys`. For thousands of servers it takes tens of
-    /// milliseconds.
+    /// Returns the full status, with `rss_keys` whole RSS keys; takes tens of ms for thousands of servers.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
-        let mut status = self.controller().status_head(now);
+        let mut status = self.controller().status_summary(now);
         status.warnings.extend(self.counts.warnings());
         status.keys = self.with_waiting_agents(status.keys, now);
         status.services = self.services(rss_keys, now);
@@ -226,7 +221,7 @@ impl ControllerState {
 
     /// Returns the values that change rarely.
     pub fn overview(&self, now: Now) -> Overview {
-        let mut overview = self.controller().overview_head(now);
+        let mut overview = self.controller().overview_summary(now);
         let read =
             |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
         overview.keys = self.with_waiting_agents(overview.keys, now);
@@ -243,13 +238,13 @@ impl ControllerState {
     /// Returns the values that change with every report.
     pub fn loads(&self) -> Loads {
         let now = self.now();
-        let mut loads = self.controller().loads_head(now);
+        let mut loads = self.controller().loads_summary(now);
         loads.servers = self.each_server(|controller, id, server| controller.server_loads(id, server, now));
         loads
     }
 
     /// Returns a snapshot of the service at this address, for explanations. Fails when there is none.
-    pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, NotExplained> {
+    pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
         let now = self.now();
         let view = self.controller().service_view(address, now)?;
         let servers = self.each_server(|controller, id, server| controller.viewed_server(&view, id, &server.name, now));
@@ -310,10 +305,9 @@ impl ControllerState {
         }
     }
 
-    /// Returns the service's pool if the controller has none cached, which takes tens of milliseconds for thousands of
-    /// servers.
+    /// Returns the service's pool if none is cached, which takes tens of ms for thousands of servers.
     fn pool_if_unknown(&self, position: usize, now: Now) -> Option<Pool> {
-        if !self.controller().lacks_pool(position)? {
+        if !self.controller().needs_pool(position)? {
             return None;
         }
         let mut servers = Vec::new();
@@ -324,7 +318,7 @@ impl ControllerState {
     /// The cookie keys, without the secrets.
     pub fn keys(&self) -> Keys {
         let now = self.now();
-        let keys = self.controller().keys_head(now);
+        let keys = self.controller().keys_summary(now);
         self.with_waiting_agents(keys, now)
     }
 
@@ -465,7 +459,7 @@ impl ControllerState {
         // No caller waits while it is encoded, or while the old one is dropped.
         let alive = self.controller().alive(now);
         let configuration = fleet.for_load_balancers(|name| alive.contains(name));
-        let indexed = Indexed::of(&fleet);
+        let indexed = ServiceIndexes::of(&fleet);
         let old = self.controller().configure_indexed(fleet, indexed);
         drop(old);
         // Earlier tables may name servers that are gone: the data plane knows which are.

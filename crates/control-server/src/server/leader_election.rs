@@ -29,7 +29,6 @@ use coreward_store::StoreError;
 /// Record of the leader in etcd.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
-    /// Its address for daemons.
     pub address: SocketAddr,
     /// `https://HOST:PORT` of its API; `None`: on its own host only, or unknown (older version).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -89,8 +88,7 @@ impl LeaderElection {
         self.role.lock().clone()
     }
 
-    /// Returns the leader's state. Fails when this controller does not lead: UNAVAILABLE, with the address of the
-    /// leader.
+    /// Returns the leader's state. Fails on a follower: UNAVAILABLE, with the leader's address.
     pub fn shared(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leads(shared) if shared.leads() => Ok(shared),
@@ -206,8 +204,7 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     })
 }
 
-/// Returns the connection to etcd. Not to be called from asynchronous code. Fails when a file of `[etcd.tls]` cannot be
-/// used.
+/// Returns the connection to etcd; not for asynchronous code. Fails when a file of `[etcd.tls]` cannot be used.
 pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
     let tls = config.tls.as_ref().map(tls).transpose()?;
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))

@@ -133,7 +133,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
                 }
             },
             Some(Message::SocketQuery(query)) => match SocketQuery::try_from(&query) {
-                Ok(query) => ask(shared, session, query),
+                Ok(query) => relay_query(shared, session, query),
                 Err(error) => tracing::warn!(event = "query-rejected", %error, "a load balancer's query is rejected"),
             },
             Some(Message::TableInForce(table)) => {
@@ -147,17 +147,16 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
 }
 
 /// Relays the query to the server's agent. Without one, the load balancer gets an answer at once.
-fn ask(shared: &ControllerState, session: u64, query: SocketQuery) {
+fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { asker: session, ..query };
     match agent {
-        Some(agent) => shared.sockets.ask(agent, query),
-        None => shared.sockets.reply(query.away()),
+        Some(agent) => shared.sockets.relay_query(agent, query),
+        None => shared.sockets.reply(query.absent()),
     }
 }
 
-/// Sends the newest configuration, then the newest tables, whenever there is an update and room for it. A slow receiver
-/// skips tables.
+/// Sends the newest configuration, then the newest tables, after each update. A slow receiver skips tables.
 async fn send_updates(
     shared: &ControllerState,
     mut cursor: Cursor,

@@ -53,7 +53,7 @@ use crate::api;
 use crate::config::etcd::EtcdConfig;
 use crate::config::{ControllerConfig, StoreLocation};
 use agents::ReportSource;
-use controller_state::{ChangeOutcome, ControllerState, WantedChange};
+use controller_state::{ChangeOutcome, ChangeRequest, ControllerState};
 use coreward_controller::Controller;
 use coreward_controller::rejection::Rejection;
 use coreward_fleet::audit::Author;
@@ -62,13 +62,13 @@ use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
 use lb_runtime::LbRuntime;
 use leader_election::LeaderElection;
-use state_manager::{Change, NotForgotten, StateManager};
+use state_manager::{Change, ForgetError, StateManager};
 use table_scheduler::make_tables;
 
 /// Roles with a gRPC stream.
 const PARTS: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// Pause of a controller that has led before the next election: others are first.
-const AFTER_LEADING: Duration = Duration::from_secs(1);
+const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
 /// Tables sent to a load balancer before it confirms one: several, but not so many that newer ones wait behind them.
 const TABLES_ON_THE_WAY: usize = 4;
 /// Tasks after which tokio polls I/O and timers: a rack's message takes up to some hundred microseconds (tokio's
@@ -122,7 +122,6 @@ struct Hangups {
     tokens: Signal,
 }
 
-/// The opened store.
 enum OpenedStore {
     /// There is no other controller.
     Own(Box<StateManager>),
@@ -130,8 +129,7 @@ enum OpenedStore {
 }
 
 impl Server {
-    /// Reads the file, opens the store and binds the addresses. Boxed, so that callers do not compile the server once
-    /// more.
+    /// Reads the file, opens the store and binds the addresses. Boxed: callers need not compile the server.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
     }
@@ -265,7 +263,7 @@ async fn take_turns(
                 let shared = term.shared.clone();
                 let reason = tokio::select! {
                     outcome = term.lead(hangup) => return outcome,
-                    reason = leadership.ended() => reason,
+                    reason = leadership.wait_for_end() => reason,
                 };
                 shared.depose();
                 reason
@@ -277,7 +275,7 @@ async fn take_turns(
         if let Err(error) = leadership.resign().await {
             tracing::debug!(event = "lease-not-revoked", %error, "cannot revoke the lease: it expires by itself");
         }
-        tokio::time::sleep(AFTER_LEADING).await;
+        tokio::time::sleep(CAMPAIGN_PAUSE).await;
     }
 }
 
@@ -294,11 +292,10 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
     }
 }
 
-/// One term of leadership.
 struct Term {
     manager: StateManager,
     shared: Arc<ControllerState>,
-    changes: mpsc::Receiver<WantedChange>,
+    changes: mpsc::Receiver<ChangeRequest>,
 }
 
 impl Term {
@@ -326,17 +323,17 @@ impl Term {
 async fn keep(
     mut manager: StateManager,
     shared: &ControllerState,
-    mut changes: mpsc::Receiver<WantedChange>,
+    mut changes: mpsc::Receiver<ChangeRequest>,
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
     let mut retire = tokio::time::interval(RETIRE_INTERVAL);
     loop {
         let (change, waiting) = tokio::select! {
-            _ = hangup.recv() => (WantedChange::without_answer(Change::Reload, Author::signal()), false),
-            _ = retire.tick() => (WantedChange::without_answer(Change::Retire, Author::controller()), false),
+            _ = hangup.recv() => (ChangeRequest::without_answer(Change::Reload, Author::signal()), false),
+            _ = retire.tick() => (ChangeRequest::without_answer(Change::Retire, Author::controller()), false),
             Some(wanted) = changes.recv() => (wanted, true),
         };
-        let WantedChange { change, author, done } = change;
+        let ChangeRequest { change, author, done } = change;
         let waiting = waiting.then_some(done);
         let (back, outcome) = make(manager, shared, change, author).await?;
         manager = back;
@@ -370,7 +367,7 @@ pub(crate) async fn make(
     if let Change::Forget(name) = &change
         && shared.controller().load_balancers.is_connected(name)
     {
-        return Ok((manager, Err(NotForgotten::Connected(name.clone()).into())));
+        return Ok((manager, Err(ForgetError::Connected(name.clone()).into())));
     }
     // The disk may be slow: tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
@@ -412,7 +409,7 @@ async fn maintenance_loop(shared: &ControllerState) {
         match step {
             Ok(None) => not_rotated = None,
             Ok(Some(step)) => match shared.change(Change::Keys(step)).await {
-                Ok(_) => tracing::info!(event = "key-step", step = step.words(), "cookie keys are rotated"),
+                Ok(_) => tracing::info!(event = "key-step", step = step.describe(), "cookie keys are rotated"),
                 Err(error) => tracing::warn!(
                     event = "key-step-failed",
                     error = format!("{error:#}"),
@@ -447,7 +444,7 @@ fn rejection_status(refused: &Rejection) -> Status {
 }
 
 /// Returns a stream with its term: a peer that knows a newer term leaves.
-fn begun<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
+fn stream_response<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
     let mut response = Response::new(ReceiverStream::new(stream));
     if let Some(leadership) = shared.leadership() {
         response.metadata_mut().insert(TERM, leadership.term().into());
@@ -486,7 +483,7 @@ impl Control for Service {
         let (answers, stream) = mpsc::channel(1);
         let source = ReportSource::Agent(peer);
         let shared = self.election.shared()?;
-        let begun = begun(&shared, stream);
+        let begun = stream_response(&shared, stream);
         tokio::spawn(agents::serve(shared, source, request.into_inner(), answers));
         Ok(begun)
     }
@@ -498,7 +495,7 @@ impl Control for Service {
         let peer = self.peer(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(TABLES_ON_THE_WAY);
         let shared = self.election.shared()?;
-        let begun = begun(&shared, stream);
+        let begun = stream_response(&shared, stream);
         tokio::spawn(load_balancers::serve(shared, peer, request.into_inner(), updates));
         Ok(begun)
     }
@@ -507,7 +504,7 @@ impl Control for Service {
         let peer = self.peer(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
         let shared = self.election.shared()?;
-        let begun = begun(&shared, stream);
+        let begun = stream_response(&shared, stream);
         tokio::spawn(racks::serve(shared, peer, request.into_inner(), updates));
         Ok(begun)
     }

@@ -26,7 +26,7 @@ type AgentMessages = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 /// Waiting messages of one agent. The rack's stream waits when the queue is full.
 const QUEUED: usize = 4;
 /// Limit of agents' streams behind one rack: the number of server ids.
-const MOST_AGENTS: usize = 16_384;
+const MAX_AGENTS: usize = 16_384;
 
 pub async fn serve(
     shared: Arc<ControllerState>,
@@ -91,12 +91,12 @@ async fn listen(
             match message {
                 None => drop(served.remove(&stream)),
                 Some(message) => {
-                    if served.len() >= MOST_AGENTS && !served.contains_key(&stream) {
-                        served.retain(|_, said| !said.is_closed());
+                    if served.len() >= MAX_AGENTS && !served.contains_key(&stream) {
+                        served.retain(|_, printed| !printed.is_closed());
                     }
-                    if served.len() >= MOST_AGENTS && !served.contains_key(&stream) {
+                    if served.len() >= MAX_AGENTS && !served.contains_key(&stream) {
                         let refusal =
-                            format!("stream {stream} of an agent is one more than {MOST_AGENTS}: expected fewer");
+                            format!("stream {stream} of an agent is one more than {MAX_AGENTS}: expected fewer");
                         tracing::warn!(event = "rack-rejected", rack = name, error = refusal, "a rack is rejected");
                         let _ = updates.send(Err(Status::resource_exhausted(refusal))).await;
                         return;
@@ -124,7 +124,7 @@ async fn listen(
 }
 
 fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
-    let (said, messages) = mpsc::channel(QUEUED);
+    let (printed, messages) = mpsc::channel(QUEUED);
     let (answers, mut to_agent) = mpsc::channel(1);
     let stream = relay.stream;
     tokio::spawn(agents::serve(shared.clone(), ReportSource::Rack(relay), ReceiverStream::new(messages), answers));
@@ -143,13 +143,13 @@ fn begin(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> A
             }
         }
     });
-    said
+    printed
 }
 
 /// Sends the rack's configuration when it has changed, checked once per report interval. Ends with the rack, or with
 /// the reason to end it.
 async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Rejection> {
-    let (mut told, mut looked_at) = (None, None);
+    let (mut reported, mut looked_at) = (None, None);
     loop {
         let now = shared.now();
         let changes = shared.controller().rack_changes(session);
@@ -158,12 +158,12 @@ async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates)
                 Ok(configuration) => configuration?,
                 Err(refused) => return Some(refused),
             };
-            if told.as_ref() != Some(&configuration) {
+            if reported.as_ref() != Some(&configuration) {
                 let update = v1::rack_update::Update::Configuration((&configuration).into());
                 if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
                     return None;
                 }
-                told = Some(configuration);
+                reported = Some(configuration);
             }
         }
         let interval = shared.controller().fleet().report_interval;

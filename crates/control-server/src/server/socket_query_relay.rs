@@ -54,7 +54,7 @@ impl Sockets {
         locked(&self.askers).remove(&asker);
     }
 
-    pub fn ask(&self, agent: u64, query: SocketQuery) {
+    pub fn relay_query(&self, agent: u64, query: SocketQuery) {
         let mut agents = locked(&self.agents);
         let Some(asked) = agents.get_mut(&agent) else { return };
         let question = (query.asker, query.number);
@@ -101,11 +101,11 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_answers_once_what_it_was_asked() {
+    fn agent_answers_each_socket_query_once() {
         let sockets = Sockets::default();
         let (mut own, _other) = (sockets.register_agent(1), sockets.register_agent(2));
         let mut answers = sockets.register_load_balancer_session(7);
-        sockets.ask(1, query(7, 5));
+        sockets.relay_query(1, query(7, 5));
         let asked = own.try_recv().unwrap();
         sockets.answer(2, asked.answer(vec![false]));
         sockets.answer(1, query(7, 6).answer(vec![false]));
@@ -121,7 +121,7 @@ mod tests {
         let sockets = Sockets::default();
         let (mut questions, mut answers) = (sockets.register_agent(1), sockets.register_load_balancer_session(7));
         for number in 0..=OPEN as u64 {
-            sockets.ask(1, query(7, number));
+            sockets.relay_query(1, query(7, number));
             questions.try_recv().unwrap();
         }
         sockets.answer(1, query(7, 0).answer(vec![false]));

@@ -16,7 +16,7 @@ use rand::rngs::SysRng;
 
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
-use coreward_fleet::audit::{Author, Note, describe_changes};
+use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
 use coreward_fleet::clock::{RecordClock, wall_now, whole_seconds};
 use coreward_fleet::config::{FleetConfig, difference};
 use coreward_fleet::drains::{self, WantedDrain};
@@ -93,8 +93,7 @@ impl Counts {
 
 pub enum Change {
     Reload,
-    /// Apply another document of the fleet.
-    Apply(Box<WantedDocument>),
+    Apply(Box<DocumentRequest>),
     /// Retire ids after time has passed.
     Retire,
     Enrol {
@@ -115,7 +114,7 @@ pub enum Change {
     Buckets(Vec<(String, BucketHistory)>),
 }
 
-pub struct WantedDocument {
+pub struct DocumentRequest {
     pub fleet: Result<FleetConfig, Diagnostics>,
     pub changes: Vec<String>,
     pub generation: u64,
@@ -124,10 +123,10 @@ pub struct WantedDocument {
 
 /// Reason for which a document is not applied.
 #[derive(Debug, thiserror::Error)]
-pub enum NotApplied {
+pub enum ApplyError {
     /// The operator keeps it in a file.
     #[error(
-        "the fleet of this controller is what stands in {} (`fleet` in {}): expected changes there, then SIGHUP",
+        "this controller's fleet is managed by {} (`fleet` in {}): expected changes there, then SIGHUP",
         file.display(),
         controller.display()
     )]
@@ -255,9 +254,9 @@ impl StateManager {
                     records.retire(max_connection_lifetime, now)
                 })
             }
-            Change::Enrol { name, address } => self.change(|records| records.enrol(&name, address)),
+            Change::Enrol { name, address } => self.change(|records| records.register_load_balancer(&name, address)),
             Change::Departed { name } => self.change(|records| {
-                records.departed(&name, now);
+                records.record_disconnect(&name, now);
                 false
             }),
             Change::Drain(wanted) => {
@@ -273,7 +272,7 @@ impl StateManager {
             }
             Change::Forget(name) => {
                 let known = self.records.load_balancers.contains_key(&name);
-                anyhow::ensure!(known, NotForgotten::Unknown(name));
+                anyhow::ensure!(known, ForgetError::Unknown(name));
                 self.noted(author, ("forget", &name), |records| records.forget(&name))
             }
             Change::Keys(step) => self.noted(author, ("rotate-keys", ""), |records| {
@@ -307,8 +306,8 @@ impl StateManager {
             let is_new = change(records);
             if is_new {
                 let after = in_words(records, action, target);
-                let note = Note { action, target: target.to_owned(), before, after };
-                records.note(author, note, wall_now());
+                let note = ChangeDescription { action, target: target.to_owned(), before, after };
+                records.record_change(author, note, wall_now());
             }
             is_new
         })
@@ -335,18 +334,18 @@ impl StateManager {
         Ok(is_new.then(|| self.fleet()))
     }
 
-    fn apply(&mut self, wanted: WantedDocument, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    fn apply(&mut self, wanted: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
         if let Some(file) = self.config.fleet.clone().filter(|_| !wanted.dry_run) {
-            return Err(NotApplied::ManagedByFile { file, controller: self.path.clone() }.into());
+            return Err(ApplyError::ManagedByFile { file, controller: self.path.clone() }.into());
         }
         let in_force = self.records.document.generation;
         if wanted.generation != in_force {
-            return Err(NotApplied::GenerationConflict(in_force, wanted.generation).into());
+            return Err(ApplyError::GenerationConflict(in_force, wanted.generation).into());
         }
-        let fleet = wanted.fleet.map_err(NotApplied::Wrong)?;
+        let fleet = wanted.fleet.map_err(ApplyError::Wrong)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply(&fleet, now, &mut random()).map_err(NotApplied::Wrong)?;
+        records.apply(&fleet, now, &mut random()).map_err(ApplyError::Wrong)?;
         records.clock = Some(whole_seconds(now));
         if wanted.dry_run {
             return Ok(None);
@@ -402,7 +401,7 @@ fn begin(
     records.apply(&fleet, now, &mut random())?;
     // Peers that do not return are away from now on.
     let names: Vec<String> = records.load_balancers.keys().cloned().collect();
-    names.iter().for_each(|name| records.departed(name, now));
+    names.iter().for_each(|name| records.record_disconnect(name, now));
     records.clock = Some(whole_seconds(now));
     Ok((fleet, records))
 }
@@ -419,8 +418,8 @@ fn note_document(
         return;
     }
     let after = format!("generation {new}: {}", describe_changes(changes));
-    let note = Note { action, target: String::new(), before: format!("generation {old}"), after };
-    records.note(author, note, wall_now());
+    let note = ChangeDescription { action, target: String::new(), before: format!("generation {old}"), after };
+    records.record_change(author, note, wall_now());
 }
 
 /// Describes the state of an action's subject.
@@ -448,17 +447,16 @@ fn in_words(records: &Records, action: &str, target: &str) -> String {
 
 /// Reason for which a load balancer is not forgotten.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum NotForgotten {
+pub enum ForgetError {
     #[error("load balancer {0:?} does not exist")]
     Unknown(String),
     #[error("load balancer {0:?} is connected: expected one whose daemon was stopped")]
     Connected(String),
 }
 
-/// Returns the fleet in the store.
 fn applied(document: &Document) -> Result<FleetConfig, Diagnostics> {
     let name = format!("the applied fleet (generation {})", document.generation);
-    FleetConfig::on_record(&Source::from_text(&name, &document.text))
+    FleetConfig::parse_stored(&Source::from_text(&name, &document.text))
 }
 
 #[cfg(test)]
@@ -483,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fleet_that_is_wrong_does_not_stop_the_next_start() {
+    fn invalid_fleet_file_does_not_prevent_a_restart() {
         let directory = tempfile::tempdir().unwrap();
         let wrong = "load_ewma_alpha = 7\n";
         assert!(manager(directory.path(), wrong).is_err());
@@ -506,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn certificates_are_denied_also_where_the_fleet_is_wrong() {
+    fn certificates_are_revoked_despite_an_invalid_fleet() {
         let directory = tempfile::tempdir().unwrap();
         let [path, fleet, store] = ["controller.toml", "fleet.toml", "store"].map(|name| directory.path().join(name));
         let text = format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = {fleet:?}\n");

@@ -10,12 +10,12 @@ use super::controller_state::ControllerState;
 /// After a restart load balancers keep their tables until agents are back, which retry every 2 s at the latest; but no
 /// longer than this.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
-const SETTLE_LOOK: Duration = Duration::from_millis(10);
+const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Makes tables, forever. `restarted`: load balancers have earlier ones.
 pub async fn make_tables(shared: &ControllerState, restarted: bool) {
     let limit = Instant::now() + if restarted { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.all_report() {
-        tokio::time::sleep(SETTLE_LOOK).await;
+        tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
     shared.settle();
     tokio::join!(at_intervals(shared), on_change(shared));

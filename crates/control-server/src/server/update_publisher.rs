@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_for_those_who_saw_what_it_changes() {
+    fn change_applies_to_its_base_generation_only() {
         let publisher = UpdatePublisher::new(configuration(1));
         let (mut quick, mut slow) = (Cursor::default(), Cursor::default());
         for cursor in [&mut quick, &mut slow] {

@@ -13,7 +13,7 @@ use tonic::{Code, Status, Streaming};
 use crate::support::{Home, Running, in_time};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
-/// Between reports, as the fleet's document says (support::Home).
+/// Interval of reports in the fleet's document (support::Home).
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
 /// More than the windows of HTTP/2 hold (256 KiB, each report some 60 bytes).
 const REPORTS: u64 = 40_000;
@@ -49,8 +49,8 @@ async fn decoded(running: &Running) -> u64 {
     status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
 }
 
-/// Sends as much as the connection takes, for ever. The controller's HTTP/2 ends a connection with many small frames that wait to be
-/// read; then another one follows.
+/// Sends as much as the connection takes. The controller's HTTP/2 ends a connection with many small frames that wait to
+/// be read; then another one follows.
 async fn flood(running: Arc<Running>) {
     loop {
         let (sender, _updates) = agent(&running, "s1").await;

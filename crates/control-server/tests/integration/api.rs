@@ -79,9 +79,9 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
     all
 }
 
-/// Nobody comes in without a token, and no viewer changes anything: for each operation that the document names.
+/// Access needs a token, and no viewer changes anything: for each operation that the document names.
 #[tokio::test]
-async fn every_endpoint_asks_who_is_there() {
+async fn every_endpoint_authenticates() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let (viewer, operator) = (site.token(Role::Viewer), site.token(Role::Operator));
     let (_, document) = site.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
@@ -92,8 +92,8 @@ async fn every_endpoint_asks_who_is_there() {
     for (method, path, role) in &operations {
         let path = path.replace("{service}", "web").replace("{server}", "s1").replace("{load_balancer}", "lb1");
         let path = path.replace("{generation}", "1");
-        assert!(!path.contains('{'), "{path}: what stands for it here?");
-        // What the body holds does not matter: nobody looks at it.
+        assert!(!path.contains('{'), "{path}: expected a value for it here");
+        // The body does not matter: it is not read.
         for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
             // Each burst of refusals is short enough for the limit.
             let (status, problem) = loop {
@@ -125,7 +125,7 @@ async fn every_endpoint_asks_who_is_there() {
 }
 
 #[tokio::test]
-async fn nonsense_gets_a_problem() {
+async fn invalid_request_gets_problem_json() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let token = site.token(Role::Operator);
     let too_large = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
@@ -186,7 +186,7 @@ async fn a_document_is_applied_whole_or_not_at_all() {
 
 /// An acknowledged drain survives a crash and another document, until it is undrained.
 #[tokio::test]
-async fn a_server_is_drained_until_somebody_ends_that() {
+async fn drain_lasts_until_undrain() {
     let mut site = TestEnv::start(Home::new(&["s1", "s2"], SERVICE)).await;
     let path = "/v1/servers/s1/drain";
     let token = site.token(Role::Operator);
@@ -207,11 +207,11 @@ async fn a_server_is_drained_until_somebody_ends_that() {
     let first = client.drain("s1", &all).await.unwrap();
     let drained = first.drained.clone().unwrap();
     assert_eq!((first.state, drained.by, drained.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
-    assert_eq!((first.state_reason.as_str(), first.remaining), ("`coreward drain` says so", None));
+    assert_eq!((first.state_reason.as_str(), first.remaining), ("by `coreward drain`", None));
     assert_eq!(
         first.waits_for,
         ["its agent, which does not report", "a load balancer: none is connected"],
-        "nobody says what remains"
+        "no agent counts"
     );
     let generation = client.status(false).await.unwrap().configuration_generation;
     let again = client.drain("s1", &all).await.unwrap();
@@ -231,7 +231,7 @@ async fn a_server_is_drained_until_somebody_ends_that() {
     let client = site.client(Role::Operator);
     let after = client.drain_status("s1").await.unwrap().drained.unwrap();
     assert_eq!(after.by, DrainedBy::Command);
-    // The clock on record stands still while no controller runs, and is saved once a second.
+    // The stored clock stops while no controller runs, and is saved once a second.
     let allowed_ms = 1_000 + began.elapsed().as_millis() as u64;
     let moved_ms = after.since_unix_ms.unwrap().abs_diff(drained.since_unix_ms.unwrap());
     assert!(moved_ms <= allowed_ms, "{after:?}, {drained:?}");
@@ -249,7 +249,7 @@ async fn a_server_is_drained_until_somebody_ends_that() {
     assert!(events.to_string().contains(": undrained"), "{events}");
 }
 
-/// Browsers log in with a token and go on with a cookie, that of a viewer, whoever logged in.
+/// Browsers log in with a token and continue with a viewer's cookie.
 #[tokio::test]
 async fn a_session_reads_and_changes_nothing() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
@@ -270,7 +270,7 @@ async fn a_session_reads_and_changes_nothing() {
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
-/// A watcher is told what there is at once, then what happens; who comes back gets what it missed.
+/// A watcher gets the present state at once, then events; after a reconnect those that it missed.
 #[tokio::test]
 async fn watchers_miss_nothing() {
     let home = Home::new(&[], "");
@@ -307,7 +307,7 @@ async fn watchers_miss_nothing() {
 }
 
 #[tokio::test]
-async fn the_manuals_examples_work() {
+async fn examples_of_the_manual_work() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
@@ -317,9 +317,9 @@ async fn the_manuals_examples_work() {
     assert!(script.matches("curl ").count() >= 5, "{script}");
     let run = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
     let output = in_time("curl", run).await.unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{printed}{}", String::from_utf8_lossy(&output.stderr));
     // `settling` for as long as it waits for agents.
-    let leads = ["ready", "settling"].iter().any(|state| said.contains(&format!("\"state\":\"{state}\"")));
-    assert!(leads && said.contains("expected a number above 0"), "{said}");
+    let leads = ["ready", "settling"].iter().any(|state| printed.contains(&format!("\"state\":\"{state}\"")));
+    assert!(leads && printed.contains("expected a number above 0"), "{printed}");
 }

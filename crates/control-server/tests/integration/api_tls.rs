@@ -160,7 +160,10 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
     let foreign = Authority::init(&site.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
     let client = site.client(Proof::Token { file: file.clone(), ca: Some(foreign.ca()) });
     let error = client.status(false).await.unwrap_err().to_string();
-    assert!(error.contains("its certificate is signed by nobody in `ca`") && error.contains(&site.url()), "{error}");
+    assert!(
+        error.contains("its certificate is signed by no authority in `ca`") && error.contains(&site.url()),
+        "{error}"
+    );
 
     for (url, proof, expected) in [
         (site.url(), Proof::Token { file: file.clone(), ca: None }, "https:// and no `--ca`"),
@@ -175,7 +178,7 @@ async fn commands_come_in_with_a_token_or_with_a_certificate() {
 /// If the certificate names hosts, the host of the command must be one of them, or the operator's name for it;
 /// otherwise the role suffices.
 #[tokio::test]
-async fn a_controller_is_the_host_that_was_asked_for() {
+async fn controller_certificate_must_name_the_requested_host() {
     let one_of = |names: &[&str]| Host::OneOf(names.iter().map(ToString::to_string).collect());
     let site = TestEnv::start_at(&["c1.example", "192.0.2.7"]).await;
     let viewer = site.certificate(Role::Viewer, "eve");

@@ -191,7 +191,7 @@ async fn a_restart_ends_a_slow_start() {
     assert_eq!(state_of(&controller.status().await, "s2"), ServerState::Active);
 }
 
-/// And when the file is the truth no more, the fleet goes on.
+/// Without the file the fleet continues.
 #[tokio::test]
 async fn a_fleet_in_a_file_is_changed_there() {
     let home = Home::new(&["s1"], WEB);
@@ -206,7 +206,7 @@ async fn a_fleet_in_a_file_is_changed_there() {
     let refused = apply(looked).await.unwrap_err().replace(&home.directory.path().display().to_string(), "");
     assert_eq!(
         refused,
-        "the fleet of this controller is what stands in /fleet.toml (`fleet` in /controller.toml): expected changes there, \
+        "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, \
          then SIGHUP"
     );
     let before = controller.in_force().await;

@@ -46,7 +46,7 @@ async fn send(sender: &mpsc::Sender<v1::LoadBalancerMessage>, message: Message) 
 }
 
 #[tokio::test]
-async fn a_change_and_who_made_it_survive_a_restart() {
+async fn audit_entry_survives_a_restart() {
     let home = home();
     let running = home.start().await;
     apply(&running, &document(&["s1", "s2"]), 0).await;

@@ -60,7 +60,7 @@ impl Agent {
     async fn update(&mut self) -> Result<agent_update::Update, tonic::Status> {
         let answers = self.answers.as_mut().unwrap();
         let update = in_time("an agent's update", answers.message()).await?.expect("the stream goes on");
-        Ok(update.update.expect("an update says something"))
+        Ok(update.update.expect("an update has contents"))
     }
 
     async fn configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
@@ -107,7 +107,7 @@ struct LoadBalancer {
 impl LoadBalancer {
     async fn update(&mut self) -> dataplane_update::Update {
         let message = in_time("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
-        let update = message.update.expect("an update says something");
+        let update = message.update.expect("an update has contents");
         apply_update(&mut self.newest, &update);
         update
     }
@@ -238,7 +238,7 @@ async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
 #[tokio::test]
 async fn after_a_restart_the_first_table_waits_for_the_agents() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
-    // It does not wait for ever: where the machine stood still for that long, once more.
+    // It does not wait permanently: where the machine stood still for that long, once more.
     const WAITS: Duration = Duration::from_secs(4);
     for _ in 0..5 {
         let home = Home::new(&["s1", "s2"], WEB);
@@ -350,7 +350,7 @@ async fn a_slow_load_balancer_gets_the_newest_table() {
 }
 
 #[tokio::test]
-async fn questions_for_sockets_reach_the_agent_and_answers_who_asked() {
+async fn socket_queries_are_relayed_to_the_agent_and_back() {
     let home = Home::new(&["s1", "s2"], WEB);
     let running = home.start().await;
     let mut balancer = running.load_balancer(running.client().await).await;
@@ -383,12 +383,12 @@ async fn questions_for_sockets_reach_the_agent_and_answers_who_asked() {
 }
 
 #[tokio::test]
-async fn load_balancers_know_each_other_and_are_told_who_is_gone() {
+async fn load_balancers_learn_of_lost_owners() {
     let home = Home::new(&["s1"], WEB);
     let running = home.start().await;
     let mut first = running.load_balancer_named("lb1", running.client().await).await;
     let second = running.load_balancer_named("lb2", running.client().await).await;
-    // One that says nothing would count as lost, too.
+    // A silent one would count as lost, too.
     let sender = first.sender.clone();
     let says_something = tokio::spawn(async move {
         loop {

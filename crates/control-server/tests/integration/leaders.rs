@@ -1,4 +1,4 @@
-//! Two controllers on a real etcd: what the one that leads says of itself, and what the other one says of it.
+//! Two controllers on a real etcd: reports of the leader, and of the follower about it.
 
 use std::net::SocketAddr;
 use std::process::Child;
@@ -24,7 +24,7 @@ struct Etcd {
 
 impl Etcd {
     fn start() -> Self {
-        let (member, directory) = (Member::alone().unwrap(), tempfile::tempdir().unwrap());
+        let (member, directory) = (Member::single().unwrap(), tempfile::tempdir().unwrap());
         let process = member.command(std::slice::from_ref(&member), directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }
@@ -60,7 +60,7 @@ impl Way {
         Self { address, to, work: tokio::spawn(forward(listener, to)) }
     }
 
-    /// Ends all connections; nobody listens any more.
+    /// Ends all connections; no process listens.
     fn close(&mut self) {
         self.work.abort();
     }
@@ -170,7 +170,7 @@ async fn followers_name_the_leader_and_terms_increase() {
     first.running.kill().await;
     assert!(second.leads().await > term);
 
-    // A watch of a controller that leads no more ends.
+    // A watch of a former leader ends.
     let url = format!("http://{}/v1/watch", second.running.api);
     let mut watch = reqwest::Client::new().get(url).bearer_auth(second.token()).send().await.unwrap();
     assert_eq!(watch.status(), 200);

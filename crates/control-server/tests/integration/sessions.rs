@@ -1,4 +1,4 @@
-//! Sessions of browsers and streams of watchers end when who may come in is looked at again.
+//! Sessions of browsers and streams of watchers end when access is checked again.
 
 use coreward_api::Role;
 use coreward_http::tokens::token_file;

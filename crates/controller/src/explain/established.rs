@@ -10,7 +10,6 @@ use coreward_model::tuple::Protocol;
 
 use super::{Case, Verdict};
 
-/// Packet to explain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainedPacket {
     First,
@@ -21,15 +20,15 @@ pub enum ExplainedPacket {
     },
 }
 
-const LB_STAMPED_RESET: &str = "a reset without timestamps goes where the load balancer's flow table says; what that does \
-                               not know is dropped, as these servers take nothing that was sent to all";
+const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load balancer's flow table; \
+                                without an entry it is dropped, as these servers accept no broadcast";
 
 impl Case<'_> {
     /// Returns the verdict on a packet that opens no connection.
     pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
         let mode = self.view.service.mode;
         match mode.consistency {
-            Consistency::None => self.by_rule_again(table),
+            Consistency::None => self.placement_verdict(table),
             Consistency::HashTable => (None, self.hash_table_words()),
             Consistency::Beamer => {
                 self.by_bucket(table, "if the load balancer's flow table does not know the connection, it goes by")
@@ -39,16 +38,16 @@ impl Case<'_> {
                 _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, LB_STAMPED_RESET.to_owned()),
                 Some(echo) if mode.timestamps == Timestamps::Server => self.by_cookie(echo),
                 _ if reset => {
-                    let reason = "a reset without timestamps goes where the load balancer's flow table says, and if it \
-                                  says nothing to all servers, of which the one with the connection takes it";
+                    let reason = "a reset without timestamps follows the load balancer's flow table; \
+                                  without an entry it is broadcast, and the server with the connection accepts it";
                     (None, reason.to_owned())
                 }
-                _ => self.by_bucket(table, "without a cookie it goes where the load balancer's flow table says, or"),
+                _ => self.by_bucket(table, "without a cookie it follows the load balancer's flow table, or"),
             },
         }
     }
 
-    fn by_rule_again(&self, table: Option<&PlacementTable>) -> Verdict {
+    fn placement_verdict(&self, table: Option<&PlacementTable>) -> Verdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
         let (chosen, reason) = self.verdict(table);
         (chosen, format!("nothing is remembered (consistency \"none\"), so it goes as a first packet would: {reason}"))

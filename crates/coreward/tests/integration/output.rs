@@ -19,7 +19,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 
 /// `/dev/full` answers every write as a full disk does (ENOSPC).
 #[test]
-fn a_daemon_whose_log_finds_no_room_goes_on() {
+fn daemon_continues_when_its_log_is_full() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name);
     let write_fleet = |text: &str| std::fs::write(path("fleet.toml"), text).unwrap();
@@ -34,7 +34,7 @@ fn a_daemon_whose_log_finds_no_room_goes_on() {
     wait_until("it has drawn its tokens", || {
         path("operator.token").exists() || controller.0.try_wait().unwrap().is_some()
     });
-    // Much to say: a token that is gone, a file that is wrong.
+    // Many lines: a missing token, an invalid file.
     for round in 0..5 {
         let token = path("viewer.token");
         std::fs::remove_file(&token).unwrap();
@@ -49,7 +49,7 @@ fn a_daemon_whose_log_finds_no_room_goes_on() {
 
 /// `coreward check FILE 2>&1 | head -1`, and of a command that prints much.
 #[test]
-fn a_reader_who_has_gone_changes_no_exit_status() {
+fn closed_pipe_does_not_change_the_exit_status() {
     let mut completions = coreward().args(["completions", "bash"]).stdout(Stdio::piped()).spawn().unwrap();
     drop(completions.stdout.take());
     assert_eq!(completions.wait().unwrap().code(), Some(0));

@@ -33,7 +33,7 @@ fn api_of(log: ChildStderr) -> String {
     address.unwrap_or_else(|| panic!("it has ended: {seen:?}"))
 }
 
-fn ask(directory: &Path, api: &str, arguments: &[&str]) -> Output {
+fn block_on(directory: &Path, api: &str, arguments: &[&str]) -> Output {
     let token = directory.join("operator.token");
     let mut command = coreward();
     command.args(arguments).args(["--controller", api, "--token-file"]).arg(token);
@@ -64,7 +64,7 @@ fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
     }
 }
 
-/// While it starts (its fleet is a pipe, and nobody has written into it yet) it is told to read its files again, and to
+/// While it starts (its fleet is a pipe without a writer yet) it gets SIGHUP, and to
 /// end.
 #[test]
 fn signals_wait_until_they_can_be_handled() {
@@ -99,9 +99,9 @@ fn signals_wait_until_they_can_be_handled() {
     assert!(ended.success(), "{ended}");
 }
 
-/// Nothing can be written (a limit of 0 bytes on every file stands for a full disk), and the process before was killed.
+/// Nothing can be written (a limit of 0 bytes on every file emulates a full disk), and the process before was killed.
 #[test]
-fn it_starts_while_its_disk_is_full_and_recovers_by_itself() {
+fn controller_starts_and_recovers_on_a_full_disk() {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     let config = write_controller(directory, "");
@@ -113,7 +113,7 @@ fn it_starts_while_its_disk_is_full_and_recovers_by_itself() {
     let server = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
     let service = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
     std::fs::write(&fleet, format!("{}{}{service}", server(1), server(2))).unwrap();
-    let applied = ask(directory, &api, &["apply", "--yes", fleet.to_str().unwrap()]);
+    let applied = block_on(directory, &api, &["apply", "--yes", fleet.to_str().unwrap()]);
     assert!(applied.status.success(), "{}", text(&applied));
     drop(first);
 
@@ -122,9 +122,9 @@ fn it_starts_while_its_disk_is_full_and_recovers_by_itself() {
     command.arg(env!("CARGO_BIN_EXE_coreward")).arg(&config).stderr(Stdio::piped());
     let mut controller = Daemon(command.spawn().unwrap());
     let api = api_of(controller.0.stderr.take().unwrap());
-    let status = ask(directory, &api, &["status"]);
+    let status = block_on(directory, &api, &["status"]);
     assert!(status.status.success() && text(&status).contains("10.200.0.1:80"), "{}", text(&status));
-    let refused = ask(directory, &api, &["drain", "s1", "--force"]);
+    let refused = block_on(directory, &api, &["drain", "s1", "--force"]);
     assert!(
         !refused.status.success() && text(&refused).contains("not on record, and not in force"),
         "{}",
@@ -133,13 +133,13 @@ fn it_starts_while_its_disk_is_full_and_recovers_by_itself() {
 
     let limit = ["--pid", &controller.0.id().to_string(), "--fsize=unlimited"].map(str::to_owned);
     assert!(Command::new("prlimit").args(limit).status().unwrap().success());
-    let drained = ask(directory, &api, &["drain", "s1", "--force"]);
+    let drained = block_on(directory, &api, &["drain", "s1", "--force"]);
     assert!(drained.status.success(), "{}", text(&drained));
 }
 
 /// `systemctl reload` does this first, and fails with it: nothing is read again then.
 #[test]
-fn a_reload_fails_where_the_fleet_is_wrong() {
+fn reload_of_an_invalid_fleet_fails() {
     let unit = include_str!("../../../../packaging/systemd/coreward-controller.service");
     let mut reloads = unit.lines().filter_map(|line| line.strip_prefix("ExecReload="));
     let first = reloads.next().unwrap().strip_prefix("/usr/bin/coreward ").unwrap();

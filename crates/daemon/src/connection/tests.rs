@@ -17,12 +17,12 @@ const FIRST: Duration = RETRY_INTERVALS.0;
 #[test]
 fn one_controller_is_tried_at_growing_intervals_until_it_answers() {
     let mut turns = Turns::new(1);
-    let waits: Vec<u128> = (0..7).map(|_| turns.ended(&End::Lost).as_millis()).collect();
+    let waits: Vec<u128> = (0..7).map(|_| turns.record_end(&End::Lost).as_millis()).collect();
     assert_eq!(waits, [100, 200, 400, 800, 1600, 2000, 2000]);
-    turns.heard();
-    assert_eq!(turns.ended(&End::Lost), FIRST);
-    assert_eq!(turns.ended(&End::Lost), FIRST);
-    assert_eq!(turns.ended(&End::Lost), FIRST * 2);
+    turns.record_answer();
+    assert_eq!(turns.record_end(&End::Lost), FIRST);
+    assert_eq!(turns.record_end(&End::Lost), FIRST);
+    assert_eq!(turns.record_end(&End::Lost), FIRST * 2);
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn several_are_tried_in_turn_and_only_whole_rounds_make_it_slower() {
     let mut turns = Turns::new(3);
     let mut tries = Vec::new();
     for _ in 0..7 {
-        let wait = turns.ended(&End::Lost).as_millis();
+        let wait = turns.record_end(&End::Lost).as_millis();
         tries.push((turns.current, wait));
     }
     assert_eq!(tries, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
@@ -39,20 +39,20 @@ fn several_are_tried_in_turn_and_only_whole_rounds_make_it_slower() {
 #[test]
 fn last_reachable_controller_is_tried_first() {
     let mut turns = Turns::new(3);
-    turns.ended(&End::Lost);
-    turns.heard();
-    assert_eq!((turns.ended(&End::Lost), turns.current), (FIRST, 1));
-    assert_eq!((turns.ended(&End::Lost), turns.current), (FIRST, 2));
+    turns.record_end(&End::Lost);
+    turns.record_answer();
+    assert_eq!((turns.record_end(&End::Lost), turns.current), (FIRST, 1));
+    assert_eq!((turns.record_end(&End::Lost), turns.current), (FIRST, 2));
 }
 
 #[test]
-fn the_leader_that_is_named_is_next_also_when_the_one_that_names_it_led_before() {
+fn named_leader_is_tried_next() {
     let mut turns = Turns::new(3);
-    assert_eq!((turns.ended(&End::NotTheLeader(2)), turns.current), (FIRST, 2));
-    turns.heard();
-    assert_eq!((turns.ended(&End::NotTheLeader(0)), turns.current), (FIRST, 0));
+    assert_eq!((turns.record_end(&End::NotTheLeader(2)), turns.current), (FIRST, 2));
+    turns.record_answer();
+    assert_eq!((turns.record_end(&End::NotTheLeader(0)), turns.current), (FIRST, 0));
     // Two that name each other are asked less and less often.
-    let waits: Vec<u128> = (0..9).map(|n| turns.ended(&End::NotTheLeader(n % 2)).as_millis()).collect();
+    let waits: Vec<u128> = (0..9).map(|n| turns.record_end(&End::NotTheLeader(n % 2)).as_millis()).collect();
     assert_eq!(waits, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
 
@@ -61,40 +61,40 @@ fn a_leader_of_before_is_not_believed_for_a_minute() {
     let (start, mut terms) = (Instant::now(), Terms::default());
     let at = |seconds| start + Duration::from_secs(seconds);
     // A controller with a store of its own, or one of an older version.
-    terms.begun(None, at(0)).unwrap();
-    terms.begun(Some(9), at(1)).unwrap();
-    terms.heard(at(30));
-    let refused = terms.begun(Some(8), at(89)).unwrap_err().to_string();
-    assert_eq!(refused, "it led before the controller that was heard last (term 8, expected 9 or more)");
-    terms.begun(Some(9), at(89)).unwrap();
-    terms.begun(Some(12), at(90)).unwrap();
-    terms.begun(Some(11), at(149)).unwrap_err();
+    terms.check(None, at(0)).unwrap();
+    terms.check(Some(9), at(1)).unwrap();
+    terms.record_message(at(30));
+    let refused = terms.check(Some(8), at(89)).unwrap_err().to_string();
+    assert_eq!(refused, "its term is older than that of the last controller (term 8, expected 9 or more)");
+    terms.check(Some(9), at(89)).unwrap();
+    terms.check(Some(12), at(90)).unwrap();
+    terms.check(Some(11), at(149)).unwrap_err();
     // The term of another etcd.
-    terms.begun(Some(2), at(150)).unwrap();
-    terms.begun(Some(1), at(151)).unwrap_err();
-    terms.begun(None, at(152)).unwrap();
-    terms.begun(Some(1), at(153)).unwrap();
+    terms.check(Some(2), at(150)).unwrap();
+    terms.check(Some(1), at(151)).unwrap_err();
+    terms.check(None, at(152)).unwrap();
+    terms.check(Some(1), at(153)).unwrap();
 }
 
 #[tokio::test]
 async fn the_term_comes_with_the_stream() {
-    let mut connection = connection(&[nobody()]);
+    let mut connection = connection(&[unused_port()]);
     let stream = |term: Option<u64>| {
         let mut response = Response::new(());
         term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM, term.into())));
         response
     };
-    connection.begun(stream(Some(7))).unwrap();
-    let refused = connection.begun(stream(Some(6))).unwrap_err();
+    connection.accept_stream(stream(Some(7))).unwrap();
+    let refused = connection.accept_stream(stream(Some(6))).unwrap_err();
     // The others are asked at once: this is no refusal of this daemon.
     assert_eq!(connection.end(Some(&refused)), End::Lost);
-    connection.begun(stream(Some(7))).unwrap();
+    connection.accept_stream(stream(Some(7))).unwrap();
 }
 
 #[test]
 fn rejecting_controller_is_retried_later() {
     let mut turns = Turns::new(2);
-    assert_eq!((turns.ended(&End::Rejected), turns.current), (REJECTED_RETRY_INTERVAL, 1));
+    assert_eq!((turns.record_end(&End::Rejected), turns.current), (REJECTED_RETRY_INTERVAL, 1));
 }
 
 #[test]
@@ -136,8 +136,8 @@ async fn listen(answer: Status) -> SocketAddr {
     address
 }
 
-/// A port at which nobody listens: it stays taken as long as the process lives, or another test would get it.
-fn nobody() -> SocketAddr {
+/// A port at which no process listens: it stays taken as long as the process lives, or another test would get it.
+fn unused_port() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();
@@ -154,7 +154,7 @@ fn not_the_leader(leader: Option<SocketAddr>) -> Status {
 }
 
 /// Asks as a daemon does, without the waiting; who was asked, until one answers.
-async fn ask(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
+async fn try_controllers(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
     let mut asked = Vec::new();
     for _ in 0..attempts {
         asked.push(connection.controller());
@@ -166,10 +166,10 @@ async fn ask(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
         .await;
         let error = answer.unwrap_err();
         if error.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Internal) {
-            connection.heard();
+            connection.record_message();
             break;
         }
-        connection.ended(Some(&error));
+        connection.record_end(Some(&error));
     }
     asked
 }
@@ -186,35 +186,35 @@ fn connection(addresses: &[SocketAddr]) -> Connection {
 }
 
 #[tokio::test]
-async fn it_finds_the_one_that_leads_past_one_that_is_away_and_one_that_follows() {
+async fn client_finds_the_leader_among_controllers() {
     let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (nobody(), listen(not_the_leader(None)).await);
+    let (away, follower) = (unused_port(), listen(not_the_leader(None)).await);
     let mut connection = connection(&[away, follower, leader]);
-    assert_eq!(ask(&mut connection, 9).await, [away, follower, leader]);
-    connection.ended(None);
-    assert_eq!(ask(&mut connection, 9).await, [leader], "it answered last");
+    assert_eq!(try_controllers(&mut connection, 9).await, [away, follower, leader]);
+    connection.record_end(None);
+    assert_eq!(try_controllers(&mut connection, 9).await, [leader], "it answered last");
 }
 
 #[tokio::test]
-async fn a_follower_that_names_the_leader_saves_the_way_past_the_others() {
+async fn daemon_connects_to_the_leader_named_by_a_follower() {
     let leader = listen(Status::internal("here")).await;
-    let (away, follower) = (nobody(), listen(not_the_leader(Some(leader))).await);
+    let (away, follower) = (unused_port(), listen(not_the_leader(Some(leader))).await);
     let mut connection = connection(&[follower, away, leader]);
-    assert_eq!(ask(&mut connection, 9).await, [follower, leader]);
+    assert_eq!(try_controllers(&mut connection, 9).await, [follower, leader]);
 }
 
 #[tokio::test]
-async fn a_leader_that_is_not_in_the_file_is_not_asked() {
+async fn leader_outside_the_file_is_not_contacted() {
     let stranger = listen(Status::internal("here")).await;
-    let (away, follower) = (nobody(), listen(not_the_leader(Some(stranger))).await);
+    let (away, follower) = (unused_port(), listen(not_the_leader(Some(stranger))).await);
     let mut connection = connection(&[follower, away]);
-    assert_eq!(ask(&mut connection, 4).await, [follower, away, follower, away]);
+    assert_eq!(try_controllers(&mut connection, 4).await, [follower, away, follower, away]);
 }
 
 #[tokio::test]
-async fn one_that_refuses_this_daemon_is_not_the_last_word() {
+async fn daemon_tries_other_controllers_after_a_rejection() {
     let leader = listen(Status::internal("here")).await;
     let stranger = listen(Status::not_found("server s1 is not in the fleet")).await;
     let mut connection = connection(&[stranger, leader]);
-    assert_eq!(ask(&mut connection, 9).await, [stranger, leader]);
+    assert_eq!(try_controllers(&mut connection, 9).await, [stranger, leader]);
 }

@@ -122,7 +122,7 @@ impl Default for Timeouts {
 /// Time between two polls; [`Timeouts`] are rounded up to multiples of it.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Limit of [`Timeouts::response_timeout`]: ages are kept modulo 256 polls.
-pub const LONGEST_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
+pub const MAX_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]
 mod tests {

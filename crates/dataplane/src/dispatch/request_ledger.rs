@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::dispatch::{Liveness, Weight, given_up};
+use coreward_model::dispatch::{Liveness, Weight, expired_requests};
 use rand::TryRng as _;
 use rand::rngs::SysRng;
 
@@ -152,7 +152,7 @@ impl RequestLedger {
     }
 
     /// Returns the time since the last poll, by the wall clock: above some [`POLL_INTERVAL`]s, the repair has stopped.
-    pub fn since_last_look(&self) -> Duration {
+    pub fn since_last_poll(&self) -> Duration {
         let looked = self.state.load(offset_of!(intf::dispatch_state, looked_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(looked))
     }
@@ -170,8 +170,7 @@ impl RequestLedger {
     fn worker(&self, slot: u32) -> Option<WorkerCounts> {
         let outstanding = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed);
         let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
-        // Not counted separately, which would cost every request an atomic operation: it is the sum over the requests'
-        // places.
+        // The sum over the requests' slots: a counter would cost every request an atomic operation.
         let in_flight = (outstanding & intf::DISPATCH_COUNT_MASK).saturating_sub(worker.surplus);
         let dispatched = worker.untracked + worker.completed + worker.repaired + u64::from(in_flight);
         (worker.socket != 0 || dispatched != 0).then(|| WorkerCounts {
@@ -203,8 +202,7 @@ impl RequestLedger {
         self.state.store(at, weight.bits().into());
     }
 
-    /// Sets the bounds. `rows`: by class, for the workers in `slots`; `first`: the values of slot 0, whichever worker
-    /// has it.
+    /// Sets the bounds. `rows`: by class, for the workers in `slots`; `first`: the values of slot 0.
     pub(super) fn set_bounds(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
         for (class, row) in rows.iter().take(CLASSES).enumerate() {
             let at = |slot: u32| {
@@ -224,7 +222,7 @@ impl RequestLedger {
     }
 
     /// Releases the slot of a worker that is gone.
-    pub(super) fn vacate(&self, slot: u32) {
+    pub(super) fn release_slot(&self, slot: u32) {
         self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
         self.give_up_all(slot);
         self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), 0);
@@ -245,8 +243,7 @@ impl RequestLedger {
         self.state.store(offset_of!(intf::dispatch_state, looked_ms), wall_clock_ms());
     }
 
-    /// Repairs the counts after the queues were read. `sockets`: the contents of the array. Returns whether a worker
-    /// has died.
+    /// Repairs the counts after a read of the queues. `sockets`: the array. Returns whether a worker has died.
     pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, timeouts: &Timeouts) -> bool {
         let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKERS];
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
@@ -261,7 +258,7 @@ impl RequestLedger {
             if sockets.get(&slot) != Some(&socket) {
                 tracing::info!(event = "worker-gone", slot, "a worker's socket is closed");
                 self.liveness.remove(&slot);
-                self.vacate(slot);
+                self.release_slot(slot);
                 died = true;
                 continue;
             }
@@ -311,7 +308,7 @@ impl RequestLedger {
         let epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages: Vec<u32> = entries.iter().map(|(_, entry)| entry.age(epoch)).collect();
         let looks = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
-        for at in given_up(&ages, self.queued(slot), looks) {
+        for at in expired_requests(&ages, self.queued(slot), looks) {
             self.give_up(entries[at].0, entries[at].1);
         }
     }

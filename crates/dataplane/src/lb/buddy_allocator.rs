@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 /// The smallest block: a cache line.
-const SMALLEST: u32 = 64;
+const MIN_BLOCK: u32 = 64;
 
 /// A block in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,7 +27,7 @@ impl Block {
 }
 
 fn order_of(bytes: u32) -> u32 {
-    bytes.max(SMALLEST).next_power_of_two().trailing_zeros()
+    bytes.max(MIN_BLOCK).next_power_of_two().trailing_zeros()
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,12 +38,11 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// Returns the blocks of a memory of `bytes`, a power of two. All is free but the first block and `used`: offsets
-    /// and bytes.
+    /// Returns the blocks of a memory of `bytes`, a power of two. Used are the first block and `used` (offset, bytes).
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
         let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::holding(at, bytes)).collect();
-        used.push(Block::holding(0, SMALLEST));
+        used.push(Block::holding(0, MIN_BLOCK));
         used.sort_unstable();
         used.dedup();
         let mut end = 0;
@@ -98,7 +97,6 @@ impl Blocks {
         self.free[order as usize].insert(at);
     }
 
-    /// How many bytes are free.
     #[cfg(test)]
     fn free_bytes(&self) -> u64 {
         (0..32).map(|order| (self.free[order].len() as u64) << order).sum()
@@ -112,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_block_is_never_given_away() {
+    fn first_block_is_never_allocated() {
         let mut blocks = Blocks::new(1024, []);
         let mut places: Vec<u32> = std::iter::from_fn(|| blocks.take(64)).map(|block| block.at).collect();
         places.sort_unstable();

@@ -20,7 +20,7 @@ use zerocopy::FromBytes as _;
 use super::link::XdpLink;
 use super::program::{Maps, Watched};
 use super::servers::{mac_in, members, server_entry};
-use super::services::{names_of, services_of};
+use super::services::{service_names, services_of};
 use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
 
@@ -63,7 +63,7 @@ pub enum Destination {
     Server(MacAddress, Vec<ServerId>),
     /// To the load balancer with this owner number.
     LoadBalancer(u8),
-    /// To all servers.
+    /// Broadcast.
     AllServers,
     /// To an address without server (any more).
     Unknown(MacAddress),
@@ -268,9 +268,8 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Returns the services of the load balancer pinned there, with the names from its daemon. Fails when none is at work
-/// there.
+/// Returns the services pinned there, with the names from the daemon. Fails without a load balancer.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = Maps::take_over(&program::active_pins(pin_directory)?)?;
-    Ok(names_of(&maps))
+    Ok(service_names(&maps))
 }

@@ -18,7 +18,7 @@ use rand::rngs::SysRng;
 use super::connection_memory::{Table, in_use};
 use super::program::{self, Maps};
 use super::servers::server_entry;
-use super::services::{names_of, services_of};
+use super::services::{service_names, services_of};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
 use crate::mac::MacAddress;
 use crate::rcu::wait_for_programs;
@@ -70,8 +70,7 @@ fn recount(maps: &Maps) -> u64 {
     counted.iter().sum()
 }
 
-/// Pushes the slots that an earlier process released but could not push. Fails when the kernel refuses to wait for a
-/// grace period.
+/// Pushes the slots that an earlier process released but could not push. Fails without a grace period.
 pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partitions() {
@@ -152,7 +151,6 @@ impl Occupancy {
     }
 }
 
-/// Returns the connections of one service.
 pub(super) fn service_connections(table: &Table, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
     let all = table.size().indexes().filter_map(|index| table.connection(index));
     all.filter(move |connection| connection.identity.service == service.0)
@@ -172,7 +170,7 @@ impl Pinned {
 
     /// Returns the services, with the names from the daemon.
     pub fn services(&self) -> Vec<(ServiceAddress, String)> {
-        names_of(&self.maps)
+        service_names(&self.maps)
     }
 
     /// Returns the number of entries of the table.
@@ -222,8 +220,7 @@ impl LoadBalancer {
         self.maps.state.store(owner_at(owner), word);
     }
 
-    /// Returns the destination of packets with an index of that load balancer's table: after a take-over the previous
-    /// process's.
+    /// Returns the destination for an index of that load balancer's table, also after a take-over.
     pub fn owner_mac(&self, owner: OwnerNumber) -> Option<MacAddress> {
         let word = self.maps.state.load(owner_at(owner));
         let resolved = (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
@@ -320,8 +317,7 @@ impl LoadBalancer {
         Ok(released.len())
     }
 
-    /// Frees all entries of services that are gone or not stateful any more; to be called when no packet looks them up
-    /// any longer.
+    /// Frees all entries of services that are gone or no longer stateful, once no packet can find them.
     pub(super) fn forget_connections(&mut self, services: &[ServiceIndex]) -> anyhow::Result<()> {
         for service in services {
             let connections: Vec<Connection> = self.connections(*service).collect();

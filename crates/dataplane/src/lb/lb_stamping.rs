@@ -96,7 +96,7 @@ impl ServerClock {
             )),
             ClockState::Differs => Some(format!(
                 "{} of its {} SYN-ACKs do not show the clock of the one before, so {INSTEAD}: expected \
-                 net.ipv4.tcp_timestamps = 2 there (with 1 each connection has a random offset, which nobody can restore)",
+                 net.ipv4.tcp_timestamps = 2 there (with 1 each connection has a random offset, which is lost)",
                 self.disagreed, self.with_timestamps
             )),
         }
@@ -196,7 +196,6 @@ impl LoadBalancer {
         }
     }
 
-    /// Forgets all servers of these places.
     pub(super) fn forget_lb_stamped_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         self.lb_stamped.retain(|(of, _), _| !services.contains(of));
         let map = self.maps.lb_stamped_servers();

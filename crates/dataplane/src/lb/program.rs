@@ -311,8 +311,7 @@ impl Maps {
         Ok(map)
     }
 
-    /// Continues with that memory, and returns the program that uses it. `switch` installs it. On an error nothing has
-    /// changed.
+    /// Continues with that memory, and returns its program, which `switch` installs. An error changes nothing.
     pub fn with_placement_memory(
         &mut self,
         map: MapHandle,
@@ -433,7 +432,7 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
 fn advice(directory: &Path) -> String {
     format!(
         "What is pinned in {directory} was not made by this version of coreward: `coreward lb` of this version takes its place \
-         once the controller has told it everything, and until then it forwards",
+         once it has its configuration, and until then it forwards",
         directory = directory.display()
     )
 }

@@ -313,7 +313,7 @@ fn name_of(service: ServiceIndex) -> usize {
 }
 
 /// Returns the services in maps taken over, with the names from their daemon.
-pub(super) fn names_of(maps: &Maps) -> Vec<(ServiceAddress, String)> {
+pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
     let name = |index: ServiceIndex| {
         let bytes = maps.state.read::<ServiceName>(name_of(index));
         String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()
@@ -323,7 +323,6 @@ pub(super) fn names_of(maps: &Maps) -> Vec<(ServiceAddress, String)> {
 
 const DIRECTORIES: usize = offset_of!(intf::lb_state, directories);
 
-/// Returns the services in maps taken over.
 pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
     let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES);
     let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {

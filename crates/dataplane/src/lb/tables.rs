@@ -291,7 +291,7 @@ impl Tables {
     /// others start at 0, because the load shows earlier assignments (docs/policies.md).
     fn counts(&self, before: Option<&Written>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
-        before.counted.carried(next, |slot| self.assigned(before.at(), slot))
+        before.counted.initial_counts(next, |slot| self.assigned(before.at(), slot))
     }
 
     /// Returns how many connections were assigned to a core slot of the table at `at`.
@@ -408,8 +408,7 @@ impl Tables {
         Ok(hashes)
     }
 
-    /// Returns the Toeplitz tables of a key: large, and shared by all tables with that key, unless its input is
-    /// transformed.
+    /// Returns the Toeplitz tables of a key, shared by all tables with that key and no transform.
     fn source(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, Full> {
         let family = Family::of(&vip);
         let source_key = (key.clone(), family, (key.input() != InputTransform::None).then_some(vip));

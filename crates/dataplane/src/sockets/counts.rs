@@ -208,7 +208,7 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        counts([0, 0], "nobody is connected to a socket that listens");
+        counts([0, 0], "a listening socket has no connection");
         let mut pairs: Vec<_> = (0..300).map(|_| pair(&listener, address)).collect();
         // Not accepted yet.
         let _waiting = TcpStream::connect(address).unwrap();

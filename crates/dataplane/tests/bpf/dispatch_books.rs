@@ -54,8 +54,8 @@ fn only_the_response_that_is_waited_for_takes_a_request_away() {
 }
 
 #[test]
-fn request_ids_tell_requests_of_one_client_apart() {
-    if may_load_bpf("request_ids_tell_requests_of_one_client_apart") {
+fn request_ids_distinguish_requests_of_one_client() {
+    if may_load_bpf("request_ids_distinguish_requests_of_one_client") {
         in_namespace(|| {
             let mut options = options(Policy::ShortestQueue);
             // A response begins with a byte that a request has not.
@@ -154,7 +154,7 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
                 }
                 let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
                 clients.iter().for_each(|client| bed.send(client, &[0; 200]));
-                // Nobody has looked. The last one is dropped a moment after it was dispatched.
+                // No poll yet. The last one is dropped a moment after it was dispatched.
                 let sum = |bed: &Bed| bed.outstanding().iter().sum::<u32>();
                 let waiting = wait_for("what is dropped to be given up", || {
                     let repaired: u64 = (0..2).map(|slot| bed.counts(slot).repaired).sum();
@@ -198,8 +198,8 @@ fn uncounted_waiting_request_becomes_outstanding() {
 }
 
 #[test]
-fn a_worker_that_does_not_read_is_barred_until_it_answers() {
-    if may_load_bpf("a_worker_that_does_not_read_is_barred_until_it_answers") {
+fn stalled_worker_is_disabled_until_it_responds() {
+    if may_load_bpf("stalled_worker_is_disabled_until_it_responds") {
         for policy in [Policy::ShortestQueue, Policy::LightestQueue, Policy::RoundRobin, Policy::RankedQueue] {
             in_namespace(|| {
                 let mut bed = Bed::new(2, &options(policy));

@@ -50,7 +50,7 @@ fn reaches_all(balancer: &Balancer, frame: &[u8]) -> bool {
     verdict == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
-/// How many of 100 genuine ICMP errors in a second, each of another router, are accepted beside 10,000 forged packets.
+/// How many of 100 genuine ICMP errors in a second, each of another router, are accepted among 10,000 forged packets.
 fn accepted_beside(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize {
     accepted_of(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
 }
@@ -92,7 +92,7 @@ fn genuine_icmp_errors_are_accepted_beside_forged_packets() {
     );
     // The bucket of the one source is one of 4,096, and each router draws one: two meet it once in 3,500 runs, three in 450,000.
     let beside_one_source = accepted_beside(&balancer(), || icmp(FORGED, any()));
-    assert!(beside_one_source >= 98, "{beside_one_source} beside ICMP errors of one source");
+    assert!(beside_one_source >= 98, "{beside_one_source} among ICMP errors of one source");
 }
 
 /// One packet a second: what is sent is the burst, and hardly more.

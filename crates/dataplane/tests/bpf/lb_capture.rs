@@ -45,7 +45,7 @@ fn collect(capture: &mut Capture, count: usize) -> Vec<Captured> {
 /// How long a wait is that a signal is to end.
 const LONG_WAIT: Duration = Duration::from_secs(30);
 
-/// Signals, as Ctrl-C sends one to `coreward capture`, come until it waits no more: one that comes before it waits ends nothing.
+/// Signals, as Ctrl-C sends one to `coreward capture`, come until it no longer waits: one before it waits ends nothing.
 fn interrupt(wait: impl FnOnce()) {
     extern "C" fn nothing(_: libc::c_int) {}
     let handler = nix::sys::signal::SigHandler::Handler(nothing);

@@ -87,8 +87,8 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
 }
 
 #[test]
-fn the_server_learns_the_place_wherever_the_option_stands() {
-    if !may_load_bpf("the_server_learns_the_place_wherever_the_option_stands") {
+fn server_learns_the_index_at_any_option_offset() {
+    if !may_load_bpf("server_learns_the_index_at_any_option_offset") {
         return;
     }
     let mut rng = seeded_rng(102, 0);
@@ -217,7 +217,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     assert_eq!(balancer.entry(opened.client).unwrap().packets, 1);
     balancer.expect_by_index(&opened);
 
-    // Its server is gone: nobody else has the connection. Unresolved: dropped.
+    // Its server is gone: no other has the connection. Unresolved: dropped.
     let index = balancer.services[0];
     balancer.lb.set_server(index, opened.server, Server { mac: None, eligible: true });
     let frame = established(&balancer, opened.client, opened.number);
@@ -259,15 +259,15 @@ fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() 
     // 40 at once, of which one is gone; a token a second comes back.
     let outcomes: Vec<i32> = (0..60).map(|_| balancer.run(&frame(&balancer, lost, &mut rng)).0).collect();
     let sent = outcomes.iter().filter(|verdict| **verdict == XDP_TX).count();
-    assert!((39..=45).contains(&sent), "{sent} of 60 sent to all");
+    assert!((39..=45).contains(&sent), "{sent} of 60 broadcast");
     // A machine that stood still for a second has earned a token meanwhile: then it is spent first.
     let expect_dropped = |balancer: &Balancer, of, name: &str, rng: &mut _| {
         let mut spend = (0..5).map(|_| balancer.run(&frame(balancer, of, rng)).0);
-        assert!(spend.any(|verdict| verdict == XDP_DROP), "{name}: five of five are sent to all");
+        assert!(spend.any(|verdict| verdict == XDP_DROP), "{name}: five of five are broadcast");
         balancer.expect(&frame(balancer, of, rng), XDP_DROP, 0, name);
     };
     expect_dropped(&balancer, lost, "drop_broadcast_rate_limited", &mut rng);
-    // A number that nobody ever had is no reason to bother everybody: the small bucket.
+    // An owner number that was never in use: the small bucket.
     balancer.expect_to(&frame(&balancer, never, &mut rng), MacAddress::BROADCAST, "broadcast");
     expect_dropped(&balancer, never, "drop_unknown_cookie", &mut rng);
     assert_eq!(balancer.events(0, "connection_unknown"), 0, "our own table was not asked");
@@ -340,7 +340,7 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
     let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(late, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 
-    // Ten seconds later the flood's entries are free again, and nobody had to be asked.
+    // Ten seconds later the flood's entries are free again, and no agent was queried.
     balancer.lb.tick(Duration::from_millis(9_900));
     assert_eq!(balancer.lb.due_connections(&Timers::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
@@ -366,7 +366,7 @@ fn an_entry_is_freed_once_and_only_as_it_was_seen() {
     let opened: Vec<_> = (0..1024).map(|_| balancer.opened(client(&mut rng))).collect();
     let (first, second) = (opened[0], opened[1]);
     let seen = [first, second].map(|opened| balancer.entry(opened.client).unwrap());
-    // One of the two sends something after it was looked at.
+    // One of the two sends something after its check.
     balancer.expect_by_index(&second);
     assert_eq!(balancer.lb.free_connections(&[seen[0], seen[1], seen[0]]).unwrap(), 1);
     assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
@@ -416,8 +416,8 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
 }
 
 #[test]
-fn a_service_that_goes_or_is_stateful_no_longer_leaves_no_entries() {
-    if !may_load_bpf("a_service_that_goes_or_is_stateful_no_longer_leaves_no_entries") {
+fn removed_service_leaves_no_entries() {
+    if !may_load_bpf("removed_service_leaves_no_entries") {
         return;
     }
     let mut rng = seeded_rng(110, 0);

@@ -37,20 +37,20 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         now += BEAT;
         balancer.lb.tick(now);
         balancer.lb.guard_connection_table();
-        let told = |client| {
+        let reported = |client| {
             let (verdict, forwarded) = balancer.run(&syn(client));
             assert_eq!(verdict, XDP_TX);
             number_of(&forwarded)
         };
         for n in 0..FLOOD {
             let number = beat * FLOOD + n;
-            told((Ipv4Addr::from(u32::from(prefix) + number % 256), (number / 256) as u16));
+            reported((Ipv4Addr::from(u32::from(prefix) + number % 256), (number / 256) as u16));
         }
         // Prefixes share counters by their hash: one in 4,096 is the flood's.
         let other = std::iter::repeat_with(|| Ipv4Addr::from(0x0b00_0000 + (rng.next_u32() >> 8)))
             .filter(|address| shard(*address) != shard(prefix));
         for client in other.take(GENUINE as usize).map(|address| (address, 4000)) {
-            refused += u32::from(told(client).is_none());
+            refused += u32::from(reported(client).is_none());
         }
         let in_use = balancer.lb.connections_in_use();
         assert_eq!(balancer.lb.occupancy(), in_use as u64, "the gauge is of now");

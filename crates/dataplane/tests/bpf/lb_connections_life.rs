@@ -32,8 +32,8 @@ fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
 }
 
 #[test]
-fn packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice() {
-    if !may_load_bpf("packets_on_several_cpus_and_user_space_lose_no_place_and_hand_none_out_twice") {
+fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
+    if !may_load_bpf("concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots") {
         return;
     }
     // At least; and on, until enough slots were reused, because the moment at which user space frees some varies.

@@ -21,8 +21,8 @@ const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 2), 443);
 
 #[test]
-fn new_service_in_the_place_of_a_removed_one_starts_at_zero() {
-    if !may_load_bpf("new_service_in_the_place_of_a_removed_one_starts_at_zero") {
+fn counters_of_a_reused_service_slot_start_at_zero() {
+    if !may_load_bpf("counters_of_a_reused_service_slot_start_at_zero") {
         return;
     }
     let mut rng = seeded_rng(140, 0);

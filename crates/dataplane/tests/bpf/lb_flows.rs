@@ -197,14 +197,14 @@ fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
         }
     }
     assert!(before.contains(&down) && before.contains(&draining));
-    // It drains no more, and the table that has it comes later.
+    // It no longer drains; the table with it comes later.
     set_eligible(&mut balancer, ids[0], true);
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
     drain(&mut balancer, ids[0]);
     // They stay where they are when the server comes back.
     balancer.install(0, &random_table(Rule::RoundRobin, 3, 1, &ids[1..], &mut rng));
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
-    // Nobody is up, as far as is known: a server that may be is better than none.
+    // All are down, as far as is known: a server that may be up is better than none.
     let mut nobody = random_table(Rule::RoundRobin, 4, 1, &ids[1..], &mut rng);
     nobody.members.clear();
     nobody.consistent.clear();

@@ -143,8 +143,8 @@ fn random_quoted_timestamps_reach_a_known_server_or_all() {
 }
 
 #[test]
-fn without_cookies_errors_go_by_what_the_mode_remembers() {
-    if !may_load_bpf("without_cookies_errors_go_by_what_the_mode_remembers") {
+fn icmp_errors_without_cookies_follow_the_modes_table() {
+    if !may_load_bpf("icmp_errors_without_cookies_follow_the_modes_table") {
         return;
     }
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };

@@ -130,13 +130,16 @@ fn a_new_process_takes_over_while_packets_pass() {
         };
         for round in 0..10u64 {
             pass(100);
-            // Dropped as a killed process would: nothing is told to the kernel.
+            // Dropped as a killed process would: the kernel is not notified.
             let counted = in_all(&lb);
             drop(lb);
             pass(40);
             lb = start();
             assert!(lb.taken_over());
-            assert!(in_all(&lb) >= counted && counted > 0, "round {round}: counts go on before services are told");
+            assert!(
+                in_all(&lb) >= counted && counted > 0,
+                "round {round}: counts continue before services are configured"
+            );
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service(VIP), index)]);
             let kept = Server { mac: Some(SERVER_MAC), eligible: true };
             assert_eq!(lb.servers(index), [(server(), kept)]);
@@ -201,7 +204,7 @@ fn modes_and_flows_are_taken_over() {
     }
     assert_eq!(outcomes(&lb, &indexes), ["bucket_hash", "new_connection"]);
     drop(lb);
-    // Before anybody has told the new process which services there are.
+    // Before the new process has its services.
     let mut lb = start(1 << 15);
     assert!(lb.taken_over());
     assert_eq!(outcomes(&lb, &indexes), ["flow_table", "flow_table"]);
@@ -303,7 +306,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert_eq!(problem(), None);
     lb.detach().unwrap();
 
-    // Maps that nothing forwards by are left-overs of a start that was cut short: made anew.
+    // Maps that nothing forwards by are left-overs of an interrupted start: created again.
     let lb = LoadBalancer::load(options(&pins)).unwrap();
     drop(lb);
     assert!(state.exists());

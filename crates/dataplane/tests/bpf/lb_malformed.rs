@@ -66,7 +66,7 @@ fn packet_of_no_service_passes_unchanged() {
         ("a fragment to another address", with(&with(&frame, IP + 16, &[10, 200, 0, 2]), IP + 6, &[0x20, 0])),
         ("a bad header length to another address", with(&with(&frame, IP + 16, &[1, 2, 3, 4]), IP, &[0x41])),
     ];
-    // No address to tell whose it is.
+    // No address: the service is unknown.
     others.extend((14..IP + 20).map(|length| ("cut in the IP header", frame[..length].to_vec())));
     let syn = Tcp { flags: SYN, ..packet.clone() }.frame();
     others.push(("SYN to another port", with(&syn, TCP + 2, &[1, 187])));
@@ -85,7 +85,7 @@ fn frames_cut_short_are_dropped_with_a_reason() {
     let (balancer, _, packet) = balancer();
     let frames = [packet.clone(), Tcp { flags: SYN, ..packet.clone() }, Tcp { ip_options: vec![1; 8], ..packet }];
     for frame in frames.map(|packet| packet.frame()) {
-        // The IP header says more than the frame holds: its own length is wrong, whatever is in it.
+        // The IP header's length exceeds the frame: its own length is wrong, whatever is in it.
         for length in IP + 20..frame.len() {
             balancer.expect_without_service(&frame[..length], XDP_DROP, "drop_malformed_ipv4");
         }
@@ -102,7 +102,7 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
         let frame = packet.frame();
         let headers = 20 + 20 + 12;
         for total in 0..headers as u16 {
-            // The frame is whole (Ethernet pads short ones), but IP says that the packet ends earlier.
+            // The frame is whole (Ethernet pads short ones), but the IP header ends the packet earlier.
             let frame = with(&frame, IP + 2, &total.to_be_bytes());
             match total {
                 0..20 => balancer.expect_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
@@ -153,7 +153,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
             balancer.expect_sent_to(0, &frame, server, "established");
         }
     }
-    // A later fragment has no ports: what stands there is payload.
+    // A later fragment has no ports: these bytes are payload.
     let later = with(&with(&frame, IP + 6, &[0, 185]), TCP, &[0xaa; 8]);
     balancer.expect_without_service(&later, XDP_DROP, "drop_fragment");
 }

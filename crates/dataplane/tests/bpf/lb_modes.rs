@@ -74,8 +74,8 @@ fn without_consistency_every_packet_goes_by_the_rule() {
 }
 
 #[test]
-fn the_hash_table_remembers_what_the_rule_chose() {
-    if !may_load_bpf("the_hash_table_remembers_what_the_rule_chose") {
+fn hash_table_stores_the_rules_choice() {
+    if !may_load_bpf("hash_table_stores_the_rules_choice") {
         return;
     }
     let mut rng = seeded_rng(42, 0);
@@ -108,8 +108,8 @@ fn the_hash_table_remembers_what_the_rule_chose() {
 }
 
 #[test]
-fn beamer_goes_by_the_bucket_and_names_the_server_before() {
-    if !may_load_bpf("beamer_goes_by_the_bucket_and_names_the_server_before") {
+fn beamer_follows_the_bucket_and_marks_the_previous_server() {
+    if !may_load_bpf("beamer_follows_the_bucket_and_marks_the_previous_server") {
         return;
     }
     let mut rng = seeded_rng(43, 0);
@@ -207,7 +207,7 @@ fn with_timestamps_off_a_connection_goes_as_one_without_them() {
         let frame = packet(client, ACK | FIN, 1);
         balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
     }
-    // A reset of a connection that is not in the table: whose it is nobody here can say.
+    // A reset of a connection that is not in the table: its server is unknown here.
     let nobody = Identification::Before(None);
     for options in 0..3 {
         let reset = packet(client(&mut rng), RST, options);
@@ -216,8 +216,8 @@ fn with_timestamps_off_a_connection_goes_as_one_without_them() {
 }
 
 #[test]
-fn a_flow_whose_server_was_taken_out_goes_by_the_bucket_again() {
-    if !may_load_bpf("a_flow_whose_server_was_taken_out_goes_by_the_bucket_again") {
+fn flow_of_a_removed_server_follows_the_bucket() {
+    if !may_load_bpf("flow_of_a_removed_server_follows_the_bucket") {
         return;
     }
     let mut rng = seeded_rng(45, 0);

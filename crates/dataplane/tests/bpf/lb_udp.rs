@@ -86,7 +86,7 @@ fn datagrams_go_by_flow() {
     }
     let opened: u64 = ids.iter().map(|id| balancer.lb.traffic(*id).opened).sum();
     assert_eq!(opened, 200);
-    // A flow whose server was taken out is placed anew, and remembered anew.
+    // A flow whose server was taken out is placed and stored again.
     let (client, chosen) = flows[0];
     balancer.lb.remove_server(balancer.services[0], chosen);
     let frame = Udp::new(client, VIP).frame();
@@ -149,7 +149,7 @@ fn protocols_of_one_port_are_services_of_their_own() {
     balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "new_connection");
     let syn = Tcp { flags: SYN, ..Tcp::new(client, VIP) }.frame();
     balancer.expect(&syn, XDP_DROP, 1, "drop_no_eligible_server");
-    // Another port of the VIP is the kernel's, whatever its length says.
+    // Another port of the VIP is the kernel's, whatever its length.
     let other = Udp::new(client, (VIP.0, 54)).frame();
     balancer.expect_passed(&other);
     let mut bad = other.clone();
@@ -169,16 +169,16 @@ fn bad_datagrams_are_dropped_with_a_reason() {
     let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
     let frame = Udp::new(client(&mut rng), VIP).frame();
     let length = (frame.len() - UDP) as u16;
-    for said in 0..=length + 8 {
+    for printed in 0..=length + 8 {
         let mut frame = frame.clone();
-        frame[UDP + 4..UDP + 6].copy_from_slice(&said.to_be_bytes());
-        if (8..=length).contains(&said) {
+        frame[UDP + 4..UDP + 6].copy_from_slice(&printed.to_be_bytes());
+        if (8..=length).contains(&printed) {
             balancer.counted(&frame, Some(0), "per_packet");
         } else {
             balancer.expect(&frame, XDP_DROP, 0, "drop_malformed_udp");
         }
     }
-    // IP says that the packet ends earlier.
+    // The IP header ends the packet earlier.
     for total in 0..28u16 {
         let mut frame = frame.clone();
         frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
@@ -219,7 +219,7 @@ fn fragments_follow_the_first_one() {
             let datagram = Udp { identification: round, ..Udp::new(client, VIP) };
             let frames = fragments(&datagram, 4);
             let chosen = table.choose(&mut state, &tuple(client)).unwrap();
-            // Without the first one nobody knows whose it is.
+            // Without the first one the service is unknown.
             balancer.expect_without_service(&frames[1], XDP_DROP, "drop_fragment");
             balancer.expect_sent_to(0, &frames[0], chosen, name);
             for later in [3, 1, 2] {
@@ -247,7 +247,7 @@ fn fragments_follow_the_first_one() {
         balancer.expect(&frames[1], XDP_DROP, 0, "drop_server_unresolved");
         balancer.lb.remove_server(balancer.services[0], chosen);
         balancer.expect_without_service(&frames[2], XDP_DROP, "drop_fragment");
-        // The first fragment of what is not for a service passes; what follows it cannot be told from ours.
+        // The first fragment of what is not for a service passes; later ones are indistinguishable from ours.
         let other = fragments(&Udp { identification: 9, ..Udp::new(client(&mut rng), (VIP.0, 54)) }, 2);
         balancer.expect_passed(&other[0]);
         balancer.expect_without_service(&other[1], XDP_DROP, "drop_fragment");
@@ -259,8 +259,8 @@ fn fragments_follow_the_first_one() {
 
 /// CPUs hold back some of an LRU map's free entries for themselves.
 #[test]
-fn as_many_datagrams_as_promised_are_remembered_whatever_the_number_of_cpus() {
-    if !may_load_bpf("as_many_datagrams_as_promised_are_remembered_whatever_the_number_of_cpus") {
+fn fragment_table_holds_its_documented_number_of_datagrams() {
+    if !may_load_bpf("fragment_table_holds_its_documented_number_of_datagrams") {
         return;
     }
     let mut rng = seeded_rng(68, 0);

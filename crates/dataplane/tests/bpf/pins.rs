@@ -11,8 +11,8 @@ use crate::support::network::{Pair, PinDirectory};
 use crate::support::server_bed::{Bed, attach};
 
 #[test]
-fn a_directory_is_one_processs_at_a_time() {
-    if !may_load_bpf("a_directory_is_one_processs_at_a_time") {
+fn pin_directory_belongs_to_one_process() {
+    if !may_load_bpf("pin_directory_belongs_to_one_process") {
         return;
     }
     let pins = PinDirectory::new();

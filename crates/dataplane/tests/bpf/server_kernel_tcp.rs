@@ -131,7 +131,7 @@ fn expect_stamped_answers_without_socket(family: Family) {
     let port = client.local_addr().unwrap().port();
     drop(client);
     let (mut frames, end) = (sniffer.settled_from_vip(&bed), Instant::now() + TIMEOUT);
-    // The end of the server's side, and what it says to the end of the client's.
+    // The FIN of the server, and its answer to that of the client.
     let both_ended = |frames: &[Vec<u8>]| {
         let after_end = frames.iter().skip_while(|frame| flags(frame) != FIN | ACK);
         after_end.last().is_some_and(|last| flags(last) == ACK)
@@ -225,7 +225,7 @@ fn a_new_process_takes_over() {
         let stamped = bed.counter(intf::SERVER_COUNTER_STAMPED);
         bed.programs = attach(&bed.pair, &bed.pins);
         assert!(bed.programs.taken_over() && bed.programs.has_services());
-        // Nothing was set anew: keys and services are still there.
+        // Nothing was set again: keys and services are still there.
         send_and_receive(&mut client, &mut server, &pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &pattern(round * 100_000));
         assert!(bed.counter(intf::SERVER_COUNTER_STAMPED) > stamped, "counters go on, and count");

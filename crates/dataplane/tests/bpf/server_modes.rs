@@ -1,4 +1,4 @@
-//! `bpf/server/server.bpf.c` and services that are not plainly stateless: indexes, packets handed on, packets to all,
+//! `bpf/server/server.bpf.c` and services that are not plainly stateless: indexes, forwarded packets, broadcasts,
 //! stalls.
 
 use std::io::{Read as _, Write as _};
@@ -47,8 +47,8 @@ fn cookie_of(client: &HandClient<'_>, frame: &[u8]) -> Cookie {
 fn unchanged(_: &mut Vec<u8>) {}
 
 #[test]
-fn the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it() {
-    if may_load_bpf("the_index_of_the_syn_is_stamped_and_the_kernel_sees_none_of_it") {
+fn index_in_the_syn_is_hidden_from_the_kernel() {
+    if may_load_bpf("index_in_the_syn_is_hidden_from_the_kernel") {
         Family::BOTH.into_iter().for_each(expect_index_stamped);
     }
 }
@@ -190,7 +190,7 @@ fn before() -> ServerId {
     ServerId::try_from(u64::from(BEFORE)).unwrap()
 }
 
-/// Sends `frame` with that server before, and says whether it came back, on its way there.
+/// Sends `frame` with that previous server. Returns whether it was forwarded there.
 fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -207,7 +207,7 @@ fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identificati
     true
 }
 
-/// Sends `frame` with that server before, and says whether anything came back for the client, as an RST.
+/// Sends `frame` with that previous server. Returns whether the client got an RST.
 fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -244,9 +244,9 @@ fn expect_forwarded_to_previous(family: Family) {
     assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
     assert!(!answered(&mut client, &stray, BEFORE + 1));
     assert_eq!(bed.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
-    assert!(answered(&mut client, &stray, intf::NO_SERVER as u16), "nobody's connection is refused");
+    assert!(answered(&mut client, &stray, intf::NO_SERVER as u16), "an unknown connection is refused");
     assert!(!forwarded_to_previous(&mut client, &syn, BEFORE), "a connection begins here");
-    // With timestamps the cookie has said that the packet is for this server.
+    // With timestamps the cookie names this server.
     let mut with_timestamps = HandClient::new(&bed, 4007, true);
     let frame = with_timestamps.frame(ACK, 5, b"stray");
     assert!(!forwarded_to_previous(&mut with_timestamps, &frame, BEFORE));
@@ -296,7 +296,7 @@ fn expect_chain_of_all_packets(family: Family) {
     }
 }
 
-/// "Fragmentation needed" or "packet too big" about a packet from the VIP, to all servers.
+/// "Fragmentation needed" or "packet too big" about a packet from the VIP, as a broadcast.
 fn icmp_error(client: &HandClient<'_>, quoted_source: SocketAddr, quoted_destination: SocketAddr) -> Vec<u8> {
     let quoted = Tcp::between(quoted_source, quoted_destination).frame();
     let mut frame = client.frame(ACK, 0, b"");
@@ -330,8 +330,8 @@ fn icmpv6_error(frame: &mut Vec<u8>, quoted: &[u8]) {
 }
 
 #[test]
-fn icmp_errors_to_all_are_taken_where_the_connection_is() {
-    if may_load_bpf("icmp_errors_to_all_are_taken_where_the_connection_is") {
+fn broadcast_icmp_error_is_accepted_by_the_connections_server() {
+    if may_load_bpf("broadcast_icmp_error_is_accepted_by_the_connections_server") {
         Family::BOTH.into_iter().for_each(expect_broadcast_errors_at_connection);
     }
 }
@@ -362,7 +362,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     to_one[..6].copy_from_slice(&client.frame(ACK, 0, b"")[..6]);
     client.send(&to_one);
     client.overheard();
-    assert_eq!(counted(), (1, 1), "not sent to all");
+    assert_eq!(counted(), (1, 1), "not broadcast");
     // An error for which it finds no socket is one too: that of the other port.
     if family == Family::Ipv4 {
         for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
@@ -401,8 +401,8 @@ fn handshakes_and_connections_that_stall_are_counted_once() {
 }
 
 #[test]
-fn the_kernel_says_which_connections_have_a_socket() {
-    if !may_load_bpf("the_kernel_says_which_connections_have_a_socket") {
+fn open_sockets_are_found() {
+    if !may_load_bpf("open_sockets_are_found") {
         return;
     }
     for family in Family::BOTH {

@@ -90,7 +90,7 @@ impl Server {
         (outcome.verdict, outcome.packet)
     }
 
-    /// Runs `frame` and says by how much each counter grew, by name.
+    /// Runs `frame` and returns the increase of each counter, by name.
     fn counted(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>, Vec<&'static str>) {
         let before = self.programs.counters();
         let (verdict, packet) = self.run(direction, frame);
@@ -384,7 +384,7 @@ fn malformed_packets_pass_whole_or_are_dropped() {
             TC_ACT_SHOT => dropped += 1,
             TC_ACT_UNSPEC if outcome.packet == frame => passed += 1,
             TC_ACT_UNSPEC => {
-                // Then a timestamp was found where it stands, and nothing but it and the checksum has changed.
+                // Then a timestamp was found, and only it and the checksum have changed.
                 rewritten += 1;
                 let at = timestamp_offset(&frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
                 let checksum = support::tcp_offset(&frame) + 16;
@@ -398,7 +398,7 @@ fn malformed_packets_pass_whole_or_are_dropped() {
         }
     }
     assert!(dropped > 100 && rewritten > 100 && passed > 100, "{dropped} dropped, {rewritten}, {passed} passed");
-    // A frame that lost its timestamp may name another server in its IP identification, whose MAC address nobody knows here.
+    // A frame that lost its timestamp may name another server in its IP identification, without a MAC address here.
     let reasons = [intf::SERVER_COUNTER_DROP_MALFORMED_TCP, intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED];
     let counted = reasons.map(|reason| server.programs.counter(reason));
     assert!(counted.iter().all(|packets| *packets > 100), "{counted:?}");

@@ -17,7 +17,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 /// Longer than a busy machine keeps a worker waiting: no request is given up, no worker barred for that.
-const NO_STALLS: TimeoutPair = [dispatch::LONGEST_RESPONSE_TIMEOUT, Duration::from_secs(600)];
+const NO_STALLS: TimeoutPair = [dispatch::MAX_RESPONSE_TIMEOUT, Duration::from_secs(600)];
 const STALLS: TimeoutPair = [Duration::from_secs(2), Duration::from_millis(1500)];
 /// For a response, and until a worker counts as stalled.
 type TimeoutPair = [Duration; 2];
@@ -163,7 +163,7 @@ impl TestEnv {
         let id = self.sent;
         self.sent += 1;
         let client = &self.clients[id as usize % self.clients.len()];
-        // A socket that nobody has open any more is answered by ICMP, which shows at the next call.
+        // A closed socket is answered by ICMP, which shows at the next call.
         if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
             client.send(&[&[kind][..], &id.to_le_bytes()].concat()).unwrap();
         }

@@ -11,7 +11,7 @@ pub fn vip(facts: &Facts) -> Vec<Finding> {
     let vips = facts.vips();
     if vips.is_empty() {
         return vec![Finding::unknown(
-            "no service of this machine is known: the controller did not say, nor --service",
+            "no service of this machine is known: neither by the controller nor by --service",
         )];
     }
     let of_role = match facts.role {
@@ -64,7 +64,7 @@ fn at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
 
 pub fn segment(facts: &Facts) -> Vec<Finding> {
     if facts.servers.is_empty() || facts.device.is_none() {
-        return vec![Finding::unknown("no server is known: the controller did not say")];
+        return vec![Finding::unknown("no server is known: the controller returned none")];
     }
     let own: Vec<&Address> = facts.addresses.iter().filter(|held| held.device == facts.interface()).collect();
     let beyond: Vec<String> = facts
@@ -88,7 +88,7 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Returns whether other devices than the services' have addresses that others may ask for by it.
-fn has_other_addresses(facts: &Facts) -> bool {
+fn has_addresses_elsewhere(facts: &Facts) -> bool {
     let vips = facts.vips();
     facts
         .addresses
@@ -127,7 +127,7 @@ fn arp(
     }
     let found = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
     // Others may ask here for addresses of other devices: an operator must decide.
-    let safe = in_force < *right.start() && !has_other_addresses(facts);
+    let safe = in_force < *right.start() && !has_addresses_elsewhere(facts);
     vec![Finding::fault(found, why).sysctl(device_sysctl(device, name), value, safe)]
 }
 

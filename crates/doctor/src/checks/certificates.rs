@@ -18,7 +18,7 @@ fn of(certificate: &CertificateFacts) -> Finding {
         _ => "coreward certs roll-over begin  # where the authority's key is; docs/security.md has the next steps",
     };
     if let Some(wrong) = wrong_owner {
-        let why = "whoever it connects to goes by the certificate, and refuses what it says in another name";
+        let why = "peers use the name of the certificate, and reject messages in another name";
         return Finding::fault(format!("the certificate is for {wrong}"), why)
             .remedy("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
     }

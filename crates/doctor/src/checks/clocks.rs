@@ -34,7 +34,7 @@ const SLOW: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 pub fn source(facts: &Facts) -> Vec<Finding> {
     let source = facts.clock.source.as_str();
     if source.is_empty() {
-        return vec![Finding::unknown("/sys does not tell the clock source")];
+        return vec![Finding::unknown("/sys does not show the clock source")];
     }
     if !SLOW.contains(&source) {
         return vec![Finding::ok(source)];
@@ -55,11 +55,11 @@ pub fn synchronised(facts: &Facts) -> Vec<Finding> {
         ];
     }
     match facts.clock.synchronised {
-        None => vec![Finding::unknown("the kernel does not tell")],
+        None => vec![Finding::unknown("the kernel does not show it")],
         Some(true) => vec![Finding::ok("kept right")],
         Some(false) => {
             let why = "logs of several machines do not fit together, and certificates begin and end at other moments";
-            vec![Finding::warning("nobody keeps the wall clock right (no NTP)", why).remedy("apt install chrony")]
+            vec![Finding::warning("the wall clock is not synchronised (no NTP)", why).remedy("apt install chrony")]
         }
     }
 }

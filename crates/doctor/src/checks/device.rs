@@ -65,16 +65,16 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             let why = "the program runs after the driver (generic XDP), several times slower; `xdp_mode = \"native\"` refuses to start";
             found.push(
                 Finding::fault_if(only_native, format!("the driver {} has no XDP", device.driver), why)
-                    .remedy("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to say that this is wanted"),
+                    .remedy("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
             );
         }
         if found.is_empty() {
             found.push(match (device.own_xdp, device.xdp.native_possible) {
                 (Some(id), _) => Finding::ok(format!("coreward's own program (id {id}) is at {name}")),
                 (None, Some(true)) => Finding::ok(format!("{name} is free, and its driver has XDP")),
-                (None, Some(false)) => Finding::ok(format!("{name} is free; generic XDP, as `xdp_mode` says")),
+                (None, Some(false)) => Finding::ok(format!("{name} is free; generic XDP, by `xdp_mode`")),
                 (None, None) => {
-                    Finding::ok(format!("{name} is free; whether its driver has XDP this kernel does not tell"))
+                    Finding::ok(format!("{name} is free; this kernel does not show whether its driver has XDP"))
                 }
             });
         }
@@ -92,7 +92,7 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
                 "the other end of the veth {name} has no XDP program: frames that XDP sends are dropped, or with GRO \
                  there wait until this machine sends something itself"
             );
-            return vec![mend_veth(Finding::fault(found, why))];
+            return vec![with_veth_remedy(Finding::fault(found, why))];
         }
         if device.xdp_send_errors.is_empty() {
             return vec![Finding::ok(format!("{name} dropped no frame that XDP sent, as far as its driver counts"))];
@@ -102,14 +102,14 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
         let found = format!("{name} dropped frames that XDP sent: {}", counters.join(", "));
         let finding = Finding::fault(found, why);
         vec![match device.driver.as_str() {
-            "veth" => mend_veth(finding),
+            "veth" => with_veth_remedy(finding),
             _ => finding.remedy(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
         }]
     })
 }
 
 /// veth_xdp_flush() in drivers/net/veth.c wakes the other end's poll only if an XDP program is there.
-fn mend_veth(finding: Finding) -> Finding {
+fn with_veth_remedy(finding: Finding) -> Finding {
     finding
         .remedy("ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS")
         .remedy("or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again")
@@ -128,18 +128,18 @@ fn refuses_by_queues(device: &Device) -> Option<String> {
 
 /// A page less what XDP and the kernel keep before and behind a frame (docs/limits.md; veth_xdp_set() in
 /// drivers/net/veth.c comes to 3,504, drivers/net/virtio_net.c to 3,506).
-const LARGEST_MTU: u32 = 3_498;
+const MAX_MTU: u32 = 3_498;
 
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
         let in_driver = device.own_xdp.is_some() && device.xdp.native == device.own_xdp;
-        if device.mtu <= LARGEST_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
+        if device.mtu <= MAX_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
             return vec![Finding::ok(format!("{} bytes", device.mtu))];
         }
         let why = "drivers refuse XDP where a frame does not fit one page: generic XDP is slower, `xdp_mode = \"native\"` does not start";
         let only_native = facts.settings.xdp_mode == XdpMode::Native;
-        let found = format!("{} bytes: expected at most {LARGEST_MTU}", device.mtu);
+        let found = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);
         vec![
             Finding::fault_if(only_native, found, why)
                 .remedy(format!("ip link set {name} mtu 1500  # servers and switches as well")),
@@ -184,7 +184,7 @@ pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
 pub fn queues(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let Some(channels) = device.channels else {
-            return vec![Finding::unknown("the driver does not tell its queues")];
+            return vec![Finding::unknown("the driver does not report its queues")];
         };
         let (name, cpus, queues) = (facts.interface(), facts.cpus, usize::from(channels.receive));
         let found = format!("receive queues: {queues} (at most {}), CPUs: {cpus}", channels.receive_max);

@@ -110,7 +110,7 @@ pub fn open_files(facts: &Facts) -> Vec<Finding> {
     if facts.open_files >= needed {
         return vec![Finding::ok(found)];
     }
-    let why = format!("the daemon holds {peers}: it fails when it may open no more");
+    let why = format!("the daemon holds {peers}: it fails at the limit");
     let remedy = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
     vec![Finding::fault(format!("{found}: expected {needed}"), &why).remedy(remedy)]
 }

@@ -18,7 +18,6 @@ use crate::finding::Finding;
 
 #[derive(Debug, Clone, Copy)]
 pub struct Check {
-    /// Name in reports.
     pub name: &'static str,
     pub roles: &'static [Role],
     pub expects: &'static str,
@@ -94,12 +93,7 @@ pub const CHECKS: &[Check] = &[
     ),
     check("forwarding", LB, "on, where a service has `timestamps = \"lb\"`", routing::forwarding),
     fixing("send-redirects", LB, "off, where a service has `timestamps = \"lb\"`", routing::send_redirects),
-    check(
-        "announce",
-        LB,
-        "with `[announce]`: a routing daemon runs, and no rule looks at its table",
-        routing::announce,
-    ),
+    check("announce", LB, "with `[announce]`: a routing daemon runs, and no rule uses its table", routing::announce),
     check("tcp-timestamps", SERVER, "2, or set by the agent", clocks::tcp_timestamps),
     check("clock-source", ALL, "a clock that is read without leaving the CPU", clocks::source),
     check("clock-sync", ALL, "the wall clock is kept right (NTP)", clocks::synchronised),

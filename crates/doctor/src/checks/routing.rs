@@ -61,7 +61,7 @@ pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok("off")];
     }
     let device = facts.interface();
-    let why = "servers are told a way to the clients that does not lead over this load balancer: their answers are stamped no more";
+    let why = "the kernel redirects servers to a route past this load balancer: their replies are then not stamped";
     let found = format!("net.ipv4.conf.{{all,{device}}}.send_redirects are {all} and {own}: expected 0");
     let set = ["all", device].into_iter().zip([all, own]).filter(|(_, value)| *value != 0);
     vec![set.fold(Finding::fault(found, why), |finding, (of, _)| {
@@ -77,7 +77,7 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
         Err(problem) => findings.push(Finding::unknown(problem.clone())),
         Ok(rules) if !rules.is_empty() => {
             let why = "the table holds blackhole routes to VIPs: the kernel drops what it routes by them";
-            let finding = Finding::fault(format!("a rule looks at table {table}: {}", rules.join("; ")), why);
+            let finding = Finding::fault(format!("a rule uses table {table}: {}", rules.join("; ")), why);
             findings.push(finding.remedy(format!("ip rule delete table {table}  # or another `table` in [announce]")));
         }
         Ok(_) => {}
@@ -85,7 +85,7 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
     match &announcement.daemon {
         Some(daemon) => findings.push(Finding::ok(format!("{daemon} runs; no rule may look at table {table}"))),
         None => {
-            let why = "nobody tells the routers which VIPs this load balancer takes";
+            let why = "no routing daemon announces the VIPs of this load balancer";
             let found = "neither bird nor zebra (FRR) runs".to_owned();
             let remedy = "systemctl enable --now bird  # docs/deployment.md has its file";
             findings.push(Finding::fault(found, why).remedy(remedy.to_owned()));

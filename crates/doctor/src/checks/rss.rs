@@ -6,9 +6,10 @@ use coreward_model::tuple::Protocol;
 use crate::facts::{Device, Facts, RssProblem};
 use crate::finding::{Finding, Fix};
 
-const WHY: &str = "connections are worked on elsewhere than the table says: core-aware policies choose wrong cores";
+const WHY: &str =
+    "connections are served by other cores than the table selects: core-aware policies choose wrong cores";
 
-const UNKNOWN: &str = "nobody knows which core a connection comes to: core-aware policies place by server only";
+const UNKNOWN: &str = "the core of a connection is unknown: core-aware policies place by server only";
 
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
@@ -16,7 +17,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
         Ok((_, InputTransform::None)) if hides_its_input(facts, device) => {
             let name = facts.interface();
             let found = format!(
-                "{name}: the driver mlx5_core hashes symmetrically unless told otherwise, and reports it from Linux 6.15 on only; \
+                "{name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux 6.15 on only; \
                  the agent finds out by where SYNs arrive (`coreward status`: input_transform)"
             );
             vec![Finding::unknown(found).remedy(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none"))]
@@ -27,7 +28,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
                 input => format!(" over a symmetric input ({}), which agent and load balancers follow", input.name()),
             };
             vec![Finding::ok(format!(
-                "a key and a table of {entries} entries{symmetric}; `coreward agent rss --interface {}` says whether they are \
+                "a key and a table of {entries} entries{symmetric}; `coreward agent rss --interface {}` shows if they are \
                  in force",
                 facts.interface()
             ))]
@@ -72,7 +73,7 @@ pub fn udp(facts: &Facts) -> Vec<Finding> {
     let of_udp = facts.services.iter().any(|service| service.address.protocol == Protocol::Udp);
     let (true, Some(device)) = (of_udp, &facts.device) else { return vec![] };
     match device.udp_ports {
-        None => vec![Finding::unknown("the driver does not tell how it hashes UDP")],
+        None => vec![Finding::unknown("the driver does not report how it hashes UDP")],
         Some(true) => vec![Finding::ok("UDP is hashed by addresses and ports")],
         Some(false) => {
             let name = facts.interface();

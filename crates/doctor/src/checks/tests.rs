@@ -106,7 +106,7 @@ fn passing_facts(role: Role) -> Facts {
         servers: BTreeMap::from([("s1".to_owned(), "10.1.1.2".parse().unwrap())]),
         reports_from_the_future: 0,
         announcement: None,
-        controller_place: Some(ControllerPlace {
+        controller_place: Some(ControllerFacts {
             listen: "10.1.0.2:7400".parse().unwrap(),
             listen_problem: None,
             running: false,
@@ -163,7 +163,7 @@ const WARNING: Severity = Severity::Warning;
 const FAULT: Severity = Severity::Fault;
 
 #[test]
-fn a_fit_machine_has_nothing_to_mend() {
+fn fit_machine_has_no_findings() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         assert_eq!(found(role, |_| {}), []);
         let unknown: Vec<_> =
@@ -363,7 +363,7 @@ fn xdp_in_the_driver() {
 }
 
 #[test]
-fn arp_is_not_mended_where_others_may_ask() {
+fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
     let asks =
         |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()));
     let mut facts = passing_facts(Role::Server);

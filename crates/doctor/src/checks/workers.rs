@@ -1,7 +1,7 @@
 //! Checks of the services' processes.
 
 use coreward_agent::config::Steer;
-use coreward_agent::steering::assign::LARGEST_PINNED_SET;
+use coreward_agent::steering::assign::MAX_PINNED_SET;
 use coreward_model::tuple::Protocol;
 
 use crate::facts::{Facts, Service, Sockets};
@@ -11,7 +11,7 @@ fn served(facts: &Facts) -> impl Iterator<Item = (&Service, &Result<Sockets, Str
     facts.services.iter().filter_map(|service| Some((service, service.sockets.as_ref()?)))
 }
 
-fn words(service: &Service) -> String {
+fn describe(service: &Service) -> String {
     format!("{} at {}/{}", service.name, service.address.socket, service.address.protocol.name())
 }
 
@@ -23,7 +23,7 @@ pub fn listeners(facts: &Facts) -> Vec<Finding> {
 }
 
 fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: usize, steers: bool) -> Finding {
-    let name = words(service);
+    let name = describe(service);
     let sockets = match sockets {
         Ok(sockets) => sockets,
         Err(reason) => return Finding::unknown(format!("{name}: {reason}")),
@@ -32,7 +32,7 @@ fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: u
     if count == 0 {
         let kind = if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
         let why = format!("new connections that come here are {kind}");
-        return Finding::fault(format!("{name}: nobody listens"), &why)
+        return Finding::fault(format!("{name}: no process listens"), &why)
             .remedy("start the server, or drain this one: `state = \"draining\"` in the controller's file");
     }
     let why = "the kernel chooses the worker: a connection that was placed on one core is served on another";
@@ -75,17 +75,17 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
     }
     let of = |(service, sockets): (&Service, &Result<Sockets, String>)| {
         let sockets = sockets.as_ref().ok().filter(|sockets| sockets.count > 0)?;
-        let name = words(service);
+        let name = describe(service);
         if sockets.workers.is_empty() {
-            return Some(Finding::unknown(format!("{name}: nobody is seen waiting for its sockets")));
+            return Some(Finding::unknown(format!("{name}: no process waits for its sockets")));
         }
         // On two CPUs a core with its sibling is any CPU; one CPU leaves no choice.
-        let largest = LARGEST_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
+        let largest = MAX_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
         let free = sockets.workers.iter().filter(|cpus| cpus.len() > largest).count();
         if free == 0 {
             return Some(Finding::ok(format!("{name}: {} workers, each on a CPU of its own", sockets.workers.len())));
         }
-        let why = "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot tell whose core is whose";
+        let why = "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot assign queues to these";
         let found = format!("{name}: {free} of {} workers may run anywhere", sockets.workers.len());
         Some(
             Finding::warning(found, why)

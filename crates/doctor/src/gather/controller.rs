@@ -33,7 +33,12 @@ pub(super) struct Fleet {
 
 /// `name`: of this machine at the controller; without it all services are its. `tls`: the daemon's certificate. One
 /// answer of several controllers suffices.
-pub(super) fn ask(role: Role, controllers: &[SocketAddr], tls: Option<&Files>, name: Option<&str>) -> Fleet {
+pub(super) fn query_controllers(
+    role: Role,
+    controllers: &[SocketAddr],
+    tls: Option<&Files>,
+    name: Option<&str>,
+) -> Fleet {
     let mut problems = Vec::new();
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
         match fetch(*controller, tls) {

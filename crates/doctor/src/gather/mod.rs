@@ -25,11 +25,12 @@ pub use settings::CliOptions;
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
 /// Gathers the facts. Fails if the file or the options are wrong; invisible properties are facts.
-pub fn gather(told: &CliOptions) -> anyhow::Result<Facts> {
-    let told = told.read()?;
-    let (role, settings) = (told.role, told.settings);
-    let fleet = controller::ask(role, &settings.controllers, told.tls.as_ref(), told.name.as_deref());
-    let mut services = told.services;
+pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
+    let options = options.read()?;
+    let (role, settings) = (options.role, options.settings);
+    let fleet =
+        controller::query_controllers(role, &settings.controllers, options.tls.as_ref(), options.name.as_deref());
+    let mut services = options.services;
     services.extend(fleet.services);
     if role == Role::Server {
         services.iter_mut().for_each(|service| service.sockets = Some(sockets::of(&service.address)));
@@ -42,7 +43,7 @@ pub fn gather(told: &CliOptions) -> anyhow::Result<Facts> {
         sysctls: sysctls(settings.interface.as_deref()),
         bpf_file_system: bpf_file_system(settings.pin_directory.as_deref().unwrap_or(Path::new(PIN_DIRECTORY))),
         pins_problem: if missing_rights.is_empty() { pins_problem(role, &settings) } else { None },
-        device: settings.interface.as_deref().and_then(|name| device::gather(name, &settings, told.rss)),
+        device: settings.interface.as_deref().and_then(|name| device::gather(name, &settings, options.rss)),
         addresses: addresses(),
         default_routes: default_routes(&fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default()),
         cpus: std::thread::available_parallelism().map_or(1, usize::from),
@@ -53,9 +54,9 @@ pub fn gather(told: &CliOptions) -> anyhow::Result<Facts> {
         servers: fleet.servers,
         reports_from_the_future: fleet.reports_from_the_future,
         announcement: settings.announce_table.map(announcement::gather),
-        controller_place: told.controller_place,
+        controller_place: options.controller_place,
         polling: if role == Role::Server { polling::threads() } else { Vec::new() },
-        certificates: certificates::gather(role, told.tls.as_ref(), told.name.as_deref())?,
+        certificates: certificates::gather(role, options.tls.as_ref(), options.name.as_deref())?,
         settings,
         missing_rights,
     })

@@ -93,7 +93,7 @@ mod tests {
         {"rule": {"family": "ip", "table": "filter", "chain": "own", "handle": 7, "expr": [{"xt": {"type": "match", "name": "conntrack"}}, {"drop": null}]}}]}"#;
 
     #[test]
-    fn chains_say_what_their_rules_do() {
+    fn netfilter_chains_are_described_by_their_rules() {
         let found = chains(&serde_json::from_str(RULESET).unwrap());
         let of = |name: &str| found.iter().find(|chain| chain.name == format!("ip filter {name}")).unwrap().clone();
         let chain = |name: &str, hook: &str| Chain {

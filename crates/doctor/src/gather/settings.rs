@@ -18,7 +18,7 @@ use coreward_tls::Files;
 use nix::sys::statvfs;
 
 use super::{bind_problem, controller, directory_of};
-use crate::facts::{ControllerPlace, Role, Service, Settings, StoreFacts};
+use crate::facts::{ControllerFacts, Role, Service, Settings, StoreFacts};
 
 /// Minimum of free space for a store (bytes): redb makes a file of half of it.
 const MIN_STORE_SPACE: u64 = 1 << 20;
@@ -45,7 +45,7 @@ pub(super) struct Read {
     pub tls: Option<Files>,
     pub rss: Option<Box<dyn RssDevice>>,
     pub services: Vec<Service>,
-    pub controller_place: Option<ControllerPlace>,
+    pub controller_place: Option<ControllerFacts>,
 }
 
 impl CliOptions {
@@ -156,9 +156,9 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
     })
 }
 
-fn controller_place(config: &ControllerConfig, store: StoreFacts) -> ControllerPlace {
+fn controller_place(config: &ControllerConfig, store: StoreFacts) -> ControllerFacts {
     let listen_problem = bind_problem(config.listen);
-    ControllerPlace {
+    ControllerFacts {
         listen: config.listen,
         running: listen_problem.is_some() && controller::is_running(config),
         listen_problem,
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_says_whose_it_is() {
+    fn kind_of_file_follows_from_its_keys() {
         assert_eq!(role("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"), Ok(Role::Controller));
         assert_eq!(role("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(Role::Server));
         assert_eq!(role("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(Role::Lb));
@@ -242,8 +242,9 @@ mod tests {
     fn a_file_or_a_role_must_be_named() {
         let error = CliOptions::default().read().err().unwrap().to_string();
         assert!(error.contains("--role lb, server or controller"), "{error}");
-        let told = CliOptions { role: Some(Role::Server), interface: Some("eth7".to_owned()), ..CliOptions::default() };
-        assert_eq!(told.read().unwrap().settings.interface.as_deref(), Some("eth7"));
+        let options =
+            CliOptions { role: Some(Role::Server), interface: Some("eth7".to_owned()), ..CliOptions::default() };
+        assert_eq!(options.read().unwrap().settings.interface.as_deref(), Some("eth7"));
     }
 
     #[test]

@@ -28,7 +28,7 @@ impl Etcd {
 
     fn start_with(command: impl FnOnce(&Member, &Path) -> Command) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let member = Member::alone().unwrap();
+        let member = Member::single().unwrap();
         let process = command(&member, directory.path()).spawn();
         let process = process.expect("etcd cannot be started: `scripts/install run` installs it");
         Self { member, process, _directory: directory }
@@ -64,7 +64,7 @@ fn lead_for(cluster: &Arc<Cluster>, name: &str, lease: Duration) -> Arc<Leadersh
     let from = cluster.clone();
     let work = async move { candidate.campaign(from, |_| {}).await };
     let limited = async { tokio::time::timeout(Duration::from_secs(60), work).await };
-    Arc::new(cluster.block_on(limited).expect("nobody leads within a minute"))
+    Arc::new(cluster.block_on(limited).expect("no leader within a minute"))
 }
 
 fn open(cluster: &Arc<Cluster>, leadership: &Arc<Leadership>) -> ChunkedStore {
@@ -93,7 +93,7 @@ fn put(cluster: &Arc<Cluster>, key: &'static str, value: &'static str) {
 }
 
 #[test]
-fn a_large_change_is_there_for_the_next_leader_and_what_was_half_written_is_not() {
+fn next_leader_reads_complete_changes_only() {
     let etcd = Etcd::start();
     let cluster = etcd.cluster();
     let first = lead(&cluster, "a");
@@ -133,12 +133,12 @@ fn deposed_leader_cannot_write() {
     delete.unwrap();
     let second = lead(&other, "b");
     let mut successor = open(&other, &second);
-    assert!(first.holds());
+    assert!(first.is_valid());
     for parts in [large(2), large(1).into_iter().take(3).collect()] {
         let refused = cluster.block_on(store.save(parts)).unwrap_err();
         assert!(matches!(refused, EtcdError::Deposed(_) | EtcdError::Unreachable { .. }), "{refused}");
     }
-    assert!(!first.holds());
+    assert!(!first.is_valid());
     assert_eq!(successor.parts(), &large(1));
     cluster.block_on(successor.save(large(3))).unwrap();
     assert_eq!(open(&other, &second).parts(), &large(3));
@@ -152,31 +152,31 @@ fn a_leader_without_etcd_ends_by_its_own_clock() {
     let leadership = lead_for(&cluster, "a", lease);
     let mut store = open(&cluster, &leadership);
     std::thread::sleep(lease + Duration::from_secs(1));
-    assert!(leadership.holds(), "its lease is renewed");
+    assert!(leadership.is_valid(), "its lease is renewed");
     etcd.process.kill().unwrap();
     let began = Instant::now();
-    assert!(leadership.holds(), "not at once");
+    assert!(leadership.is_valid(), "not at once");
     let refused = cluster.block_on(store.save(large(1))).unwrap_err();
     assert!(matches!(refused, EtcdError::Unreachable { .. }), "{refused}");
-    let why = cluster.block_on(leadership.ended());
+    let why = cluster.block_on(leadership.wait_for_end());
     assert!(why.contains("lease"), "{why}");
-    assert!(began.elapsed() < 5 * lease && !leadership.holds());
+    assert!(began.elapsed() < 5 * lease && !leadership.is_valid());
 }
 
 #[test]
-fn others_wait_and_know_who_leads() {
+fn followers_name_the_leader() {
     let etcd = Etcd::start();
     let cluster = etcd.cluster();
     let first = lead(&cluster, "a");
-    let (told, seen) = std::sync::mpsc::channel();
+    let (reported, seen) = std::sync::mpsc::channel();
     let waiting = cluster.clone();
-    let second =
-        cluster.spawn(async move { candidate("b", LEASE).campaign(waiting, move |now| told.send(now).unwrap()).await });
+    let second = cluster
+        .spawn(async move { candidate("b", LEASE).campaign(waiting, move |now| reported.send(now).unwrap()).await });
     assert_eq!(seen.recv_timeout(TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
     assert!(!second.is_finished());
     cluster.block_on(first.resign()).unwrap();
     let second = cluster.block_on(second).unwrap();
-    assert!(second.holds() && !first.holds());
+    assert!(second.is_valid() && !first.is_valid());
     let now = cluster.block_on(candidate("c", LEASE).read_leader(&cluster)).unwrap();
     assert_eq!(now, LeaderState::Leader("b".to_owned()));
 }
@@ -186,7 +186,7 @@ fn resign_during_election_releases_lease() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.cluster(), etcd.cluster());
     eventually("etcd has started", || read_leader(&cluster) == Ok(LeaderState::Nobody));
-    // Nobody knows yet that it has won.
+    // It is not yet known that it has won.
     let lease = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).unwrap());
     assert!(other.block_on(candidate("b", lease).lead_now(other.clone())).is_err());
@@ -253,7 +253,7 @@ fn read_leader(cluster: &Cluster) -> Result<LeaderState, String> {
 }
 
 #[test]
-fn by_tls_and_with_the_right_certificates_only() {
+fn etcd_requires_tls_and_valid_certificates() {
     let (ours, foreign) = (Signer::new(), Signer::new());
     let etcd = serving(ours.good("etcd1"));
     let own = ours.good("c1");
@@ -271,7 +271,7 @@ fn by_tls_and_with_the_right_certificates_only() {
         (
             "an authority that did not sign etcd's",
             options(&other, Some(&own)),
-            "its certificate is signed by nobody in `ca`",
+            "its certificate is signed by no authority in `ca`",
         ),
         ("no certificate", options(&own, None), "etcd refuses our certificate, or that we show none"),
         (
@@ -282,9 +282,9 @@ fn by_tls_and_with_the_right_certificates_only() {
         ("one that has expired", options(&own, Some(&expired)), "etcd refuses our certificate, or that we show none"),
     ] {
         let cluster = connect(&endpoint, &tls);
-        let said = read_leader(&cluster).unwrap_err();
-        println!("{what}: {said}");
-        assert!(said.contains(&endpoint) && said.contains(expected), "{what}: {said}");
+        let printed = read_leader(&cluster).unwrap_err();
+        println!("{what}: {printed}");
+        assert!(printed.contains(&endpoint) && printed.contains(expected), "{what}: {printed}");
         cluster.block_on(cluster.clone().renew(options(&own, Some(&own)))).unwrap();
         assert_eq!(read_leader(&cluster), Ok(LeaderState::Leader("a".to_owned())), "the next certificates do");
     }
@@ -293,11 +293,11 @@ fn by_tls_and_with_the_right_certificates_only() {
     let elsewhere = serving(ours.issue("etcd2", "192.0.2.1", Validity::from_now(DAY)));
     let cluster = connect(&elsewhere.member.secure_endpoint(), &options(&own, Some(&own)));
     // Until it has started, it is not found.
-    let mut said = String::new();
+    let mut printed = String::new();
     eventually("another host", || {
-        said = read_leader(&cluster).unwrap_err();
-        println!("another host: {said}");
-        !said.contains("refused")
+        printed = read_leader(&cluster).unwrap_err();
+        println!("another host: {printed}");
+        !printed.contains("refused")
     });
-    assert!(said.contains("192.0.2.1"), "{said}");
+    assert!(printed.contains("192.0.2.1"), "{printed}");
 }

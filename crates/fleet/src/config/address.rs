@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 /// Returns the reason why no service can have this VIP and port, to follow the address in a sentence.
-pub fn why_unusable(vip: SocketAddr) -> Option<&'static str> {
+pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     if vip.port() == 0 {
         return Some(" has port 0");
     }
@@ -15,7 +15,7 @@ pub fn why_unusable(vip: SocketAddr) -> Option<&'static str> {
 }
 
 /// Returns the reason why no server can have this address, to follow it in a sentence.
-pub fn why_no_server(address: IpAddr) -> Option<&'static str> {
+pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
     match address {
         IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
         IpAddr::V6(address) => why_unusable_ipv6(address),

@@ -4,7 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::time::Duration;
 
-use coreward_config::{Period, Reader, Span, Spanned, shown_time};
+use coreward_config::{Period, Reader, Span, Spanned, format_time};
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::consistency::{ServiceMode, Timestamps};
@@ -13,7 +13,7 @@ use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server, Service};
-use super::once::Once;
+use super::once::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, mode, racks, transfer};
 
 /// Checks the document. On mistakes, which are on the reader's list, the result is incomplete.
@@ -62,7 +62,7 @@ fn rotation<const MIN: u64, const MAX: u64>(
 ) -> Duration {
     let Period(wanted) = *interval.get_ref();
     if wanted < max_connection_lifetime {
-        let [wanted, max_connection_lifetime] = [wanted, max_connection_lifetime].map(shown_time);
+        let [wanted, max_connection_lifetime] = [wanted, max_connection_lifetime].map(format_time);
         let message = format!(
             "a key rotation every {wanted}, but a cookie may live {max_connection_lifetime} \
              (`max_connection_lifetime`): expected no less than that"
@@ -83,9 +83,9 @@ fn servers(
         reader.mistake(first_too_many.span(), message);
     }
     let listed = &listed[..listed.len().min(ServerId::COUNT)];
-    let mut names = Once::new("server name");
-    let mut addresses = Once::new("server address");
-    let mut ids = Once::new("server id");
+    let mut names = UniqueValues::new("server name");
+    let mut addresses = UniqueValues::new("server address");
+    let mut ids = UniqueValues::new("server id");
     let mut servers = Vec::with_capacity(listed.len());
     for entry in listed {
         let server = entry.get_ref();
@@ -117,7 +117,6 @@ struct Services<'a> {
     /// Names of all servers, also of those with mistakes.
     names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
-    /// Default of `buckets`.
     buckets: BucketCount,
 }
 
@@ -131,8 +130,8 @@ impl Services<'_> {
         let listed = &listed[..listed.len().min(ServiceIndex::COUNT)];
         let positions: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
-        let mut names = Once::new("service name");
-        let mut vips = Once::new("VIP");
+        let mut names = UniqueValues::new("service name");
+        let mut vips = UniqueValues::new("VIP");
         let mut services = Vec::with_capacity(listed.len());
         for entry in listed {
             let service = entry.get_ref();
@@ -209,7 +208,7 @@ impl Services<'_> {
         let Some(listed) = &service.servers else {
             return (0..self.servers.len()).collect();
         };
-        let mut members = Once::new("server of this service");
+        let mut members = UniqueValues::new("server of this service");
         let mut pool = Vec::with_capacity(listed.len());
         for name in listed {
             members.take(Some(name.get_ref()), &name.span(), reader);

@@ -17,7 +17,7 @@ use coreward_model::policy::{self, Capacity, Weight};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
-use super::address::{is_host_ipv4, why_no_server, why_unusable};
+use super::address::{is_host_ipv4, server_address_error, vip_error};
 use super::health::Health;
 use super::{DEFAULT_MAX_CONNECTION_LIFETIME, ServerState, TableTiming};
 
@@ -165,7 +165,7 @@ impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
             let vip = written.parse::<SocketAddr>().map_err(|_| "");
-            let usable = vip.and_then(|vip| why_unusable(vip).map_or(Ok(vip), Err));
+            let usable = vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
             usable.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
         })
     }
@@ -188,7 +188,7 @@ impl FromToml for ServerAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parsed(value, reader, |written| {
             let address = written.parse::<IpAddr>().map_err(|_| "");
-            let usable = address.and_then(|address| why_no_server(address).map_or(Ok(address), Err));
+            let usable = address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
             let wrong = |reason| format!("server address {written:?}{reason}: expected {}", Self::expected());
             usable.map(ServerAddress).map_err(wrong)
         })

@@ -249,7 +249,7 @@ fn verification(health: &Health, reader: &mut Reader<'_>) -> Verification {
     match (&health.verify, &health.ca) {
         (Some(verify), None) if !verify.get_ref() => Verification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {
-            reader.mistake(verify.span(), "`verify = false` beside `ca`: expected one of the two");
+            reader.mistake(verify.span(), "`verify = false` with `ca`: expected one of the two");
             Verification::Off
         }
         (_, Some(ca)) => Verification::Authorities(ca.get_ref().0.clone()),

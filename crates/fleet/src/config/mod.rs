@@ -90,7 +90,6 @@ pub enum TableTiming {
     Interval,
 }
 
-/// Administrative state of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
     /// Takes new connections.
@@ -109,7 +108,6 @@ pub struct OtherBalancer {
 
 #[derive(Debug, Clone)]
 pub struct ServiceConfig {
-    /// Name for operators.
     pub name: String,
     pub address: ServiceAddress,
     /// Consistency mode, without a transfer's id, which the document does not have.
@@ -141,15 +139,14 @@ impl FleetConfig {
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
-            let message =
-                "nothing in it: expected [[server]] and [[service]], or some other key where none of these is wanted";
+            let message = "nothing in it: expected [[server]] and [[service]], or another key if there are none";
             return Err(Diagnostic::for_file(source.path(), message).into());
         }
-        Self::on_record(source)
+        Self::parse_stored(source)
     }
 
     /// Parses the stored document, which is empty before the first one is applied.
-    pub fn on_record(source: &Source) -> Result<Self, Diagnostics> {
+    pub fn parse_stored(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 

@@ -7,12 +7,12 @@ use std::hash::Hash;
 use coreward_config::{Reader, Span};
 
 /// Values that must be unique in the document.
-pub struct Once<T> {
+pub struct UniqueValues<T> {
     what: &'static str,
     seen: HashMap<T, Span>,
 }
 
-impl<T: Hash + Eq + Display> Once<T> {
+impl<T: Hash + Eq + Display> UniqueValues<T> {
     pub fn new(what: &'static str) -> Self {
         Self { what, seen: HashMap::new() }
     }

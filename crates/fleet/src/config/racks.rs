@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use coreward_config::{Name, Reader, Spanned};
 
-use super::once::Once;
+use super::once::UniqueValues;
 
 /// Returns the names on a list; `None`: no list. `known`: the fleet's racks, if it lists them.
 pub fn check(
@@ -13,7 +13,7 @@ pub fn check(
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
     let listed = listed?;
-    let mut once = Once::new("rack");
+    let mut once = UniqueValues::new("rack");
     for name in listed {
         let Name(rack) = name.get_ref();
         once.take(Some(rack), &name.span(), reader);
@@ -31,7 +31,7 @@ pub fn listed_once(
     listed: Option<&[Spanned<Name>]>,
     reader: &mut Reader<'_>,
 ) -> Option<BTreeSet<String>> {
-    let mut once = Once::new(what);
+    let mut once = UniqueValues::new(what);
     for name in listed? {
         once.take(Some(&name.get_ref().0), &name.span(), reader);
     }

@@ -65,13 +65,16 @@ fn a_document_without_a_key_is_refused() {
             message.starts_with("fleet.toml: nothing in it: expected [[server]] and [[service]], or "),
             "{message}"
         );
-        assert!(FleetConfig::on_record(&Source::from_text("fleet.toml", text)).is_ok(), "the store's first document");
+        assert!(
+            FleetConfig::parse_stored(&Source::from_text("fleet.toml", text)).is_ok(),
+            "the store's first document"
+        );
     }
     assert_eq!(parse("load_ewma_alpha = 0.5\n").unwrap().services.len(), 0);
 }
 
 #[test]
-fn the_good_file_is_read() {
+fn valid_file_is_parsed() {
     let config = parse(GOOD).unwrap();
     assert_eq!(config.report_interval, Duration::from_millis(50));
     assert_eq!(config.alpha.get(), 0.25);

@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_health::checker::{Checker, Found, Service};
+use coreward_health::checker::{CheckResult, Checker, Service};
 use coreward_model::health::{Check, Jitter, Probe, ProbeAddress, Thresholds, Verdict};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
@@ -21,10 +21,10 @@ fn service(vip: SocketAddr) -> Service<u32> {
     Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], paths: None }
 }
 
-fn until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&Found) -> bool) -> Found {
+fn until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {
     let end = Instant::now() + Duration::from_secs(30);
     loop {
-        let found = checker.found();
+        let found = checker.results();
         if let Some((_, found)) = found.first().filter(|(_, found)| is_so(found)) {
             return found.clone();
         }
@@ -52,6 +52,6 @@ fn a_machine_without_a_free_file_calls_no_server_down() {
 
     until(&checker, "with files it is up again", |found| found.verdict() == Some(Verdict::Up));
     drop(listener);
-    let down = until(&checker, "nobody listens", |found| found.verdict() == Some(Verdict::Down));
+    let down = until(&checker, "no process listens", |found| found.verdict() == Some(Verdict::Down));
     assert!(down.failures >= 3 && down.error == "connection refused", "{down:?}");
 }

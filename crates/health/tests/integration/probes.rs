@@ -63,28 +63,28 @@ fn serve<C: std::io::Read + std::io::Write>(
     });
 }
 
-fn ask(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
+fn run_probe(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(check(probe), vip, None);
-    runtime.block_on(prober.ask(vip.ip()))
+    runtime.block_on(prober.probe(vip.ip()))
 }
 
 #[test]
 fn tcp() {
     let (_listener, address) = listen();
-    assert_eq!(ask(Probe::Tcp, address), Ok(()));
-    // Taken, so that no other test gets the port, and nobody listens there.
+    assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
+    // Taken, so that no other test gets the port, without a listener.
     let taken = tokio::net::TcpSocket::new_v4().unwrap();
     taken.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
-    assert_eq!(ask(Probe::Tcp, taken.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
+    assert_eq!(run_probe(Probe::Tcp, taken.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
 }
 
 #[test]
 fn server_with_an_ipv6_address() {
     let (listener, address) = listen_at(Ipv6Addr::LOCALHOST.into());
     serve(listener, Arc::new(AtomicU16::new(200)), |stream| stream);
-    assert_eq!(ask(Probe::Tcp, address), Ok(()));
-    assert_eq!(ask(Probe::Http(http(None)), address), Ok(()));
+    assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
+    assert_eq!(run_probe(Probe::Http(http(None)), address), Ok(()));
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn ipv4_server_of_an_ipv6_vip_is_checked_at_its_own_address() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let vip = SocketAddr::new("2001:db8::1".parse().unwrap(), address.port());
     let prober = Prober::new(check(Probe::Tcp), vip, None);
-    assert_eq!(runtime.block_on(prober.ask(address.ip())), Ok(()));
+    assert_eq!(runtime.block_on(prober.probe(address.ip())), Ok(()));
 }
 
 #[test]
@@ -101,13 +101,13 @@ fn requests() {
     let (listener, address) = listen();
     let status = Arc::new(AtomicU16::new(200));
     serve(listener, status.clone(), |stream| stream);
-    assert_eq!(ask(Probe::Http(http(None)), address), Ok(()));
-    assert_eq!(ask(Probe::Http(http(Some("www.example.org"))), address), Ok(()));
+    assert_eq!(run_probe(Probe::Http(http(None)), address), Ok(()));
+    assert_eq!(run_probe(Probe::Http(http(Some("www.example.org"))), address), Ok(()));
     status.store(500, Ordering::Relaxed);
-    let error = ask(Probe::Http(http(None)), address).unwrap_err().to_string();
+    let error = run_probe(Probe::Http(http(None)), address).unwrap_err().to_string();
     assert!(error.starts_with("answers 500 Internal Server Error: expected 200-399"), "{error}");
     let only = HttpProbe { expect: StatusRange::new(500, 500).unwrap(), ..http(None) };
-    assert_eq!(ask(Probe::Http(only), address), Ok(()));
+    assert_eq!(run_probe(Probe::Http(only), address), Ok(()));
 }
 
 #[test]
@@ -116,7 +116,7 @@ fn silent_server_times_out() {
     let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(Arc::new(quick), address, None);
-    assert_eq!(runtime.block_on(prober.ask(address.ip())), Err(ProbeError::Silent(Duration::from_millis(50))));
+    assert_eq!(runtime.block_on(prober.probe(address.ip())), Err(ProbeError::Silent(Duration::from_millis(50))));
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn answer_that_is_not_http_is_named() {
             let _ = stream.unwrap().write_all(b"220 mail ready\r\n");
         }
     });
-    let error = ask(Probe::Http(http(None)), address).unwrap_err().to_string();
+    let error = run_probe(Probe::Http(http(None)), address).unwrap_err().to_string();
     assert!(error.starts_with("HTTP: "), "{error}");
 }
 
@@ -152,17 +152,18 @@ fn certificates() {
     let accept = move |stream| StreamOwned::new(ServerConnection::new(server.clone()).unwrap(), stream);
     serve(listener, Arc::new(AtomicU16::new(204)), accept);
 
-    let ask = |host: Option<&str>, verification: Verification| ask(Probe::Https(http(host), verification), address);
+    let https =
+        |host: Option<&str>, verification: Verification| run_probe(Probe::Https(http(host), verification), address);
     let ours = Verification::Authorities(authority.pem());
-    assert_eq!(ask(None, ours.clone()), Ok(()));
-    assert_eq!(ask(Some("www.example.org:8443"), ours.clone()), Ok(()));
-    let other_name = ask(Some("www.example.net"), ours).unwrap_err().to_string();
+    assert_eq!(https(None, ours.clone()), Ok(()));
+    assert_eq!(https(Some("www.example.org:8443"), ours.clone()), Ok(()));
+    let other_name = https(Some("www.example.net"), ours).unwrap_err().to_string();
     assert!(other_name.starts_with("TLS: invalid peer certificate: certificate not valid for name"), "{other_name}");
     let (other_key, parameters) = (rcgen::KeyPair::generate().unwrap(), rcgen::CertificateParams::default());
     let other = Verification::Authorities(parameters.self_signed(&other_key).unwrap().pem());
-    let stranger = ask(None, other).unwrap_err().to_string();
+    let stranger = https(None, other).unwrap_err().to_string();
     assert!(stranger.starts_with("TLS: invalid peer certificate: "), "{stranger}");
-    assert_eq!(ask(Some("www.example.net"), Verification::Off), Ok(()));
+    assert_eq!(https(Some("www.example.net"), Verification::Off), Ok(()));
 }
 
 fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
@@ -174,7 +175,7 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
 }
 
 #[test]
-fn the_checker_follows_what_servers_say() {
+fn checker_follows_the_servers_status() {
     let (listener, address) = listen();
     let status = Arc::new(AtomicU16::new(200));
     serve(listener, status.clone(), |stream| stream);
@@ -185,14 +186,14 @@ fn the_checker_follows_what_servers_say() {
         vec![Service { check: check.clone(), vip: address, servers, paths: None }]
     };
     let verdict = |key: u8| {
-        let found = checker.found();
+        let found = checker.results();
         found.into_iter().find(|(known, _)| *known == key).map(|(_, found)| (found.verdict(), found.checks))
     };
     checker.check(service(&[1, 2]));
     eventually("both are up", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(Verdict::Up), _)))));
     status.store(503, Ordering::Relaxed);
     eventually("both are down", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(Verdict::Down), _)))));
-    let (_, failed) = checker.found().remove(0);
+    let (_, failed) = checker.results().remove(0);
     assert!(failed.failures >= 3 && failed.error.starts_with("answers 503"), "{failed:?}");
 
     // Unchanged checks continue; removed ones are forgotten.
@@ -204,5 +205,5 @@ fn the_checker_follows_what_servers_say() {
     status.store(200, Ordering::Relaxed);
     eventually("it is up again", || matches!(verdict(1), Some((Some(Verdict::Up), _))));
     checker.check(Vec::new());
-    eventually("nothing is checked", || checker.found().is_empty());
+    eventually("nothing is checked", || checker.results().is_empty());
 }

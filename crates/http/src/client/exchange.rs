@@ -21,7 +21,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of an answer: 16,384 servers of 64 cores are about 10 MB.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-pub(super) struct Question {
+pub(super) struct PendingRequest {
     pub method: Method,
     /// With its query.
     pub path: String,
@@ -34,13 +34,13 @@ pub(super) async fn exchange(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,
     token: Option<&str>,
-    question: Question,
+    request: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
-    let io = in_time("no connection", CONNECT_TIMEOUT, async { Ok(connect(url, tls).await?) }).await?;
-    in_time("no answer", TIMEOUT, send(io, url, token, question)).await
+    let io = with_timeout("no connection", CONNECT_TIMEOUT, async { Ok(connect(url, tls).await?) }).await?;
+    with_timeout("no answer", TIMEOUT, send(io, url, token, request)).await
 }
 
-async fn in_time<T>(
+async fn with_timeout<T>(
     otherwise: &str,
     limit: Duration,
     future: impl Future<Output = anyhow::Result<T>>,
@@ -68,20 +68,20 @@ async fn send(
     io: Io,
     url: &ControllerUrl,
     token: Option<&str>,
-    question: Question,
+    pending: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let mut request = Request::builder()
-        .method(question.method)
-        .uri(format!("/v1/{}", question.path))
+        .method(pending.method)
+        .uri(format!("/v1/{}", pending.path))
         .header(HOST, &url.authority)
         .header(ACCEPT, "application/json");
     if let Some(token) = token {
         request = request.header(AUTHORIZATION, format!("Bearer {token}"));
     }
-    if question.body.is_some() {
+    if pending.body.is_some() {
         request = request.header(CONTENT_TYPE, "application/json");
     }
-    let request = request.body(Full::new(Bytes::from(question.body.unwrap_or_default())))?;
+    let request = request.body(Full::new(Bytes::from(pending.body.unwrap_or_default())))?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
     // With the sender the connection ends.
     let answer = async move {

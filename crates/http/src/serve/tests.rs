@@ -32,7 +32,7 @@ impl hyper::body::Body for Endless {
     }
 }
 
-fn serve(bounds: Bounds) -> (SocketAddr, Serving) {
+fn serve(bounds: ConnectionLimits) -> (SocketAddr, Serving) {
     let router = Router::new()
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(Endless(interval(Duration::from_millis(5))))));
@@ -83,7 +83,7 @@ impl Client {
 /// With one connection more than the limit, each is accepted, and active ones stay.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
-    let (address, _serving) = serve(Bounds { connections: 5, head: NEVER, ..Bounds::default() });
+    let (address, _serving) = serve(ConnectionLimits { connections: 5, head: NEVER, ..ConnectionLimits::default() });
     let mut alone = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;
@@ -114,7 +114,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 
 #[tokio::test]
 async fn connection_waits_when_all_slots_are_busy() {
-    let (address, _serving) = serve(Bounds { connections: 2, head: NEVER, ..Bounds::default() });
+    let (address, _serving) = serve(ConnectionLimits { connections: 2, head: NEVER, ..ConnectionLimits::default() });
     let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
     for watcher in &mut watchers {
         watcher.watch().await;
@@ -130,7 +130,7 @@ async fn connection_waits_when_all_slots_are_busy() {
 
 #[tokio::test]
 async fn idle_connection_is_closed_unless_it_watches() {
-    let (address, _serving) = serve(Bounds { head: Duration::from_secs(2), ..Bounds::default() });
+    let (address, _serving) = serve(ConnectionLimits { head: Duration::from_secs(2), ..ConnectionLimits::default() });
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;
     let mut silent = Client::connect(1, address).await;

@@ -36,10 +36,10 @@ impl Forwarder {
     ) -> anyhow::Result<()> {
         let generation = configuration.generation;
         let services: BTreeSet<u32> = configuration.services.iter().map(|service| service.index.get().into()).collect();
-        self.refusals.keep_tables(|index| services.contains(&index));
+        self.refusals.retain_tables(|index| services.contains(&index));
         configuration.services.extend(self.kept(refused, &configuration.services));
         let outcome = self.configure(number, configuration);
-        self.tell_refused(generation, refused, &outcome);
+        self.report_refused(generation, refused, &outcome);
         outcome
     }
 
@@ -54,7 +54,7 @@ impl Forwarder {
         change.configuration.services.extend(self.kept(refused, &change.configuration.services));
         let outcome = self.change(change);
         if !self.lacks_configuration {
-            self.tell_refused(generation, refused, &outcome);
+            self.report_refused(generation, refused, &outcome);
         }
         outcome
     }
@@ -69,7 +69,7 @@ impl Forwarder {
         refused.iter().filter_map(kept).collect()
     }
 
-    fn tell_refused(&mut self, generation: u64, refused: &[RefusedService], outcome: &anyhow::Result<()>) {
+    fn report_refused(&mut self, generation: u64, refused: &[RefusedService], outcome: &anyhow::Result<()>) {
         for service in refused {
             self.refusals.refuse(Subject::Service(service.index), service.message(generation));
         }
@@ -86,7 +86,7 @@ impl Forwarder {
         self.refusals.refuse(Subject::All, RefusedUpdate { service, generation, reason, table });
     }
 
-    pub fn table_taken(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
+    pub fn record_table(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
         let known = ServiceIndex::new(index).and_then(|index| self.services.get(&index));
         let Err(error) = outcome else { return self.refusals.accept(Subject::Table(index)) };
         // The controller knows that, and makes tables of the service for the others.
@@ -219,7 +219,6 @@ impl Forwarder {
         self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
-    /// Sets the addresses to resolve.
     pub(super) fn follow_addresses(&mut self) {
         self.find_next_hops();
         let of_service = |(service, _): &(Service, _)| {

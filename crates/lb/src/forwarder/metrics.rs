@@ -12,7 +12,7 @@ use super::Forwarder;
 
 impl Forwarder {
     /// Records the latency of a table's installation.
-    pub fn installed_within(&mut self, took: Duration) {
+    pub fn record_install_time(&mut self, took: Duration) {
         self.table_to_kernel.observe(took);
     }
 
@@ -29,7 +29,7 @@ impl Forwarder {
             page.add("coreward_lb_announced_vips", &[], announced as f64);
         }
         let checked: Vec<(ServiceIndex, v1::ServerHealth)> =
-            self.health.found().map(|(service, _, checked)| (service, (&checked).into())).collect();
+            self.health.results().map(|(service, _, checked)| (service, (&checked).into())).collect();
         for (service, _) in self.services.values().filter(|(service, _)| service.check.is_some()) {
             let of_service = checked.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
             component::health_checks(&mut page, &service.name, of_service);

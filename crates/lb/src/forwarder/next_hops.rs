@@ -62,7 +62,7 @@ impl Forwarder {
     }
 
     /// Returns warnings of causes for which encapsulated packets do not leave.
-    pub(super) fn outer_problems(&self) -> Vec<String> {
+    pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         if self.encapsulating().next().is_none() {
             return Vec::new();
         }

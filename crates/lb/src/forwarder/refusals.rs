@@ -8,7 +8,6 @@ use coreward_wire::v1::RefusedUpdate;
 pub enum Subject {
     /// The whole configuration.
     All,
-    /// Service with this index.
     Service(u32),
     Table(u32),
 }
@@ -46,7 +45,7 @@ impl Refusals {
     }
 
     /// Starts a whole configuration; tables of these services stay.
-    pub fn keep_tables(&mut self, is_service: impl Fn(u32) -> bool) {
+    pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0.retain(|subject, _| matches!(subject, Subject::Table(index) if is_service(*index)));
     }
 
@@ -68,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_holds_until_the_next_of_its_subject() {
+    fn refusal_lasts_until_the_next_update_of_its_subject() {
         let refused = |service: &str, generation, table| RefusedUpdate {
             service: service.into(),
             generation,
@@ -83,9 +82,9 @@ mod tests {
         assert_eq!(refusals.list(), [refused("web", 3, false), refused("dns", 3, false), refused("web", 9, true)]);
         refusals.accept(Subject::Service(1));
         assert_eq!(refusals.list(), [refused("dns", 3, false), refused("web", 9, true)]);
-        refusals.keep_tables(|index| index == 1);
+        refusals.retain_tables(|index| index == 1);
         assert_eq!(refusals.list(), [refused("web", 9, true)]);
-        refusals.keep_tables(|_| false);
+        refusals.retain_tables(|_| false);
         assert_eq!(refusals.list(), []);
         refusals.refuse(Subject::Service(2), refused("dns", 3, false));
         refusals.refuse(Subject::Table(2), refused("dns", 3, true));

@@ -107,8 +107,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         let partition = packet.hash.partition(self.size);
         let stack = StorageCell::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
-            // BPF has no acquiring load: there the address of `next_free` depends on the loaded word, which orders the
-            // two.
+            // BPF has no acquiring load: there the dependent address of `next_free` orders the two.
             let top = self.memory.load(stack);
             let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
                 return Err(NotTaken::Full);
@@ -427,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn every_slot_is_handed_out_once_and_again_when_it_was_freed() {
+    fn slot_is_allocated_once_until_freed() {
         let table = table(4096);
         let mut taken = BTreeSet::new();
         let mut refused = 0;

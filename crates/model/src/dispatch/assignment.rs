@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_share_stays_as_it_is() {
+    fn shared_cores_do_not_change() {
         let mut allocation = CoreAllocation::new(Assignment::CompleteShare, 2, 1);
         assert!(allocation.runs(0, 1) && allocation.runs(1, 0));
         assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_| 0), []);

@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_on_reserved_cores_lets_low_classes_use_what_is_idle() {
+    fn low_classes_use_idle_reserved_cores_below_their_bound() {
         let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::reserving(2, 2, 1, 4, 1));
         assert_eq!([placed(&mut fifo, 1), placed(&mut fifo, 1), placed(&mut fifo, 1)], [0, 1, 1]);
     }

@@ -20,7 +20,7 @@ pub struct JoinBoundedShortestRankedQueue<T = ()> {
 
 /// Effects of a new request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Submitted<T> {
+pub struct SubmitEffects<T> {
     /// The request that the full buffer dropped, with its service; it can be the new one.
     pub dropped: Option<(u8, T)>,
     /// The request that goes to a core now; without rate limits and with all earlier ones sent, the new one.
@@ -75,17 +75,17 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
 
     /// Queues a request that came in at `now`, then sends the next one if a core takes it. `now` must not decrease.
     #[inline]
-    pub fn submit(&mut self, now: u64, service: u8, request: T) -> Submitted<T> {
+    pub fn submit(&mut self, now: u64, service: u8, request: T) -> SubmitEffects<T> {
         if self.queue.is_transparent()
             && let Some(core) = self.ranks.send(service)
         {
-            return Submitted { dropped: None, sent: Some((Release { service, core }, request)) };
+            return SubmitEffects { dropped: None, sent: Some((Release { service, core }, request)) };
         }
         let dropped = self.queue.push(now, service, request);
         let sent = self.next(now);
         let peak = &mut self.waiting_peaks[usize::from(service)];
         *peak = (*peak).max(self.queue.waiting(service) as u64);
-        Submitted { dropped, sent }
+        SubmitEffects { dropped, sent }
     }
 
     /// The next request that goes to a core. To be called until it returns `None`, after feedback, after a service was

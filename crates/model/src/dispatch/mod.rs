@@ -26,13 +26,13 @@ pub use feo::{
     FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, Ranking,
     RateLimit, Selection,
 };
-pub use jbsrq::{JoinBoundedShortestRankedQueue, Submitted};
+pub use jbsrq::{JoinBoundedShortestRankedQueue, SubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{Key, LeastTree};
 pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDown, ScaleUp};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
-pub use repair::{LearnedTime, Liveness, given_up};
+pub use repair::{LearnedTime, Liveness, expired_requests};
 pub use rss::{BucketHash, regroup};
 pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Steal};
@@ -68,8 +68,7 @@ pub trait Dispatcher {
     /// Records the response to a request of `core`.
     fn completed(&mut self, core: u16, header: &Header);
 
-    /// Returns a waiting request that may go at `now`, after [`Dispatcher::completed`]. To be called until it returns
-    /// `None`.
+    /// Returns a waiting request that may go at `now`, after [`Dispatcher::completed`]. Call it until `None`.
     fn release(&mut self, _now: u64) -> Option<Release> {
         None
     }

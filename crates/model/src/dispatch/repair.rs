@@ -7,7 +7,7 @@ use std::time::Duration;
 ///
 /// The socket's queue is a FIFO, so it holds the youngest requests. Only older ones can have been read or dropped, and
 /// they are given up when older than `timeout` checks. So no fewer requests remain than datagrams wait.
-pub fn given_up(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
+pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
     let mut oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
     oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
     oldest_first.truncate(oldest_first.len().saturating_sub(queued));
@@ -45,7 +45,7 @@ pub struct LearnedTime {
 }
 
 /// Weight of one check: half of the average is renewed by 7 checks with responses.
-const LOOK_SHARE: f64 = 0.1;
+const CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedTime {
     /// Starts with an expected time.
@@ -57,7 +57,7 @@ impl LearnedTime {
     pub fn observe(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
             let observed = sum_ns as f64 / count as f64;
-            self.mean_ns = Some(self.mean_ns.map_or(observed, |mean| mean + LOOK_SHARE * (observed - mean)));
+            self.mean_ns = Some(self.mean_ns.map_or(observed, |mean| mean + CHECK_WEIGHT * (observed - mean)));
         }
     }
 
@@ -74,13 +74,13 @@ mod tests {
     #[test]
     fn request_that_may_be_queued_is_not_abandoned() {
         // Two wait: the youngest, however old they are (a worker that was stopped).
-        assert_eq!(given_up(&[30, 20, 25, 40], 2, 10), [3, 0]);
-        assert_eq!(given_up(&[30, 20, 25, 40], 4, 10), []);
-        assert_eq!(given_up(&[30, 20, 25, 40], 9, 10), []);
-        assert_eq!(given_up(&[3, 20, 10, 11], 0, 10), [1, 3]);
+        assert_eq!(expired_requests(&[30, 20, 25, 40], 2, 10), [3, 0]);
+        assert_eq!(expired_requests(&[30, 20, 25, 40], 4, 10), []);
+        assert_eq!(expired_requests(&[30, 20, 25, 40], 9, 10), []);
+        assert_eq!(expired_requests(&[3, 20, 10, 11], 0, 10), [1, 3]);
         // A later request is not taken for older than one that waits in the queue.
-        assert_eq!(given_up(&[0, 0, 20, 20], 2, 10), []);
-        assert_eq!(given_up(&[], 0, 10), []);
+        assert_eq!(expired_requests(&[0, 0, 20, 20], 2, 10), []);
+        assert_eq!(expired_requests(&[], 0, 10), []);
     }
 
     #[test]

@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_says_which_core() {
+    fn indirection_table_selects_the_core() {
         let mut rss = BucketHash::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
         let mut core = |flow_hash| rss.place(0, &Header { flow_hash, ..header(0, 1) });
         assert_eq!([core(0), core(1), core(6), core(7)], [Some(2), Some(0), Some(1), Some(0)]);

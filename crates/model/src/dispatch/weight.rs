@@ -12,11 +12,11 @@ const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
 
 impl Weight {
     /// The longest weight: 2047 << 31 ns, 73 minutes.
-    pub const LONGEST: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
+    pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
-    /// Returns the nearest weight, within 1/2048; longer times count as [`Weight::LONGEST`].
+    /// Returns the nearest weight, within 1/2048; longer times count as [`Weight::MAX`].
     pub fn new(time: Duration) -> Self {
-        let ns = time.min(Self::LONGEST).as_nanos() as u64;
+        let ns = time.min(Self::MAX).as_nanos() as u64;
         let bits = u64::BITS - ns.leading_zeros();
         let mut exponent = bits.saturating_sub(MANTISSA_BITS);
         let mut mantissa = if exponent == 0 { ns } else { (ns >> (exponent - 1)).div_ceil(2) };
@@ -51,7 +51,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_weight_is_near_and_monotonous(ns in 0u64..Weight::LONGEST.as_nanos() as u64) {
+        fn a_weight_is_near_and_monotonous(ns in 0u64..Weight::MAX.as_nanos() as u64) {
             let weight = Weight::new(Duration::from_nanos(ns));
             prop_assert!(weight.ns().abs_diff(ns) <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.ns());
             prop_assert!(Weight::new(Duration::from_nanos(ns + 1)).ns() >= weight.ns());
@@ -60,9 +60,9 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_of_the_range() {
+    fn range_limits_are_accepted() {
         assert_eq!(Weight::new(Duration::ZERO).ns(), 0);
         assert_eq!(Weight::new(Duration::from_nanos(2047)).ns(), 2047);
-        assert_eq!(Weight::new(Duration::MAX).ns(), Weight::LONGEST.as_nanos() as u64);
+        assert_eq!(Weight::new(Duration::MAX).ns(), Weight::MAX.as_nanos() as u64);
     }
 }

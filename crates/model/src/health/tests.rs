@@ -7,7 +7,7 @@ fn thresholds(rise: u32, fall: u32) -> Thresholds {
 }
 
 fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<Verdict>> {
-    let mut judge = Judge::default();
+    let mut judge = HealthTracker::default();
     let after = |passed: &bool| {
         judge.observe(*passed, thresholds);
         judge.verdict()
@@ -91,7 +91,7 @@ proptest! {
 
     #[test]
     fn short_runs_change_nothing(runs in prop::collection::vec(1u32..3, 1..20)) {
-        let mut judge = Judge::default();
+        let mut judge = HealthTracker::default();
         let thresholds = thresholds(3, 3);
         judge.observe(true, thresholds);
         let mut passed = false;
@@ -113,7 +113,7 @@ proptest! {
 
     /// An observer that is cut off from everything changes nothing, as long as another one finds a server up.
     #[test]
-    fn one_that_is_cut_off_changes_nothing(
+    fn partitioned_observer_changes_nothing(
         seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
         down_before: bool,
     ) {
@@ -128,9 +128,9 @@ proptest! {
 }
 
 #[test]
-fn an_observer_that_cannot_look_says_nothing_of_the_server() {
+fn local_fault_gives_no_verdict() {
     let thresholds = Thresholds::new(1, 3).unwrap();
-    let mut judge = Judge::default();
+    let mut judge = HealthTracker::default();
     assert!(judge.observe(true, thresholds));
     assert!(!judge.observe(false, thresholds));
     assert!(!judge.local_fault(thresholds));

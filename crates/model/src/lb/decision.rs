@@ -84,8 +84,8 @@ impl Decision {
 
     pub fn outcome(&self, service: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
-        let told = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
-        let told = told.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service, server, told, event: self.event }
+        let reported = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let reported = reported.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
+        Outcome { counter: self.counter, service, server, reported, event: self.event }
     }
 }

@@ -145,7 +145,7 @@ impl LoadBalancer {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
             service: Some(service_slot),
             server: None,
-            told: None,
+            reported: None,
             event: None,
         };
         let (Ok(packet), Some(mut known)) = (packet, self.lb_stamping.servers.get(&key).copied()) else {

@@ -72,7 +72,7 @@ pub struct Outcome {
     /// The server to which it was sent, if any.
     pub server: Option<ServerId>,
     /// Entry of the connection table that the SYN's TSecr names to the server, if any.
-    pub told: Option<u32>,
+    pub reported: Option<u32>,
     /// Event in addition to the counter (`enum lb_event`).
     pub event: Option<intf::lb_event>,
 }
@@ -283,7 +283,7 @@ impl LoadBalancer {
         if let Some(service_slot) = self.services.iter().position(kept) {
             return service_slot;
         }
-        let free = self.services.iter().position(Option::is_none).expect("no more services than slots");
+        let free = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
         self.services[free] = Some(Service::new(address, mode));
         // Flows of the service that had the slot before.
         self.flows.forget(free);

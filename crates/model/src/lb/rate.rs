@@ -135,8 +135,7 @@ mod tests {
         assert_eq!(taken(&mut bucket, 5000), 3);
     }
 
-    /// Ten thousand packets in a second from one source, or one for each of a hundred other sources at each of ten
-    /// services.
+    /// Ten thousand packets in a second from one source; one for each of a hundred others at each of ten services.
     fn accepted(junk: &[(Ipv4Addr, usize, Reason)], genuine: (usize, Reason)) -> usize {
         let rate = |per_second: u64, burst: u64| Rate {
             interval_ns: 1_000_000_000 / per_second,
@@ -161,13 +160,13 @@ mod tests {
     }
 
     #[test]
-    fn the_junk_of_one_source_leaves_tokens_to_the_others() {
+    fn one_source_cannot_use_up_the_broadcast_rate() {
         let junk = [(Ipv4Addr::new(192, 0, 2, 1), 0, intf::BROADCAST_ICMP)];
         assert_eq!(accepted(&junk, (0, intf::BROADCAST_ICMP)), 100);
     }
 
     #[test]
-    fn junk_of_another_kind_or_service_leaves_tokens_to_the_others() {
+    fn other_kinds_and_services_keep_their_broadcast_rate() {
         let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
         // On average 1.5 of 100 sources share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
         let of_another_kind = accepted(&sources(intf::BROADCAST_UNKNOWN_COOKIE), (0, intf::BROADCAST_ICMP));

@@ -9,7 +9,7 @@ use crate::placement::{BucketCount, Core};
 use crate::rss::{Rss, RssKey};
 
 /// Loads kept of a group, at most: 32 MiB. Beyond, each is looked up when it is needed.
-const MOST_LOADS: usize = 4 << 20;
+const MAX_LOADS: usize = 4 << 20;
 
 /// Load that each bucket of a group reaches at each of its servers.
 #[derive(Debug, Default)]
@@ -40,7 +40,7 @@ impl BucketLoads {
             self.columns = servers.iter().map(|server| Column { server: server.id, made_of: None }).collect();
             let count = servers.len() * buckets.get() as usize;
             self.loads.clear();
-            self.loads.resize(if count <= MOST_LOADS { count } else { 0 }, neutral);
+            self.loads.resize(if count <= MAX_LOADS { count } else { 0 }, neutral);
             self.least.clear();
         }
         if self.loads.is_empty() {
@@ -104,8 +104,7 @@ impl BucketLoads {
         self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
     }
 
-    /// Returns the least loaded cores of the bucket, at least as many as needed, if there are; `None`: they are not
-    /// kept.
+    /// Returns the least loaded cores of the bucket, enough if they exist; `None`: not cached.
     pub fn least(&self, bucket: u32) -> Option<&[RankedCore]> {
         self.least.get(bucket as usize).map(LeastLoaded::places)
     }
@@ -151,7 +150,7 @@ pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: Buc
 }
 
 /// Returns the core of a server with this RSS that a bucket's connections reach, and its load; `neutral` if unknown.
-/// Where the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
+/// If the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
 pub fn reached(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
     let table = &rss.indirection_table;
     let entries = (table.entry_count() / buckets.get() as usize).max(1);

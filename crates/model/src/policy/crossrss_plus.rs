@@ -75,8 +75,7 @@ impl CrossRssPlus {
         Self::with_cost(seed, Cost::Deficit { opened: None })
     }
 
-    /// Returns the policy with a fixed cost, `share` of an open connection's mean load: for comparisons; 0 is
-    /// `crossrss`.
+    /// Returns the policy with a fixed cost, `share` of an open connection's mean load; 0 is `crossrss`.
     pub fn counting(seed: u64, share: f64) -> Self {
         Self::with_cost(seed, Cost::Share(share))
     }
@@ -156,8 +155,7 @@ impl RecentServer {
 }
 
 impl RecentLoads {
-    /// Updates the loads and returns the pool with the mean of newest and recent loads. Racks' summaries have that
-    /// already.
+    /// Updates the loads and returns the pool with the mean of newest and recent loads, as racks do.
     fn evened<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         if !pool.totals().any_reports_here {
             self.of_servers.clear();

@@ -125,14 +125,14 @@ impl Least {
     }
 
     /// Returns the cores with load and compared value, the least first.
-    pub fn found(&self) -> impl Iterator<Item = (Core, f64, f64)> {
+    pub fn cores(&self) -> impl Iterator<Item = (Core, f64, f64)> {
         self.found.iter().map(|(compared, load, core)| (*core, *load, *compared))
     }
 }
 
 /// Compared value of cores that take no part in a bucket. A group without any other core offers them after those of
 /// other groups: otherwise a server with its own RSS key would take part in all buckets.
-const AFTER_ALL: f64 = f64::MAX;
+const EXCLUDED_LOAD: f64 = f64::MAX;
 
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_candidates(
@@ -152,12 +152,12 @@ pub fn fill_candidates(
     kept.groups.resize_with(groups.len(), KeptGroup::default);
     for (group, kept) in groups.iter().zip(&mut kept.groups) {
         let known = KnownHere::new(&cores, group, &mut kept.reached, per_bucket);
-        let passed_up = PassedUp::new(&cores, group, &mut kept.passed_up, per_bucket);
+        let relayed = Relayed::new(&cores, group, &mut kept.relayed, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.in_turn(group, bucket)
             } else {
-                cores.least(&known, &passed_up, bucket, per_bucket)
+                cores.least(&known, &relayed, bucket, per_bucket)
             };
             for position in 0..per_bucket {
                 let (core, compared) = found[position.min(found.len() - 1)];
@@ -185,25 +185,25 @@ impl<'a, 'g> KnownHere<'a, 'g> {
             group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
         let in_part = servers.iter().any(|server| server.ramp < 1.0);
         // A bucket keeps cores in the order of loads alone.
-        let remembered = if cores.levels.alike() && !in_part { most } else { 0 };
+        let remembered = if cores.levels.is_uniform() && !in_part { most } else { 0 };
         reached.update(&servers, &group.key, cores.buckets, cores.neutral, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
-        let levels = if cores.levels.alike() { Vec::new() } else { servers.iter().map(level).collect() };
+        let levels = if cores.levels.is_uniform() { Vec::new() } else { servers.iter().map(level).collect() };
         Self { group, servers, in_part, levels, reached }
     }
 }
 
 /// Racks' cores of a group.
-struct PassedUp<'a, 'g> {
+struct Relayed<'a, 'g> {
     lists: Vec<&'a CandidateList>,
     /// The least of them; `None`: another value than the load is compared.
     cores: Option<&'g RackAggregate>,
 }
 
-impl<'a, 'g> PassedUp<'a, 'g> {
+impl<'a, 'g> Relayed<'a, 'g> {
     fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
         let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
-        let is_kept = cores.levels.alike() && !lists.is_empty();
+        let is_kept = cores.levels.is_uniform() && !lists.is_empty();
         if is_kept {
             kept.update(&cores.pool.racks, &group.key, cores.buckets, most);
         }
@@ -239,29 +239,29 @@ impl<'a> Cores<'a> {
     fn least(
         &self,
         known: &KnownHere<'_, '_>,
-        passed_up: &PassedUp<'_, '_>,
+        relayed: &Relayed<'_, '_>,
         bucket: u32,
         most: usize,
     ) -> Vec<(Core, f64)> {
         let mut least = Least::new(most);
-        self.offer_known(known, bucket, &mut least);
-        self.offer_passed_up(passed_up, bucket, &mut least);
+        self.offer_local(known, bucket, &mut least);
+        self.offer_relayed(relayed, bucket, &mut least);
         if least.found.is_empty() {
             for server in known.group.all() {
                 let (core, load) = self.core(known.group, server, bucket);
-                least.offer(AFTER_ALL, load, Core { server: server.id, core });
+                least.offer(EXCLUDED_LOAD, load, Core { server: server.id, core });
             }
         }
-        least.found().map(|(core, _, compared)| (core, compared)).collect()
+        least.cores().map(|(core, _, compared)| (core, compared)).collect()
     }
 
-    fn offer_passed_up(&self, passed_up: &PassedUp<'_, '_>, bucket: u32, least: &mut Least) {
+    fn offer_relayed(&self, relayed: &Relayed<'_, '_>, bucket: u32, least: &mut Least) {
         // Unknown to the rack so far: it takes no new connections, or only some.
         let taking_part = |core: &Core| {
             let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
-            server.filter(|server| self.pool.takes_part(server, bucket))
+            server.filter(|server| self.pool.is_candidate(server, bucket))
         };
-        if let Some(cores) = passed_up.cores {
+        if let Some(cores) = relayed.cores {
             let places = cores.least(bucket);
             let mut of_use = places.iter().filter(|place| taking_part(&place.core).is_some());
             if of_use.clone().count() >= least.most || cores.is_all(places) {
@@ -269,7 +269,7 @@ impl<'a> Cores<'a> {
                 return;
             }
         }
-        for list in &passed_up.lists {
+        for list in &relayed.lists {
             for (core, load) in list.bucket(bucket) {
                 let Some(server) = taking_part(core) else { continue };
                 if !least.offer(self.levels.normalize(server.class(), *load), *load, *core) {
@@ -279,7 +279,7 @@ impl<'a> Cores<'a> {
         }
     }
 
-    fn offer_known(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
+    fn offer_local(&self, known: &KnownHere<'_, '_>, bucket: u32, least: &mut Least) {
         if let Some(places) = known.reached.least(bucket) {
             places.iter().all(|place| least.offer(place.load, place.load, place.core));
             return;
@@ -296,7 +296,7 @@ impl<'a> Cores<'a> {
         for (position, load) in loads.iter().enumerate() {
             let level = known.levels.get(position);
             let compared = level.map_or(*load, |level| self.levels.compared_at(*level, *load));
-            if compared > bound || known.in_part && !self.pool.takes_part(known.servers[position], bucket) {
+            if compared > bound || known.in_part && !self.pool.is_candidate(known.servers[position], bucket) {
                 continue;
             }
             least.offer(compared, *load, core_at(known.servers[position], &known.group.key, bucket));
@@ -310,9 +310,9 @@ impl<'a> Cores<'a> {
             let (core, load) = self.core(group, server, bucket);
             (Core { server: server.id, core }, self.levels.normalize(server.class(), load))
         };
-        let mut found: Vec<(Core, f64)> = self.taking_part(group, bucket).map(candidate).collect();
+        let mut found: Vec<(Core, f64)> = self.candidates_of_bucket(group, bucket).map(candidate).collect();
         if found.is_empty() {
-            found = group.all().map(|server| (candidate(server).0, AFTER_ALL)).collect();
+            found = group.all().map(|server| (candidate(server).0, EXCLUDED_LOAD)).collect();
         }
         found.sort_by_key(|(core, _)| *core);
         let first = bucket as usize % found.len();
@@ -320,8 +320,8 @@ impl<'a> Cores<'a> {
         found
     }
 
-    fn taking_part<'g>(&self, group: &'g RssGroup<'_>, bucket: u32) -> impl Iterator<Item = &'g PoolServer> {
-        group.all().filter(move |server| self.pool.takes_part(server, bucket))
+    fn candidates_of_bucket<'g>(&self, group: &'g RssGroup<'_>, bucket: u32) -> impl Iterator<Item = &'g PoolServer> {
+        group.all().filter(move |server| self.pool.is_candidate(server, bucket))
     }
 
     fn core(&self, group: &RssGroup<'_>, server: &PoolServer, bucket: u32) -> (u16, f64) {

@@ -44,7 +44,7 @@ impl Least {
     }
 
     /// Returns the policy over all servers, however many: for simulations only.
-    pub fn over_all_servers(seed: u64) -> Self {
+    pub fn without_sampling(seed: u64) -> Self {
         Self { candidates: usize::MAX, ..Self::new(seed) }
     }
 
@@ -150,7 +150,7 @@ impl Least {
             let start = table.candidates.len();
             table.candidates.extend_from_slice(&all[..per_bucket]);
             if joining {
-                leave_out(&mut table.candidates[start..], |id| takes_part(pool, id, bucket));
+                replace_excluded(&mut table.candidates[start..], |id| is_candidate(pool, id, bucket));
             }
             table.candidates[start..].sort_unstable_by_key(|candidate| (candidate.load, candidate.server));
         }
@@ -158,14 +158,14 @@ impl Least {
     }
 }
 
-fn takes_part(pool: &Pool, id: ServerId, bucket: u32) -> bool {
+fn is_candidate(pool: &Pool, id: ServerId, bucket: u32) -> bool {
     let server = pool.servers().binary_search_by_key(&id, |server| server.id).map(|position| &pool.servers()[position]);
-    server.is_ok_and(|server| pool.takes_part(server, bucket))
+    server.is_ok_and(|server| pool.is_candidate(server, bucket))
 }
 
 /// Replaces candidates that do not take part; without any that does, all stay.
-fn leave_out(candidates: &mut [Candidate], takes_part: impl Fn(ServerId) -> bool) {
-    let staying: Vec<Candidate> = candidates.iter().copied().filter(|one| takes_part(one.server)).collect();
+fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId) -> bool) {
+    let staying: Vec<Candidate> = candidates.iter().copied().filter(|one| is_candidate(one.server)).collect();
     if staying.is_empty() {
         return;
     }
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_pool_is_sampled_evenly_and_anew_with_every_table() {
+    fn large_pool_is_sampled_evenly_for_every_table() {
         let mut policy = Least::new(3);
         let servers = pool(&[5; 400], 1);
         let tables = [1, 2].map(|generation| policy.place(&servers, BucketCount::new(2048).unwrap(), generation));
@@ -221,7 +221,7 @@ mod tests {
             of_bucket.dedup();
             assert_eq!(of_bucket.len(), 8);
         }
-        let all = Least::over_all_servers(3).place(&servers, BucketCount::new(1).unwrap(), 1);
+        let all = Least::without_sampling(3).place(&servers, BucketCount::new(1).unwrap(), 1);
         assert_eq!(all.candidates_of(0, 0).len(), 400);
     }
 
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn other_measures_look_at_other_things() {
+    fn load_metrics_differ() {
         let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
             open_connections: 10,
             traffic: Some(TrafficRates { packets, bytes }),

@@ -4,11 +4,11 @@
 //! each bucket keeps a few more than eight: a changed load moves within them or leaves them. Only when too few are
 //! left, all cores are compared again.
 
-use super::MOST_CANDIDATES;
+use super::MAX_CANDIDATES;
 use crate::placement::Core;
 
 /// Cores that a bucket keeps: twice as many as needed, so that a full search is rare.
-const REMEMBERED: usize = 2 * MOST_CANDIDATES as usize;
+const CORES_KEPT: usize = 2 * MAX_CANDIDATES as usize;
 
 /// A core in the order of a bucket's loads; ties by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -38,7 +38,7 @@ pub struct Bound(RankedCore);
 impl LeastLoaded {
     /// Removes a source; `None`: nothing was kept.
     #[inline]
-    pub fn take_out(&mut self, source: u32) -> Option<Bound> {
+    pub fn remove_source(&mut self, source: u32) -> Option<Bound> {
         let bound = Bound(*self.0.last()?);
         self.0.retain(|known| known.source != source);
         Some(bound)
@@ -46,12 +46,12 @@ impl LeastLoaded {
 
     /// Adds a core of the removed source; `false`: it is too far behind.
     #[inline]
-    pub fn put_in(&mut self, bound: Bound, place: RankedCore) -> bool {
+    pub fn insert_core(&mut self, bound: Bound, place: RankedCore) -> bool {
         let is_near = place.is_before(&bound.0);
         if is_near {
             let position = self.0.partition_point(|known| known.is_before(&place));
             self.0.insert(position, place);
-            self.0.truncate(REMEMBERED);
+            self.0.truncate(CORES_KEPT);
         }
         is_near
     }
@@ -62,8 +62,8 @@ impl LeastLoaded {
         if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
             return;
         }
-        if let Some(bound) = self.take_out(new.source) {
-            self.put_in(bound, new);
+        if let Some(bound) = self.remove_source(new.source) {
+            self.insert_core(bound, new);
         }
     }
 
@@ -72,13 +72,13 @@ impl LeastLoaded {
         self.0.clear();
         for ascending in all {
             for place in ascending {
-                let is_full = self.0.len() == REMEMBERED;
-                if is_full && !place.is_before(&self.0[REMEMBERED - 1]) {
+                let is_full = self.0.len() == CORES_KEPT;
+                if is_full && !place.is_before(&self.0[CORES_KEPT - 1]) {
                     break;
                 }
                 let position = self.0.partition_point(|known| known.is_before(&place));
                 self.0.insert(position, place);
-                self.0.truncate(REMEMBERED);
+                self.0.truncate(CORES_KEPT);
             }
         }
     }
@@ -112,7 +112,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn remembered_are_the_least_of_servers(moves in prop::collection::vec((0..SERVERS, 0u32..20), 1..400)) {
+        fn cached_cores_are_the_least_loaded(moves in prop::collection::vec((0..SERVERS, 0u32..20), 1..400)) {
             let mut loads = vec![1.0; SERVERS];
             let mut least = LeastLoaded::default();
             for (position, twentieths) in moves {
@@ -120,16 +120,16 @@ mod tests {
                 let old = std::mem::replace(&mut loads[position], load);
                 least.moved(old, place(position, load));
                 let all: Vec<RankedCore> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
-                if least.places().len() < usize::from(MOST_CANDIDATES) {
+                if least.places().len() < usize::from(MAX_CANDIDATES) {
                     least.find(all.iter().map(|place| std::iter::once(*place)));
-                    prop_assert_eq!(least.places().len(), REMEMBERED);
+                    prop_assert_eq!(least.places().len(), CORES_KEPT);
                 }
                 expect_beginning(&least, all)?;
             }
         }
 
         #[test]
-        fn remembered_are_the_least_of_racks(
+        fn cached_cores_are_the_least_loaded_of_racks(
             changes in prop::collection::vec((0..SERVERS / 4, prop::collection::vec(0u32..20, 4)), 1..200),
         ) {
             let list = |rack: usize, twentieths: &[u32]| {
@@ -144,12 +144,12 @@ mod tests {
             let mut least = LeastLoaded::default();
             for (rack, twentieths) in changes {
                 lists[rack] = list(rack, &twentieths);
-                if let Some(bound) = least.take_out(rack as u32) {
-                    lists[rack].iter().take_while(|place| least.put_in(bound, **place)).count();
+                if let Some(bound) = least.remove_source(rack as u32) {
+                    lists[rack].iter().take_while(|place| least.insert_core(bound, **place)).count();
                 }
-                if least.places().len() < usize::from(MOST_CANDIDATES) {
+                if least.places().len() < usize::from(MAX_CANDIDATES) {
                     least.find(lists.iter().map(|list| list.iter().copied()));
-                    prop_assert_eq!(least.places().len(), REMEMBERED);
+                    prop_assert_eq!(least.places().len(), CORES_KEPT);
                 }
                 expect_beginning(&least, lists.concat())?;
             }

@@ -96,9 +96,9 @@ impl Ord for Class {
 const BIN_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
 /// Loads below share the first bin: a core that is busy for 0.02 % of its time.
-const SMALLEST: f64 = 1.0 / 4096.0;
+const MIN_BINNED_LOAD: f64 = 1.0 / 4096.0;
 /// Loads above share the last bin.
-const LARGEST: f64 = 16.0;
+const MAX_BINNED_LOAD: f64 = 16.0;
 /// Unit of the sums in bins: 2^-32 of a core. A million cores at the data plane's highest load (2^12) stay below 2^64.
 const STEP: f64 = (1u64 << 32) as f64;
 
@@ -119,7 +119,7 @@ impl PartialEq for LoadSpread {
 
 impl Eq for LoadSpread {}
 
-/// Form of a [`LoadSpread`] that racks pass up: the bins with a core, by load. That is a few hundred of 2,000, and
+/// Form of a [`LoadSpread`] that racks send: the bins with a core, by load. That is a few hundred of 2,000, and
 /// hundreds of racks are kept and added up.
 pub type SpreadBins = Vec<(u16, Bin)>;
 
@@ -140,7 +140,7 @@ impl Bin {
 
 impl LoadSpread {
     /// Number of bins, at most.
-    pub const BINS: u16 = (bin_bits(LARGEST) - bin_bits(SMALLEST)) as u16 + 2;
+    pub const BINS: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
 
     /// Adds a core.
     pub fn add(&mut self, load: f64) {
@@ -200,10 +200,10 @@ const fn bin_bits(load: f64) -> u64 {
 }
 
 fn bin_of(load: f64) -> u16 {
-    if load < SMALLEST {
+    if load < MIN_BINNED_LOAD {
         return 0;
     }
-    (bin_bits(load.min(LARGEST)) - bin_bits(SMALLEST)) as u16 + 1
+    (bin_bits(load.min(MAX_BINNED_LOAD)) - bin_bits(MIN_BINNED_LOAD)) as u16 + 1
 }
 
 #[cfg(test)]
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn bins_are_in_the_order_of_loads() {
-        let loads = [0.0, SMALLEST / 2.0, SMALLEST, 0.001, 0.5, 0.503, 0.504, 1.0, 15.9, 16.0, 4_000.0];
+        let loads = [0.0, MIN_BINNED_LOAD / 2.0, MIN_BINNED_LOAD, 0.001, 0.5, 0.503, 0.504, 1.0, 15.9, 16.0, 4_000.0];
         let bins = loads.map(bin_of);
         assert!(bins.is_sorted() && bins[0] == bins[1] && bins[1] < bins[2] && bins[8] < bins[9], "{bins:?}");
         assert_eq!((bins[4], bins[9]), (bins[5], bins[10]));

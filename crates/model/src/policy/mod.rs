@@ -39,7 +39,7 @@ pub use load_metric::{LoadMetric, TelemetryLevel};
 pub use loads::{Bin, Class, LoadSpread, Loads, SpreadBins};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use pool::{Pool, PoolServer, TrafficRates};
-pub use rack::{CandidateList, MOST_CANDIDATES, RackSummary, ReducedServer};
+pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, ReducedServer};
 pub use weight::{Capacity, CapacityError, Weight, WeightError};
 
 use std::borrow::Cow;
@@ -67,7 +67,7 @@ pub trait Policy: Send {
     }
 
     /// Whether a server of twice the capacity gets more: by its cores' loads, or by the number itself.
-    fn goes_by_capacity(&self) -> bool {
+    fn depends_on_capacity(&self) -> bool {
         self.reads_loads()
     }
 
@@ -82,7 +82,7 @@ pub trait Policy: Send {
         Cow::Borrowed(pool)
     }
 
-    /// Returns the number of least loaded cores that a rack must pass up for each bucket to lose nothing.
+    /// Returns the number of least loaded cores that a rack must send for each bucket to lose nothing.
     fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         0
     }
@@ -208,8 +208,7 @@ fn table_with(
     }
 }
 
-/// Returns a table in which bucket i goes to member i mod n, by `key`: `hash` always, `crossrss` until the first
-/// report.
+/// Returns the table with member i mod n for bucket i: `hash`, and `crossrss` until the first report.
 fn modulo_placement(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
     by_bucket(pool, buckets, generation, key, &positions)

@@ -11,7 +11,7 @@ use crate::statistics::mean;
 
 pub struct NormalizedLoad {
     mean: f64,
-    /// Added to all, so that none is below 0.
+    /// Added to each, so that none is below 0.
     offset: f64,
     mean_weight: f64,
     mean_speed: f64,
@@ -49,7 +49,7 @@ impl NormalizedLoad {
     }
 
     /// Whether all cores have the same level and speed.
-    pub fn alike(&self) -> bool {
+    pub fn is_uniform(&self) -> bool {
         self.alike
     }
 

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use super::Pool;
 use super::bucket_loads::BucketLoads;
 use super::loads::{Class, LoadSpread, Loads};
-use super::rack_aggregate::{PassedUpSpreads, RackAggregate};
+use super::rack_aggregate::{RackAggregate, RelayedSpreads};
 use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous};
@@ -19,7 +19,7 @@ use crate::placement::{BucketCount, weighted_rendezvous};
 pub struct PolicyCache {
     pub(super) groups: Vec<KeptGroup>,
     spreads: Spreads,
-    passed_up: PassedUpSpreads,
+    relayed: RelayedSpreads,
     consistent: Consistent,
 }
 
@@ -28,28 +28,27 @@ pub struct PolicyCache {
 pub struct KeptGroup {
     /// Loads of the group's servers that report here.
     pub reached: BucketLoads,
-    pub passed_up: RackAggregate,
+    pub relayed: RackAggregate,
 }
 
 impl PolicyCache {
     pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<Class, LoadSpread>> {
         self.spreads.update(pool);
-        let passed_up = self.passed_up.update(&pool.racks);
-        if passed_up.is_empty() {
+        let relayed = self.relayed.update(&pool.racks);
+        if relayed.is_empty() {
             return Cow::Borrowed(&self.spreads.of_class);
         }
         if self.spreads.counted.is_empty() {
-            return Cow::Borrowed(passed_up);
+            return Cow::Borrowed(relayed);
         }
-        let mut all = passed_up.clone();
+        let mut all = relayed.clone();
         for (class, spread) in &self.spreads.of_class {
             all.entry(*class).or_default().add_all(spread.bins());
         }
         Cow::Owned(all)
     }
 
-    /// Returns the choice for connections without a cookie. It changes with the eligible servers and their weights
-    /// alone.
+    /// Returns the choice for connections without a cookie, by eligible servers and weights alone.
     pub(super) fn consistent(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
         let is_same =
@@ -74,11 +73,11 @@ struct Consistent {
 struct Spreads {
     of_class: BTreeMap<Class, LoadSpread>,
     /// By id.
-    counted: Vec<Counted>,
+    counted: Vec<CountedServer>,
 }
 
 #[derive(Debug)]
-struct Counted {
+struct CountedServer {
     server: ServerId,
     class: Class,
     cores: CoreLoads,
@@ -92,7 +91,7 @@ impl Spreads {
             while let Some(gone) = before.next_if(|counted| counted.server < server.id) {
                 self.remove(&gone);
             }
-            let now = Counted { server: server.id, class: server.class(), cores: cores.clone() };
+            let now = CountedServer { server: server.id, class: server.class(), cores: cores.clone() };
             match before.next_if(|counted| counted.server == server.id) {
                 Some(same) if same.class == now.class && same.cores == now.cores => {}
                 known => {
@@ -106,7 +105,7 @@ impl Spreads {
         before.for_each(|gone| self.remove(&gone));
     }
 
-    fn remove(&mut self, counted: &Counted) {
+    fn remove(&mut self, counted: &CountedServer) {
         if let Some(spread) = self.of_class.get_mut(&counted.class) {
             counted.cores.iter().for_each(|load| spread.remove(*load));
         }

@@ -43,9 +43,9 @@ pub struct TrafficRates {
     pub bytes: f64,
 }
 
-/// A server that reports more cores than this times the pool's median counts as this many, unless the operator states
-/// its capacity.
-pub const MOST_TIMES_THE_MEDIAN: u32 = 8;
+/// A server that reports more cores than this times the pool's median counts as this many, unless its capacity is
+/// configured.
+pub const MAX_CORES_OVER_MEDIAN: u32 = 8;
 
 /// The pool of one service at the time of a table.
 #[derive(Debug, Clone)]
@@ -58,8 +58,7 @@ pub struct Pool {
     pub(super) new_interval: bool,
     /// Position in `servers` by id; empty until the first look-up.
     positions: Vec<Option<u16>>,
-    /// Whether each server is in one rack's summary at most, and has its loads from there: the rack's next summary then
-    /// replaces them.
+    /// Whether each server has its loads from one rack's summary at most, which the next one replaces.
     in_one_rack: bool,
     totals: OnceLock<Totals>,
 }
@@ -109,7 +108,7 @@ impl Pool {
     /// Replaces a server, without the racks' data. A server that is not in the pool is ignored.
     pub fn renew(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
-        let passed_up = match (&server.loads, &known.loads) {
+        let relayed = match (&server.loads, &known.loads) {
             (None, Some(loads)) if !matches!(loads, Loads::Local(_)) => known.loads.take(),
             (None, Some(_)) => {
                 self.in_one_rack = false;
@@ -117,7 +116,7 @@ impl Pool {
             }
             _ => None,
         };
-        *known = PoolServer { loads: server.loads.or(passed_up), ..server };
+        *known = PoolServer { loads: server.loads.or(relayed), ..server };
         self.totals = OnceLock::new();
     }
 
@@ -148,7 +147,7 @@ impl Pool {
         if self.in_one_rack && before.len() == racks.len() {
             let changed = || before.iter().zip(&racks).filter(|(before, now)| !Arc::ptr_eq(before, now));
             changed().for_each(|(before, _)| self.forget(before));
-            changed().for_each(|(_, now)| self.hear(now));
+            changed().for_each(|(_, now)| self.add_summary(now));
             if self.in_one_rack {
                 return self;
             }
@@ -157,7 +156,7 @@ impl Pool {
         for server in &mut self.servers {
             server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Local(_)));
         }
-        racks.iter().for_each(|rack| self.hear(rack));
+        racks.iter().for_each(|rack| self.add_summary(rack));
         self
     }
 
@@ -172,7 +171,7 @@ impl Pool {
     }
 
     /// Adds a rack's summary. The first summary that names a server wins.
-    fn hear(&mut self, rack: &RackSummary) {
+    fn add_summary(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             let Some(position) = self.position(reduced.id) else { continue };
             match &mut self.servers[position].loads {
@@ -256,13 +255,13 @@ impl Pool {
     }
 
     /// Returns the capacity of each eligible server: the operator's value, or its number of cores. That number counts
-    /// up to [`MOST_TIMES_THE_MEDIAN`] times the pool's median, because only the server itself reports it. A server
+    /// up to [`MAX_CORES_OVER_MEDIAN`] times the pool's median, because only the server itself reports it. A server
     /// without data counts as the mean of the others, and in a pool of such servers as 1.
     pub fn capacities(&self) -> Vec<f64> {
         let mut counts: Vec<u32> = self.eligible().filter_map(PoolServer::core_count).collect();
         counts.sort_unstable();
         let median = counts.get(counts.len().saturating_sub(1) / 2).copied().unwrap_or(0);
-        let most = median.saturating_mul(MOST_TIMES_THE_MEDIAN);
+        let most = median.saturating_mul(MAX_CORES_OVER_MEDIAN);
         let of = |server: &PoolServer| {
             let cores = || server.core_count().map(|cores| f64::from(cores.min(most)));
             server.capacity.map(Capacity::get).or_else(cores)
@@ -286,7 +285,7 @@ impl Pool {
 
     /// Whether the server takes part in the bucket's connections. In slow start it does in a fraction of the buckets,
     /// always the same ones.
-    pub fn takes_part(&self, server: &PoolServer, bucket: u32) -> bool {
+    pub fn is_candidate(&self, server: &PoolServer, bucket: u32) -> bool {
         server.ramp >= 1.0 || part_of(bucket, server.id) < server.ramp
     }
 
@@ -364,7 +363,7 @@ mod tests {
         let mut before: Vec<u32> = Vec::new();
         for ramp in [0.1, 0.5, 0.9, 1.0] {
             server.ramp = ramp;
-            let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.takes_part(&server, *bucket)).collect();
+            let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.is_candidate(&server, *bucket)).collect();
             assert!((buckets.len() as f64 / 2048.0 - ramp).abs() < 0.03, "{ramp}: {}", buckets.len());
             assert!(before.iter().all(|bucket| buckets.contains(bucket)));
             before = buckets;
@@ -372,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn capacities_are_told_or_counted_or_the_mean() {
+    fn capacity_is_configured_or_counted_or_the_mean() {
         let server = |id: u64, capacity: Option<f64>, cores: usize| PoolServer {
             capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
             loads: (cores > 0).then(|| vec![0.0; cores].into()),
@@ -418,13 +417,13 @@ mod tests {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
             let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| summary(&[])).collect();
             let mut pool = Pool::new(servers.clone(), 1);
-            for (here, passed_up, count) in steps {
+            for (here, relayed, count) in steps {
                 for (server, tenths) in here {
                     let loads = tenths.map(|tenths| Loads::from(vec![f64::from(tenths) / 10.0; 2]));
                     servers[server] = PoolServer { loads, fresh: tenths != Some(1), ..servers[server].clone() };
                     pool.renew(servers[server].clone());
                 }
-                for (rack, of_rack) in passed_up {
+                for (rack, of_rack) in relayed {
                     racks[rack] = summary(&of_rack);
                 }
                 pool = pool.for_next_table(3).with_opened_connections(4).behind_racks(racks[..count].to_vec());

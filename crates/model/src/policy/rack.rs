@@ -1,11 +1,11 @@
-//! Summary that a rack controller passes up of its servers (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation, as
+//! Summary of its servers that a rack controller sends (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation, as
 //! the minimal load of a group of servers is the same as the minimal load of any server").
 //!
 //! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
 //! rack, because fewer are before it there. So the k least of the racks' lists are the k least of all, in the same
 //! order if the server's id breaks ties. Cores may be compared by another value than their load
 //! ([`super::normalized_load`]), which depends on the whole pool. In one [`Class`] that value never falls where loads
-//! rise. So a rack passes up the k least of each class and needs no knowledge of other racks.
+//! rise. So a rack sends the k least of each class and needs no knowledge of other racks.
 //!
 //! Policies also use each server's mean load with its number of cores, and the work missing in all to a level, which is
 //! known once all loads are: [`LoadSpread`]. All sums are exact to the last bit. Servers with unknown loads and those
@@ -24,7 +24,7 @@ use crate::placement::{BucketCount, Core};
 use crate::rss::RssKey;
 
 /// Candidates of a bucket, at most: the limit of the data plane.
-pub const MOST_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
+pub const MAX_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 
 /// One service's servers in one rack whose loads are known.
 #[derive(Debug, Clone, PartialEq)]
@@ -117,7 +117,7 @@ fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize
             let (core, load) = reached(server, rss, bucket, buckets, 0.0);
             least.offer(load, load, Core { server: server.id, core });
         }
-        candidates.extend(least.found().map(|(core, load, _)| (core, load)));
+        candidates.extend(least.cores().map(|(core, load, _)| (core, load)));
     }
     CandidateList { key: key.clone(), per_bucket, candidates }
 }

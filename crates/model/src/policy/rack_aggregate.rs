@@ -25,12 +25,12 @@ impl Known {
 }
 
 #[derive(Debug, Default)]
-pub struct PassedUpSpreads {
+pub struct RelayedSpreads {
     known: Known,
     of_class: BTreeMap<Class, LoadSpread>,
 }
 
-impl PassedUpSpreads {
+impl RelayedSpreads {
     /// Updates to these summaries.
     pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<Class, LoadSpread> {
         match self.known.update(racks) {
@@ -96,10 +96,10 @@ impl RackAggregate {
         let Some(key) = &self.key else { return };
         let lists: Vec<&CandidateList> = lists(rack, key).collect();
         for (bucket, least) in (0..).zip(&mut self.least) {
-            let Some(bound) = least.take_out(position as u32) else { continue };
+            let Some(bound) = least.remove_source(position as u32) else { continue };
             for list in &lists {
                 for place in places(position, list, bucket) {
-                    if !least.put_in(bound, place) {
+                    if !least.insert_core(bound, place) {
                         break;
                     }
                 }

@@ -6,19 +6,19 @@ pub struct Weight(u8);
 
 /// A weight out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("weight {0}: expected 0 (no new connections) to {max}", max = Weight::LARGEST)]
+#[error("weight {0}: expected 0 (no new connections) to {max}", max = Weight::MAX)]
 pub struct WeightError(pub u64);
 
 impl Weight {
     /// Larger ratios are possible with smaller weights of the others.
-    pub const LARGEST: u8 = 100;
+    pub const MAX: u8 = 100;
 
     /// The default weight.
     pub const ONE: Weight = Weight(1);
 
     /// Fails when `weight` is above 100.
     pub fn new(weight: u64) -> Result<Self, WeightError> {
-        u8::try_from(weight).ok().filter(|weight| *weight <= Self::LARGEST).map(Self).ok_or(WeightError(weight))
+        u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(WeightError(weight))
     }
 
     /// The number.

@@ -27,7 +27,7 @@ impl Policy for WeightedRoundRobin {
         false
     }
 
-    fn goes_by_capacity(&self) -> bool {
+    fn depends_on_capacity(&self) -> bool {
         true
     }
 
@@ -60,13 +60,13 @@ mod tests {
         let pool = Pool::new(vec![by_load.clone(), server(2, None, Some(4)), server(3, None, None)], 1);
         assert_eq!(shares(&pool), [8.0, 4.0, 6.0]);
         assert_eq!(shares(&Pool::new(vec![server(3, None, None)], 1)), [1.0]);
-        let told = PoolServer {
+        let reported = PoolServer {
             weight: Weight::new(3).unwrap(),
             capacity: Some(Capacity::new(2.5).unwrap()),
             ramp: 0.5,
             ..by_load.clone()
         };
-        assert_eq!(shares(&Pool::new(vec![told], 1)), [3.75]);
+        assert_eq!(shares(&Pool::new(vec![reported], 1)), [3.75]);
 
         // Only the server itself reports its number of cores.
         let lying = server(4, Some(vec![0.0; 4096]), None);

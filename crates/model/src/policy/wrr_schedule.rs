@@ -123,8 +123,7 @@ mod tests {
     }
 
     proptest! {
-        /// Both ends of a stretch are within less than one turn of every server's share; also across the end of the
-        /// list.
+        /// Any stretch is within one turn of every server's share, also across the end of the list.
         #[test]
         fn every_stretch_is_fair(weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500) {
             let turns = turns(&weights);

@@ -80,7 +80,7 @@ fn structured_tuples_collide_no_more_often_than_by_chance() {
 }
 
 #[test]
-fn one_multiplication_would_not_do() {
+fn one_multiplication_round_is_too_few() {
     let most = SETS.map(|set| collisions(too_simple, set, 0)).into_iter().fold(0.0, f64::max);
     println!("{most:.0} times chance");
     assert!(most > 100.0, "the sets would not show a hash that is too simple: {most:.2} times chance");

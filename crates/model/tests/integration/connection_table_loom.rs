@@ -32,7 +32,7 @@ struct LoomMemory {
     rest: [[PlainWord; WORDS]; SLOTS],
     /// Every word of the other slots: 0, as if free.
     other: PlainWord,
-    /// Bits of the stack's top that tell one state from another.
+    /// Bits of the stack's top that distinguish its states.
     top_mask: u64,
 }
 
@@ -169,7 +169,7 @@ fn check(table: &Table, taken: &[(u16, ConnectionIndex)]) {
 const WHOLE_TOP: u64 = u64::MAX;
 
 #[test]
-fn two_packets_and_user_space_at_once_lose_no_slot_and_hand_none_out_twice() {
+fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
     loom::model(|| {
         let table = table(SLOTS, WHOLE_TOP);
         let first = take(&table, 1).unwrap();
@@ -213,7 +213,7 @@ fn a_slot_comes_back_to_the_top(top_mask: u64) {
 }
 
 #[test]
-fn a_slot_that_comes_back_to_the_top_is_not_taken_for_the_old_top() {
+fn free_list_has_no_aba_problem() {
     a_slot_comes_back_to_the_top(WHOLE_TOP);
 }
 
@@ -257,7 +257,7 @@ fn concurrent_free_of_an_entry_succeeds_once() {
         let freed = [free(&table, index, identity(1, 0)), other.join().unwrap()];
         assert_eq!(freed.iter().filter(|freed| **freed).count(), 1);
         check(&table, &[]);
-        // Nor does somebody late free the entry's next connection, though it be the same client's.
+        // Nor does a late caller free the entry's next connection, even if it is the same client's.
         assert_eq!(take(&table, 1), Ok(index));
         assert!(!free(&table, index, identity(1, 0)));
     });

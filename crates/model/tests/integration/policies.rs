@@ -174,7 +174,7 @@ fn policies_that_use_opened_connections_request_them() {
 }
 
 #[test]
-fn requests_count_what_they_bring() {
+fn request_cost_is_its_own_load() {
     let rss_key = key(1);
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);

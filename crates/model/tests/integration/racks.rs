@@ -57,7 +57,7 @@ fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
     if requests { pool.counting_requests() } else { pool }
 }
 
-/// The servers a report later: other loads; now and then one is not heard, comes or goes.
+/// The servers a report later: other loads; now and then one is silent, joins or leaves.
 fn later(servers: &mut [Racked], report: u64) {
     for (position, Racked { server, .. }) in servers.iter_mut().enumerate() {
         let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
@@ -82,7 +82,7 @@ fn later(servers: &mut [Racked], report: u64) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// For every policy, what the racks pass up makes the same table as all that their servers report.
+    /// For every policy, the summaries of racks make the same table as all that their servers report.
     #[test]
     fn racks_lose_nothing(mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool) {
         for (position, racked) in servers.iter_mut().enumerate() {
@@ -99,7 +99,7 @@ proptest! {
                 let of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
                     servers.iter().filter(|racked| racked.rack == rack).map(|racked| racked.server.clone()).collect()
                 };
-                let passed_up = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
+                let relayed = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
                     let pool = pool_of(&of_rack(Some(rack)), requests);
                     Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
                 }).collect::<Vec<_>>();
@@ -109,12 +109,12 @@ proptest! {
                     ..racked.server.clone()
                 }).collect();
                 let expected = flat.place(&pool_of(&all, requests), buckets, report);
-                let found = above.place(&pool_of(&known_above, requests).behind_racks(passed_up.clone()), buckets, report);
+                let found = above.place(&pool_of(&known_above, requests).behind_racks(relayed.clone()), buckets, report);
                 prop_assert_eq!(&found, &expected, "{}, report {}", name, report);
                 let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
                 known_above.iter().for_each(|server| pool.renew(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
-                let pool = if requests { pool.counting_requests() } else { pool }.behind_racks(passed_up);
+                let pool = if requests { pool.counting_requests() } else { pool }.behind_racks(relayed);
                 prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going on", name, report);
                 kept = Some(pool);
                 later(&mut servers, report);

@@ -10,7 +10,7 @@ use crate::terminal::page_text;
 fn server(number: usize, state: &str) -> Value {
     json!({
         "name": format!("s{number}"), "id": number, "address": "10.2.0.1", "state": state,
-        "state_reason": if state == "draining" { "`coreward drain` says so" } else { "" }, "state_for_ms": 17,
+        "state_reason": if state == "draining" { "by `coreward drain`" } else { "" }, "state_for_ms": 17,
         "reports": "fresh", "core_load": [], "report_age_ms": 40, "open_connections": 9, "rss": null, "rss_matched": 0,
         "rss_mismatched": 0, "warnings": if number == 2 { vec!["aRFS is on"] } else { vec![] }, "weight": 1, "capacity": 4.0,
         "configuration_generation": 3, "counters": {}, "dispatch": [],
@@ -81,7 +81,7 @@ fn a_small_page_has_all_that_matters() {
     assert_eq!(line(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
     assert_eq!(line(&page, "s1 "), ["s1", "active", "7", "10", "40", "ms", "49", "%", "95", "%", "▁█"]);
     assert_eq!(line(&page, "s3 ")[..4], ["s3", "draining", "7", "30"]);
-    assert!(page.contains("! s3: draining: `coreward drain` says so") && page.contains("! s2: aRFS is on"), "{page}");
+    assert!(page.contains("! s3: draining: by `coreward drain`") && page.contains("! s2: aRFS is on"), "{page}");
     assert!(page.contains("6 cores, mean 51 %, highest 95 %; 60 new connections/s, 27 open"), "{page}");
     assert!(page.lines().last().unwrap().starts_with("servers 1 to 3 of 3; q quit"), "{page}");
     assert_eq!(page.lines().count(), 24);

@@ -91,7 +91,7 @@ fn configurations_come_back() {
         report_interval: Duration::from_millis(100),
         fleet_rss_key: RssKey::microsoft(),
         server_id: 7.try_into().unwrap(),
-        servers_before: vec![ServerBefore { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
+        servers_before: vec![PreviousServer { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
         draining: true,
     };
     assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));

@@ -8,7 +8,7 @@ use coreward_model::lb::Mac;
 use coreward_model::{FourTuple, ServerId};
 
 use super::server::{self, Life, Socket};
-use super::{Event, LONGEST_IDLE_MS, Simulation, load_balancer_mac};
+use super::{Event, MAX_IDLE_MS, Simulation, load_balancer_mac};
 use crate::frame::{self, ETHERNET, Ip, Tcp, timestamp};
 
 /// The only service.
@@ -110,7 +110,7 @@ impl Simulation {
     /// Time until the next packet: mostly soon, now and then nearly as long as keys live.
     fn gap(&mut self) -> u64 {
         let most = match self.rng.below(200) {
-            0 => LONGEST_IDLE_MS as usize,
+            0 => MAX_IDLE_MS as usize,
             1..10 => 8_000,
             10..80 => 1_000,
             _ => 50,

@@ -377,15 +377,15 @@ impl Simulation {
         let Some(server) = self.pick_server(Life::Serving) else { return Ok(false) };
         let number = self.rng.below(self.load_balancers.len());
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
-        let told = *alive;
-        if told {
+        let reported = *alive;
+        if reported {
             let unresolved = model::Server { mac: None, ..known(&self.servers[server]) };
             harness.change(&Change::Server(*service_slot, self.servers[server].id, Some(unresolved)))?;
             self.report.other_changes += 1;
             let delay = 100 + self.delay();
             self.at(delay, Event::TellServer(number, server));
         }
-        Ok(told)
+        Ok(reported)
     }
 
     /// Stops with all its state, and returns empty; never the last one.

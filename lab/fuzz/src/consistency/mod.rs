@@ -31,7 +31,7 @@ pub use report::Report;
 use server::Server;
 
 /// No connection is silent for longer than that.
-pub const LONGEST_IDLE_MS: u64 = 60_000;
+pub const MAX_IDLE_MS: u64 = 60_000;
 
 /// Configuration of a simulation.
 #[derive(Debug, Clone, Copy)]
@@ -42,7 +42,7 @@ pub struct Config {
     pub minutes: u32,
     /// Changes per minute: servers and load balancers that join and leave, health, addresses, tables.
     pub changes_per_minute: u32,
-    /// From one new key to the next. Longer than a connection may be idle ([`LONGEST_IDLE_MS`]), or its cookie is read
+    /// From one new key to the next. Longer than a connection may be idle ([`MAX_IDLE_MS`]), or its cookie is read
     /// by another key than it was made with.
     pub key_rotation_ms: u64,
     pub load_balancers: usize,
@@ -60,7 +60,7 @@ impl Default for Config {
             connections: 1_000_000,
             minutes: 10,
             changes_per_minute: 80,
-            key_rotation_ms: 2 * LONGEST_IDLE_MS,
+            key_rotation_ms: 2 * MAX_IDLE_MS,
             load_balancers: 2,
             consistency: Consistency::Stateless,
             seed: 1,

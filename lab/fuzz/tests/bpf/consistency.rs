@@ -2,7 +2,7 @@
 //! `make consistency` has.
 
 use coreward_dataplane::test_run::may_load_bpf;
-use coreward_fuzz::consistency::{Config, LONGEST_IDLE_MS, Report, run};
+use coreward_fuzz::consistency::{Config, MAX_IDLE_MS, Report, run};
 use coreward_model::consistency::Consistency;
 
 fn check(config: Config) -> Report {
@@ -43,7 +43,7 @@ fn injected_violations_are_found() {
     let config = Config {
         connections: 60_000,
         minutes: 5,
-        key_rotation_ms: LONGEST_IDLE_MS / 20,
+        key_rotation_ms: MAX_IDLE_MS / 20,
         with_program: false,
         ..Config::default()
     };

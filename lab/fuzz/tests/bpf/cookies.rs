@@ -1,4 +1,4 @@
-//! Targets of echoes that nobody was sent: on the reference model with ten million, on the BPF program with fewer.
+//! Targets of TSecr values that were never sent: ten million on the reference model, fewer on the BPF program.
 
 use coreward_dataplane::test_run::may_load_bpf;
 use coreward_fuzz::cookies::{Cookies, Flips};
@@ -25,15 +25,15 @@ fn random_tsecr_reaches_known_servers_evenly() {
 }
 
 #[test]
-fn cookies_of_other_connections_and_flipped_bits_are_no_more_than_guesses() {
+fn foreign_cookies_and_flipped_bits_are_guesses() {
     let replayed = Cookies::new(3, 300, false).unwrap().replayed(1_000_000).unwrap();
     assert!(replayed.deviations().abs() < FAR, "{}", replayed.deviations());
     check_flips(&Cookies::new(4, 300, false).unwrap().flipped(50_000).unwrap(), 300.0);
 }
 
 #[test]
-fn the_bpf_program_gives_away_no_more_than_its_twin() {
-    if !may_load_bpf("the_bpf_program_gives_away_no_more_than_its_twin") {
+fn bpf_cookies_reveal_no_more_than_the_models() {
+    if !may_load_bpf("bpf_cookies_reveal_no_more_than_the_models") {
         return;
     }
     let mut cookies = Cookies::new(5, 4_000, true).unwrap();

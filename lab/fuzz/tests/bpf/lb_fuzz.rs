@@ -21,8 +21,8 @@ use coreward_model::{ServerId, ServiceAddress};
 const UNREACHED: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 
 #[test]
-fn the_bpf_program_does_what_its_twin_does() {
-    if !may_load_bpf("the_bpf_program_does_what_its_twin_does") {
+fn bpf_program_equals_its_reference_model() {
+    if !may_load_bpf("bpf_program_equals_its_reference_model") {
         return;
     }
     let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
@@ -40,8 +40,8 @@ fn the_bpf_program_does_what_its_twin_does() {
 }
 
 #[test]
-fn a_twin_that_is_told_something_else_is_found_out() {
-    if !may_load_bpf("a_twin_that_is_told_something_else_is_found_out") {
+fn fuzzer_finds_a_different_reference_model() {
+    if !may_load_bpf("fuzzer_finds_a_different_reference_model") {
         return;
     }
     // One whose packets have cookies.

@@ -161,7 +161,7 @@ mod tests {
     const DONE: Reply = Reply { id: None, worker: None, failed: false, closes: false };
 
     #[test]
-    fn responses_are_told_apart() {
+    fn responses_are_matched_by_id() {
         let with_length =
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
         assert_eq!(replies(with_length), Ok(vec![DONE, Reply { failed: true, ..DONE }]));

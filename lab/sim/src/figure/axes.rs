@@ -30,7 +30,7 @@ pub enum SweepAxis {
     IndexBits,
     /// Replay speed or offered load of the trace, percent of its own.
     SpeedPct,
-    /// Candidates that a rack passes up for each bucket.
+    /// Candidates that a rack sends for each bucket.
     RackCandidates,
     /// Time from reports to the table in force (ms).
     TableDelayMs,

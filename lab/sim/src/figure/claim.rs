@@ -249,7 +249,7 @@ impl Quantity {
     }
 
     fn values(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
-        let panels = table.panels.iter().filter(|panel| self.wants(panel));
+        let panels = table.panels.iter().filter(|panel| self.uses(panel));
         let mut values = Vec::new();
         for panel in panels {
             values.extend(self.panel_values(panel, of)?);
@@ -257,7 +257,7 @@ impl Quantity {
         Some(taken(values, self.take))
     }
 
-    fn wants(&self, panel: &PanelTable) -> bool {
+    fn uses(&self, panel: &PanelTable) -> bool {
         self.panel.as_ref().is_none_or(|title| *title.get_ref() == panel.title)
     }
 
@@ -280,11 +280,11 @@ impl Quantity {
                 curve.cells.iter().map(|cell| Some((cell.x, of.value(cell)?))).collect();
             return crossing(&points?, height).map(|x| vec![x]);
         }
-        let wanted = curve.cells.iter().filter(|cell| self.wants_point(cell.x));
+        let wanted = curve.cells.iter().filter(|cell| self.uses_point(cell.x));
         wanted.map(|cell| of.value(cell)).collect()
     }
 
-    fn wants_point(&self, x: f64) -> bool {
+    fn uses_point(&self, x: f64) -> bool {
         let at = self.at.as_ref().is_none_or(|at| same_point(*at.get_ref(), x));
         at && self.from.is_none_or(|from| x >= from || same_point(x, from))
             && self.to.is_none_or(|to| x <= to || same_point(x, to))

@@ -72,13 +72,13 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
         match &directory {
             Some(directory) => {
                 session.writing(|| directory.write(result, scenario, &page))?;
-                say(&claims_of(result, scenario))?;
+                print(&claims_of(result, scenario))?;
             }
-            None => say(&printed(result, scenario, args.format))?,
+            None => print(&printed(result, scenario, args.format))?,
         }
     }
     if let Some(directory) = &directory {
-        say(&directory.summary(&page))?;
+        print(&directory.summary(&page))?;
     }
     Ok(())
 }
@@ -95,7 +95,7 @@ fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
     for figure in embedded {
         let (mut scenario, mut provenance) = (figure.scenario()?, figure.provenance());
         args.smaller.apply(&mut scenario).with_context(|| figure.name)?;
-        provenance.command += &args.smaller.words();
+        provenance.command += &args.smaller.as_options();
         let live = LiveFigure::named(live, figure.name).copied();
         asked.push(Asked { name: figure.name.to_owned(), scenario, provenance, live });
     }
@@ -134,11 +134,11 @@ fn list(format: Format, live: &[LiveFigure]) -> anyhow::Result<()> {
     }
     let columns = ["name", "paper", "figure", "title", "made"];
     match format {
-        Format::Csv => say(&csv(&columns, &rows)),
+        Format::Csv => print(&csv(&columns, &rows)),
         Format::Json => {
             let object = |row: &Vec<String>| columns.iter().copied().zip(row.clone()).collect();
             let objects: Vec<std::collections::BTreeMap<&str, String>> = rows.iter().map(object).collect();
-            say(&(serde_json::to_string_pretty(&objects)? + "\n"))
+            print(&(serde_json::to_string_pretty(&objects)? + "\n"))
         }
         Format::Text => {
             let width = rows.iter().map(|row| row[0].len()).max().unwrap_or(0);
@@ -146,7 +146,7 @@ fn list(format: Format, live: &[LiveFigure]) -> anyhow::Result<()> {
                 let made = if row[4] == "simulated" { String::new() } else { format!(" [{}]", row[4]) };
                 format!("{:width$}  {}{made}\n", row[0], row[3])
             };
-            say(&rows.iter().map(line).collect::<String>())
+            print(&rows.iter().map(line).collect::<String>())
         }
     }
 }
@@ -172,7 +172,7 @@ fn printed(result: &FigureResult, scenario: &Scenario, format: Format) -> String
 }
 
 /// Prints; a reader that has gone (`| head`) is no error.
-fn say(text: &str) -> anyhow::Result<()> {
+fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),

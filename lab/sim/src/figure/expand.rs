@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::axes::SweepAxis;
 use super::job::{Job, Wanted};
-use super::parameters::Unfit;
+use super::parameters::ParameterError;
 use super::scenario::{Panel, Scenario, Series};
 
 /// Runs, and where each value goes.
@@ -40,7 +40,7 @@ pub struct CannotExpand {
     pub panel: usize,
     /// Index of the series in the scenario.
     pub series: usize,
-    pub unfit: Unfit,
+    pub unfit: ParameterError,
 }
 
 impl Scenario {
@@ -79,7 +79,7 @@ impl Scenario {
         series: &Series,
         swept: Option<(SweepAxis, f64)>,
         seed: u64,
-    ) -> Result<Option<(Job, Wanted)>, Unfit> {
+    ) -> Result<Option<(Job, Wanted)>, ParameterError> {
         let measure = *panel.measure.get_ref();
         /// Lays series over panel over scenario, and the swept value over all.
         macro_rules! parameters {

@@ -105,7 +105,7 @@ impl Outcome {
         }
     }
 
-    pub fn over_time(&self, wanted: &Wanted) -> Option<Vec<(f64, f64)>> {
+    pub fn time_series(&self, wanted: &Wanted) -> Option<Vec<(f64, f64)>> {
         match self {
             Self::Rpc(outcome) if wanted.measure == Metric::P99 => {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())

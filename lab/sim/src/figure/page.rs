@@ -34,7 +34,7 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
          <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its artifact gives numbers. Each \
-         statement is judged by a number of the table below it; one that does not hold says so.</p>\n\
+         statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
         made = made(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
@@ -45,7 +45,7 @@ fn made(some_live: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if some_live {
         return format!(
-            "Figures whose names end in -live were measured, on the machine that stands below them; everything else on \
+            "Figures whose names end in -live were measured, on the machine named below them; everything else on \
              this page was simulated by coreward {version}."
         );
     }

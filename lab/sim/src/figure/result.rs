@@ -45,7 +45,7 @@ impl Provenance {
     }
 
     /// Whether what `other` made need not be made again, wherever it was measured.
-    pub fn makes_the_same(&self, other: &Self) -> bool {
+    pub fn has_same_inputs(&self, other: &Self) -> bool {
         (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }
 }

@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_replaced_as_a_whole_and_nothing_else_stays() {
+    fn file_is_replaced_atomically() {
         let directory = tempfile::tempdir().unwrap();
         write_whole(directory.path(), "a.csv", "first").unwrap();
         write_whole(directory.path(), "a.csv", "second").unwrap();

@@ -58,7 +58,7 @@ pub struct LbArgs {
     /// Rack controllers between servers and controller, each with as many servers [default: none]
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
-    /// Candidates that a rack passes up for each bucket at most; 8 lose nothing
+    /// Limit of the candidates that a rack sends for each bucket; 8 lose nothing
     #[arg(long, value_name = "K", default_value_t = Config::default().rack_candidates)]
     rack_candidates: u8,
     /// From the reports until the table that is made of them is in force (ms)
@@ -87,7 +87,7 @@ pub(crate) fn parse_alpha(text: &str) -> Result<Alpha, String> {
     Alpha::new(value).map_err(|error: AlphaOutOfRange| error.to_string())
 }
 
-const MOST_SEEDS: u64 = 10_000;
+const MAX_SEEDS: u64 = 10_000;
 
 /// `N` or `FIRST-LAST`.
 #[derive(Debug, Clone, PartialEq)]
@@ -99,9 +99,9 @@ impl std::str::FromStr for Seeds {
     fn from_str(text: &str) -> Result<Self, String> {
         let (first, last) = text.split_once('-').unwrap_or(("1", text));
         let parse = || Some((first.parse::<u64>().ok()?, last.parse::<u64>().ok()?));
-        let expected = || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MOST_SEEDS} seeds");
+        let expected = || format!("{text:?}: expected N or FIRST-LAST, at least 1 and at most {MAX_SEEDS} seeds");
         let (first, last) = parse().ok_or_else(expected)?;
-        if last < first || last - first >= MOST_SEEDS || (last == 0) {
+        if last < first || last - first >= MAX_SEEDS || (last == 0) {
             return Err(expected());
         }
         Ok(Self((first..=last).collect()))

@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_core_cannot_be_busier_than_all_the_time() {
+    fn core_load_is_at_most_one() {
         let mut history = History::new(1, Capacity::Limited { cost_ns: 10_000.0, queue: None }, 2_000_000_000);
         history.begin(0, 0, 150_000.0, 0);
         assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);

@@ -20,7 +20,7 @@ use coreward_model::ServerId;
 use coreward_model::fleet::TableDraw;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::MOST_CANDIDATES;
+use coreward_model::policy::MAX_CANDIDATES;
 
 use crate::names::UnknownName;
 use crate::range::OutOfRange;
@@ -65,7 +65,7 @@ pub struct Config {
     /// Rack controllers, each with as many servers (+-1); at most as many as servers. `None`: agents report to the
     /// controller.
     pub racks: Option<u16>,
-    /// Most candidates that a rack passes up for each bucket, 1 to 8; 8 lose nothing.
+    /// Limit of the candidates that a rack sends for each bucket, 1 to 8; 8 lose nothing.
     pub rack_candidates: u8,
     /// From the moment of the reports until the table that is made of them is in force (ms), below `report_ms`.
     pub table_delay_ms: u32,
@@ -89,7 +89,7 @@ impl Default for Config {
             window_ms: 1_000,
             replay_speed: 1.0,
             racks: None,
-            rack_candidates: MOST_CANDIDATES,
+            rack_candidates: MAX_CANDIDATES,
             table_delay_ms: 0,
         }
     }
@@ -172,8 +172,8 @@ impl Config {
                 ("racks", self.racks.unwrap_or(0).to_string(), format!("1 to {}, the number of servers", self.servers)),
             ),
             (
-                (1..=MOST_CANDIDATES).contains(&self.rack_candidates),
-                ("rack-candidates", self.rack_candidates.to_string(), format!("1 to {MOST_CANDIDATES}")),
+                (1..=MAX_CANDIDATES).contains(&self.rack_candidates),
+                ("rack-candidates", self.rack_candidates.to_string(), format!("1 to {MAX_CANDIDATES}")),
             ),
             (
                 self.table_delay_ms < self.report_ms,

@@ -225,7 +225,7 @@ impl<'a> Simulation<'a> {
         let (class, work) = self.sampler.sample(&mut self.services);
         let connection = &mut self.answers.connections[id.0 as usize];
         connection.unanswered += 1;
-        connection.last_came = !self.traffic.goes_on(id);
+        connection.last_came = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server)];
         let request = Request {
             arrived: now,

@@ -115,7 +115,7 @@ impl Traffic {
     }
 
     /// Whether the connection is to have more requests.
-    pub fn goes_on(&self, id: Id) -> bool {
+    pub fn has_more_requests(&self, id: Id) -> bool {
         self.rests[id.0 as usize].requests > 0
     }
 

@@ -50,7 +50,7 @@ impl Cheetah {
         let by_counts = config.knowledge == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match by_counts {
             // All servers' counts are known, so all can be compared, and no bucket is needed.
-            true => Box::new(Least::over_all_servers(seed)),
+            true => Box::new(Least::without_sampling(seed)),
             false => policy::named(name, seed).expect("a method's policy exists"),
         };
         let buckets = if by_counts { one_bucket() } else { config.buckets };
@@ -89,7 +89,7 @@ impl Cheetah {
                 loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect::<Vec<_>>().into()),
                 rss: Some(self.rss[number].clone()),
                 // Counts of the moment are kept as assigned connections instead.
-                open_connections: if self.counts_assigned() { 0 } else { cluster.open(number as u16) },
+                open_connections: if self.has_current_counts() { 0 } else { cluster.open(number as u16) },
                 ..PoolServer::new(id_of(number as u16))
             }
         };
@@ -97,12 +97,12 @@ impl Cheetah {
     }
 
     /// Returns whether [`PlacementState::assigned`] holds the present open connections.
-    fn counts_assigned(&self) -> bool {
+    fn has_current_counts(&self) -> bool {
         self.knowledge == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
     /// Makes a new table for all load balancers. Turns continue.
-    fn place_anew(&mut self, cluster: &Cluster) {
+    fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
         self.table = self.policy.place(&self.pool(cluster), self.buckets, self.generation);
         if matches!(self.table.rule, Rule::RoundRobin | Rule::PowerOfTwo) {
@@ -121,7 +121,7 @@ impl Cheetah {
     /// The table's loads become the open connections of this moment.
     fn take_counts(&mut self, cluster: &Cluster) {
         self.position.fill(usize::MAX);
-        if self.counts_assigned() {
+        if self.has_current_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {
                 self.position[usize::from(core.server.get())] = slot;
                 self.states[0].assigned[slot] = cluster.open(core.server.get());
@@ -189,7 +189,7 @@ impl Balancer for Cheetah {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> Placed {
         let tuple = tuple(identity);
         // With counts of the moment all load balancers know the same.
-        let state = if self.counts_assigned() { 0 } else { cluster.load_balancer(identity).into() };
+        let state = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
         let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
         let cookie =
             stamp(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
@@ -209,19 +209,19 @@ impl Balancer for Cheetah {
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
-        self.place_anew(cluster);
+        self.replace_table(cluster);
     }
 
     fn takes_reports(&self) -> bool {
-        let by_counts = self.counts_assigned() || self.table.rule == Rule::PowerOfTwo;
+        let by_counts = self.has_current_counts() || self.table.rule == Rule::PowerOfTwo;
         self.policy.reads_loads() && !(self.knowledge == LoadInfo::Current && by_counts)
     }
 
     fn report(&mut self, cluster: &Cluster) {
-        self.place_anew(cluster);
+        self.replace_table(cluster);
     }
 
-    /// Any load balancer reads the server from the cookie, so one read stands for all.
+    /// Any load balancer reads the server from the cookie, so one read is enough.
     fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }

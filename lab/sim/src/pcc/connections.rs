@@ -96,7 +96,7 @@ impl Connections {
         let kind = self.next_kind;
         let (_, slot) = self.queues[kind].pop_front()?;
         self.ends[kind] = self.queues[kind].front().map_or(NEVER, |(end, _)| *end);
-        self.next_kind = first_least(&self.ends);
+        self.next_kind = position_of_minimum(&self.ends);
         self.vacant.push(slot);
         self.open -= 1;
         self.slots[slot as usize].take()
@@ -104,7 +104,7 @@ impl Connections {
 }
 
 /// The position of the least, the first of equals.
-fn first_least(values: &[Nanoseconds]) -> usize {
+fn position_of_minimum(values: &[Nanoseconds]) -> usize {
     let least = values.iter().copied().fold(NEVER, Nanoseconds::min);
     values.iter().position(|value| *value == least).unwrap_or(0)
 }

@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_what_counting_anew_every_time_gives() {
+    fn cached_counts_equal_a_full_count() {
         let mut rng = seeded_rng(1, 0);
         let mut imbalance = Imbalance::from(1_000);
         let mut counts: Vec<Option<u32>> = vec![None; 8];

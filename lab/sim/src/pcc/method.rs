@@ -102,7 +102,7 @@ pub enum MethodError {
     #[error(
         "method {0:?}: expected {name}:BITS with BITS from 0 to {max}, then, if not hash, :LAYOUT",
         name = .0.split(':').next().unwrap_or_default(),
-        max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 if wanted" } else { "12" }
+        max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
     )]
     Bits(String),
     /// A parameter that the method does not have.
@@ -111,7 +111,7 @@ pub enum MethodError {
 }
 
 /// Every method, with its parameters.
-const FORMS: [&str; 11] = [
+const SYNTAX: [&str; 11] = [
     "hash",
     "consistent-hash",
     "maglev",
@@ -176,7 +176,7 @@ impl FromStr for Method {
             (name, parameter) => match (HashLayout::named(name), parameter) {
                 (Some(layout), None) => Ok(Method::Hashed(layout)),
                 (Some(_), Some(_)) => Err(MethodError::Parameter(given.to_owned())),
-                (None, _) => Err(UnknownName::new("method", given, FORMS).into()),
+                (None, _) => Err(UnknownName::new("method", given, SYNTAX).into()),
             },
         }
     }

@@ -1,4 +1,4 @@
-//! The methods beside a simulation that sends a packet of every open connection after every change and looks where it
+//! The methods against a simulation that sends a packet of every open connection after every change and looks where it
 //! goes.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -21,7 +21,7 @@ use super::{Arrivals, Config, HashLayout, Run, Updates};
 
 /// Destination of a connection's packets, in the simplest words.
 trait Network<B> {
-    /// The tables may have changed. `stopped` load balancers are no more.
+    /// The tables may have changed. `stopped` load balancers have ended.
     fn observe(&mut self, balancer: &B, cluster: &Cluster);
 
     /// The connection's first packet was placed.
@@ -94,9 +94,9 @@ impl<B: Balancer, N: Network<B>> Balancer for Followed<B, N> {
     }
 
     fn broken(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        let told = self.balancer.broken(connection, cluster);
-        assert_eq!(told, self.open[&connection.identity].1, "{connection:?}");
-        told
+        let reported = self.balancer.broken(connection, cluster);
+        assert_eq!(reported, self.open[&connection.identity].1, "{connection:?}");
+        reported
     }
 }
 
@@ -188,7 +188,7 @@ impl Network<SmallCookies> for TablesByTag {
         let tag = self.tags.get_mut(&identity).unwrap();
         let reached = balancer.server(self.configurations[&(*tag % balancer.tags())], identity, index);
         let fresher = balancer.server(balancer.present(), identity, index) == reached;
-        if balancer.gives_fresher_tags() && fresher {
+        if balancer.renews_tags() && fresher {
             *tag = balancer.present();
         }
         reached

@@ -77,7 +77,7 @@ impl SmallCookies {
 
     /// Whether a connection gets the present tag where that leads to its server.
     #[cfg(test)]
-    pub fn gives_fresher_tags(&self) -> bool {
+    pub fn renews_tags(&self) -> bool {
         self.fields.fresh
     }
 

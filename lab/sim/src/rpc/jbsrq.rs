@@ -108,8 +108,8 @@ impl FromStr for JbsrqOptions {
                 "depth" => options.depth = value.parse().map_err(|_| wrong(COUNT))?,
                 "rank" => options.rank = named(&RANKS, value).ok_or_else(|| wrong("jbsrq, global or per-service"))?,
                 "scheduler" => options.scheduler = named(&SCHEDULERS, value).ok_or_else(|| wrong("feo or pifo"))?,
-                "quantum" => options.quantum = time(value, SHORTEST).ok_or_else(|| wrong(INTERVAL))?,
-                "interval" => options.interval = time(value, SHORTEST).ok_or_else(|| wrong(INTERVAL))?,
+                "quantum" => options.quantum = time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
+                "interval" => options.interval = time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
                 "switch" => {
                     let cost = time(value, 0.0);
                     options.switch_cost = cost.ok_or_else(|| wrong("a time from 0 to 1000000 service times"))?;
@@ -148,7 +148,7 @@ fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
 }
 
 /// In units of service time.
-const SHORTEST: f64 = 0.001;
+const MIN_UNITS: f64 = 0.001;
 const INTERVAL: &str = "a time from 0.001 to 1000000 service times";
 const COUNT: &str = "a number from 1 to 65535";
 

@@ -24,7 +24,7 @@ pub use jbsrq::{JbsrqOptions, Priorities};
 pub use outcome::{Class, Quantiles, Window};
 use outcome::{Observer, Recorder};
 pub use peak::{Peak, PeakConfig, SloMetric, SloUnit, peak};
-pub use policy::{FORMS, Policy, PolicyError};
+pub use policy::{Policy, PolicyError, SYNTAX};
 use server::{Server, ServerSpec, WithServer};
 pub use service::{LongClass, Sampler, Service, ServiceError};
 use ticks::{NEVER, ticks};

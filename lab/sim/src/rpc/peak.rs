@@ -13,7 +13,7 @@ use crate::par_map_ordered;
 /// A search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeakConfig {
-    /// The simulation; its load and its seed are not looked at.
+    /// The simulation; its load and its seed are ignored.
     pub config: Config,
     /// The service level objective: a bound on the 99th percentile, in multiples of [`PeakConfig::unit`].
     pub slo: f64,

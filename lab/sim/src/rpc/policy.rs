@@ -55,7 +55,7 @@ pub enum PolicyError {
 }
 
 /// Every policy, with its parameters.
-pub const FORMS: [&str; 13] = [
+pub const SYNTAX: [&str; 13] = [
     "cfcfs",
     "random",
     "rr",
@@ -81,11 +81,11 @@ impl FromStr for Policy {
 
     fn from_str(given: &str) -> Result<Self, PolicyError> {
         let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
-        let form = FORMS.iter().find(|form| form.split([':', '[']).next() == Some(name));
-        let Some(form) = form else { return Err(UnknownName::new("policy", given, FORMS).into()) };
+        let form = SYNTAX.iter().find(|form| form.split([':', '[']).next() == Some(name));
+        let Some(form) = form else { return Err(UnknownName::new("policy", given, SYNTAX).into()) };
         let wrong =
             |detail: &str| PolicyError::Parameters { given: given.to_owned(), expected: form.to_string() + detail };
-        let time = |text: &str| text.parse().ok().filter(|time: &f64| *time >= 0.0 && *time <= LONGEST);
+        let time = |text: &str| text.parse().ok().filter(|time: &f64| *time >= 0.0 && *time <= MAX_UNITS);
         match (name, parameters) {
             ("cfcfs", None) => Ok(Self::CentralFcfs),
             ("random", None) => Ok(Self::Random),
@@ -106,7 +106,7 @@ impl FromStr for Policy {
             }
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(every)) => {
-                let every = time(every).filter(|every| *every >= SHORTEST_INTERVAL);
+                let every = time(every).filter(|every| *every >= MIN_INTERVAL);
                 Ok(Self::RssRebalanced(every.ok_or_else(|| wrong(" with T from 0.01 to 1000000 service times"))?))
             }
             ("work-stealing", None) => Ok(Self::WorkStealing(STEALING_COST)),
@@ -126,9 +126,9 @@ impl FromStr for Policy {
 }
 
 /// Longest time that a policy takes, in units.
-const LONGEST: f64 = 1e6;
+const MAX_UNITS: f64 = 1e6;
 /// Shortest interval between regroupings: a shorter one is a mistake and takes hours.
-const SHORTEST_INTERVAL: f64 = 0.01;
+const MIN_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -71,7 +71,7 @@ const LOG_NORMAL: &str = "lognormal:SIGMA";
 const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
 const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
 /// Longest class, in units: keeps a run of any length within 64 bits of ticks.
-const LONGEST: f64 = 1e6;
+const MAX_CLASS_UNITS: f64 = 1e6;
 /// Above this sigma the mean of any run is that of its few longest requests.
 const WIDEST_SIGMA: f64 = 4.0;
 
@@ -124,7 +124,7 @@ impl Service {
             if !(0.0..=1.0).contains(&fraction) {
                 return Err(ServiceError::Fraction { given: given(), fraction });
             }
-            if !(1.0..=LONGEST).contains(&factor) {
+            if !(1.0..=MAX_CLASS_UNITS).contains(&factor) {
                 return Err(ServiceError::Factor { given: given(), factor });
             }
             Ok(LongClass { fraction, factor })
@@ -173,18 +173,18 @@ pub enum Sampler {
     Classes(ClassDraw),
 }
 
-const MOST_CLASSES: usize = 3;
+const MAX_CLASSES: usize = 3;
 
 /// A draw of 32 bits below `thresholds[i]`, and not below the previous one, is class i.
 #[derive(Debug, Clone)]
 pub struct ClassDraw {
-    thresholds: [u64; MOST_CLASSES],
-    times: [Tick; MOST_CLASSES],
+    thresholds: [u64; MAX_CLASSES],
+    times: [Tick; MAX_CLASSES],
 }
 
 impl ClassDraw {
     fn new(long: &[LongClass]) -> Self {
-        let mut draw = Self { thresholds: [1 << 32; MOST_CLASSES], times: [TICKS_PER_UNIT; MOST_CLASSES] };
+        let mut draw = Self { thresholds: [1 << 32; MAX_CLASSES], times: [TICKS_PER_UNIT; MAX_CLASSES] };
         let mut below = 1.0 - long.iter().map(|class| class.fraction).sum::<f64>();
         for (index, class) in long.iter().enumerate() {
             draw.thresholds[index] = (below * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;

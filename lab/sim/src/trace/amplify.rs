@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_opens_what_it_meets_and_closes_what_it_leaves() {
+    fn trace_part_opens_and_closes_its_flows() {
         let (packets, openings) = all(Cut::new(small(), 55, 75));
         assert_eq!(
             packets,

@@ -63,14 +63,14 @@ const MIXTURE: [Part; 10] = [
 ];
 
 /// No flow lives longer (s).
-const LONGEST_LIFE_S: f64 = 300.0;
+const MAX_FLOW_SECONDS: f64 = 300.0;
 /// No flow is faster (packets/s).
-const HIGHEST_RATE: f64 = 4_000.0;
+const MAX_RATE: f64 = 4_000.0;
 /// The rate that half of the flows are below (packets/s), and the spread of its logarithm.
 const MEDIAN_RATE: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
 /// Most packets by the limits of the rate.
-const LONGEST: f64 = LONGEST_LIFE_S * HIGHEST_RATE;
+const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE;
 /// The mean over the hour's packets: 547 GB in 681 million packets.
 const PACKET_BYTES: u16 = 803;
 /// Packets are drawn and sorted this much at a time (ns).
@@ -96,7 +96,7 @@ pub struct Campus {
 
 impl Default for Campus {
     fn default() -> Self {
-        Self { seed: None, flows_per_s: 3_000.0, seconds: 10, history_s: LONGEST_LIFE_S as u64 }
+        Self { seed: None, flows_per_s: 3_000.0, seconds: 10, history_s: MAX_FLOW_SECONDS as u64 }
     }
 }
 
@@ -112,7 +112,7 @@ impl FromStr for Campus {
                 "seed" => campus.seed = Some(setting.within(0..=u64::MAX)?),
                 "flows" => campus.flows_per_s = setting.within(1..=1_000_000)? as f64,
                 "seconds" => campus.seconds = setting.within(1..=3_600)?,
-                "history" => campus.history_s = setting.within(0..=LONGEST_LIFE_S as u64)?,
+                "history" => campus.history_s = setting.within(0..=MAX_FLOW_SECONDS as u64)?,
                 _ => return Err(setting.unknown(&["seed", "flows", "seconds", "history"])),
             }
         }
@@ -169,7 +169,7 @@ impl CampusTrace {
         let history_ns = campus.history_s * 1_000_000_000;
         let mut trace = Self {
             draw: Draw::new(campus.seed.unwrap_or(seed)),
-            next_arrival_s: -LONGEST_LIFE_S,
+            next_arrival_s: -MAX_FLOW_SECONDS,
             mean_gap_s: 1.0 / campus.flows_per_s,
             history_ns,
             slice_start_ns: 0,
@@ -191,7 +191,7 @@ impl CampusTrace {
             let gap: f64 = Exp1.sample(&mut self.draw.rng);
             self.next_arrival_s += gap * self.mean_gap_s;
             let (length, rate) = (self.draw.length(), self.draw.rate());
-            let rate = rate.max(length / LONGEST_LIFE_S);
+            let rate = rate.max(length / MAX_FLOW_SECONDS);
             let tuple = self.draw.tuple();
             // Packets that were sent before the trace (with its history) starts.
             let sent = (-(arrival_s + history_s) * rate).ceil().max(0.0);
@@ -343,7 +343,7 @@ impl Draw {
         Self { rng: seeded_rng(seed, PURPOSE_CAMPUS), rate, parts }
     }
 
-    /// Packets of a flow: a whole number from 1 to [`LONGEST`].
+    /// Packets of a flow: a whole number from 1 to [`MAX_FLOW_PACKETS`].
     fn length(&mut self) -> f64 {
         loop {
             let (whole, _) = self.parts[self.parts.len() - 1];
@@ -353,7 +353,7 @@ impl Draw {
                 Sampler::Uniform(high) => self.rng.random::<f64>() * high,
                 Sampler::Lognormal(scale, lognormal) => scale * lognormal.sample(&mut self.rng),
             };
-            if length <= LONGEST {
+            if length <= MAX_FLOW_PACKETS {
                 return length.ceil().max(1.0);
             }
         }
@@ -361,7 +361,7 @@ impl Draw {
 
     /// Packets per second, of a flow of any length.
     pub fn rate(&mut self) -> f64 {
-        (MEDIAN_RATE * self.rate.sample(&mut self.rng)).min(HIGHEST_RATE)
+        (MEDIAN_RATE * self.rate.sample(&mut self.rng)).min(MAX_RATE)
     }
 
     /// Uniform below 1.

@@ -11,7 +11,7 @@ use clap::Parser as _;
 use coreward_sim::figure::embedded::Embedded;
 use coreward_sim::figure::live::LiveFigure;
 
-/// Tells the child below what to do.
+/// Command for the child below.
 const ARGUMENTS: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
@@ -20,7 +20,7 @@ struct Cli {
     figure: coreward_sim::figure::cli::FigureArgs,
 }
 
-/// A measurement that ends only when it is told to.
+/// A measurement that ends on command only.
 const ENDLESS: LiveFigure = LiveFigure {
     figure: Embedded {
         name: "endless-live",
@@ -32,11 +32,11 @@ const ENDLESS: LiveFigure = LiveFigure {
         println!("measuring");
         let began = Instant::now();
         while !TOLD.load(Ordering::Relaxed) {
-            anyhow::ensure!(began.elapsed() < Duration::from_secs(60), "nobody told me");
+            anyhow::ensure!(began.elapsed() < Duration::from_secs(60), "no command to end");
             std::thread::sleep(Duration::from_millis(10));
         }
         println!("tidied up");
-        anyhow::bail!("told to end")
+        anyhow::bail!("ended by command")
     },
     interrupt: Some(|| TOLD.store(true, Ordering::Relaxed)),
 };
@@ -102,7 +102,7 @@ fn finished_figures_are_left_whole() {
 }
 
 #[test]
-fn a_measurement_tidies_up_before_the_process_ends() {
+fn interrupted_measurement_removes_its_namespaces() {
     let directory = tempfile::tempdir().unwrap();
     let out = directory.path().join("out");
     let mut child = figure(&["endless-live", "--out", out.to_str().unwrap()]);

@@ -1,4 +1,4 @@
-//! A figure that is measured: from what its measurement says to the page.
+//! A figure that is measured: from its samples to the page.
 
 use clap::Parser as _;
 use coreward_sim::figure::cli::{self, FigureArgs};
@@ -81,14 +81,14 @@ fn samples_become_a_table_a_verdict_and_a_page() {
     }
 }
 
-const BESIDE: &str = include_str!("beside-live.toml");
+const LIVE_AND_SIMULATED: &str = include_str!("beside-live.toml");
 
-/// Measures 0 everywhere, and how long it was told to measure in run 1.
+/// Measures 0 everywhere, and its duration in run 1.
 const WITH_SIMULATED: LiveFigure = LiveFigure {
-    figure: Embedded { name: "beside-live", text: BESIDE },
+    figure: Embedded { name: "beside-live", text: LIVE_AND_SIMULATED },
     measure: |scenario, _| {
         assert!(scenario.series.iter().all(|series| !series.simulated));
-        let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it says how long");
+        let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it has a duration");
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
         let runs = 1..=*scenario.seeds.get_ref();
         let samples = values.iter().flat_map(|x| runs.clone().map(|run| (*x, run)));
@@ -115,10 +115,10 @@ fn simulated_series_is_drawn_with_the_measured_one() {
 #[test]
 fn simulated_series_need_something_to_be_simulated() {
     let error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
-    let simulated_only = BESIDE.replace("[live]\nminutes = 1\nseconds = 5\n", "");
+    let simulated_only = LIVE_AND_SIMULATED.replace("[live]\nminutes = 1\nseconds = 5\n", "");
     assert!(error(&simulated_only).contains("simulated = true: expected [live]"));
     let without = TEXT.replacen("label = \"other\"", "label = \"other\"\nsimulated = true", 1);
-    assert!(error(&without).contains("one of [rpc], [lb], [pcc], [path] beside it"));
+    assert!(error(&without).contains("one of [rpc], [lb], [pcc], [path] with it"));
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn live_figures_have_their_place_and_are_not_part_of_all() {
 }
 
 #[test]
-fn a_sample_without_a_place_is_an_error() {
+fn sample_outside_the_panels_is_an_error() {
     let live = [
         LiveFigure { measure: |_, _| Ok(vec![sample("other", 1000.0, 1)]), ..LIVE },
         LiveFigure { measure: |_, _| Ok(vec![sample("third", 1000.0, 1)]), ..LIVE },

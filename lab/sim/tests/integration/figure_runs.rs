@@ -68,7 +68,7 @@ fn the_number_of_threads_changes_nothing() {
 }
 
 #[test]
-fn a_page_needs_nothing_from_elsewhere() {
+fn dashboard_needs_no_external_resources() {
     let embedded = library::named("turbo-11", &library::all()).unwrap();
     let scenario = small(&embedded);
     let [.., page] = files(&result(&embedded, &scenario), &scenario);

@@ -199,7 +199,7 @@ fn every_link_layer() {
         (101, Box::new(<[u8]>::to_vec)),
         (228, Box::new(<[u8]>::to_vec)),
         (0, Box::new(|packet| [&[2, 0, 0, 0], packet].concat())),
-        // With the bits that tell of a frame check sequence.
+        // With the bits for a frame check sequence.
         (0x1400_0001, Box::new(plain_ethernet)),
     ];
     for (number, link) in links {

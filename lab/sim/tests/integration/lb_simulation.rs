@@ -36,7 +36,7 @@ fn core_awareness_removes_the_variance_between_cores() {
     assert!(outcome.policies.iter().all(|policy| policy.dropped_pct.high == 0.0));
 }
 
-/// Switched on in the midst of the traffic, before any core has reported: seeds that were not looked at while tuning.
+/// Switched on in the midst of the traffic, before any core has reported: seeds that were not used for tuning.
 #[test]
 fn crossrss_plus_closes_most_of_the_gap_to_the_oracle_after_a_cold_start() {
     let outcome =
@@ -153,7 +153,7 @@ fn a_faster_replay_offers_more() {
 
 /// The paper's policy needs one candidate of each rack for a bucket, ours all eight.
 #[test]
-fn racks_change_nothing_where_they_pass_up_enough() {
+fn racks_change_no_table_with_enough_candidates() {
     let direct = Config { servers: 12, ..config("campus:seconds=3,history=20", &["crossrss", "crossrss-plus"], 1..=1) };
     let without = run(&direct).unwrap();
     let with = |racks, rack_candidates| run(&Config { racks: Some(racks), rack_candidates, ..direct.clone() }).unwrap();
@@ -164,7 +164,7 @@ fn racks_change_nothing_where_they_pass_up_enough() {
 }
 
 #[test]
-fn tables_that_come_later_place_otherwise() {
+fn later_tables_place_differently() {
     let at_once = config("campus:seconds=3,history=20", &["crossrss"], 1..=1);
     let later = Config { table_delay_ms: 99, ..at_once.clone() };
     let [at_once, later] = [at_once, later].map(|config| run(&config).unwrap().policies);

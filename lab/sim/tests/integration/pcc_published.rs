@@ -1,4 +1,4 @@
-//! `coreward-lab sim pcc` beside Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and beside what can be
+//! `coreward-lab sim pcc` against Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and against what can be
 //! calculated.
 
 use coreward_model::placement::BucketCount;
@@ -77,7 +77,7 @@ fn figure_9_second_by_second() {
         (from..to).map(|second| median(method, second, Second::broken_pct)).fold(0.0, f64::max)
     };
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &methods[method]);
-    // Published peaks: 11, 3, 0.5, 0; docs/figures.md says why hash is higher here.
+    // Published peaks: 11, 3, 0.5, 0; docs/figures.md has the reason why hash is higher here.
     assert!((40.0..90.0).contains(&peak(hash, 0, 45)));
     assert!((3.0..8.0).contains(&peak(ring, 0, 45)));
     assert!((0.2..0.8).contains(&peak(beamer, 0, 20)) && peak(beamer, 20, 45) < 2.5);

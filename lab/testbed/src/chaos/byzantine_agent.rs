@@ -1,4 +1,4 @@
-//! An impostor that speaks for a server whose agent is away, with false cores, NIC, time and identity; and others that
+//! An impostor that reports for a server without its agent, with false cores, NIC, time and identity; and others that
 //! flood the controller with silent or malformed connections.
 
 use std::io::Write as _;
@@ -20,7 +20,7 @@ use tonic::transport::Endpoint;
 
 use crate::namespace::Namespace;
 
-/// [`seeded_rng`]'s stream for lies.
+/// [`seeded_rng`]'s stream for false reports.
 const PURPOSE_LIES: u64 = 0x6368_6103;
 /// A hundred times as many reports as an agent sends.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1);
@@ -42,7 +42,7 @@ pub struct FalseReports {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lie {
+pub enum FalseReportKind {
     /// Everything, in the name of any server, with a flood of connections.
     Everything,
     /// Only the load is false: idle cores, reported as often as by an agent, so that connections arrive.
@@ -51,20 +51,20 @@ pub enum Lie {
 
 /// An impostor with the certificate of a server's agent.
 #[derive(Debug)]
-pub struct Liar {
+pub struct ByzantineAgent {
     pub server: u16,
     /// The agent's certificate and key.
     pub stolen: Files,
     /// Addresses of the controllers and of racks.
     pub controllers: Vec<SocketAddr>,
     /// About what.
-    pub lie: Lie,
+    pub kind: FalseReportKind,
 }
 
-impl Liar {
+impl ByzantineAgent {
     /// Lies from the server's machine until `done`; call it in a thread of its own. Fails when the machine cannot be
     /// entered, or its kernel refuses what every program gets.
-    pub fn run(self, machine: &Namespace, lies: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
+    pub fn run(self, machine: &Namespace, false_reports: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
         let tls = Tls::load(self.stolen.clone())?;
         machine.within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -72,7 +72,7 @@ impl Liar {
                 let mut rng = seeded_rng(self.server.into(), PURPOSE_LIES);
                 while !done.load(Ordering::Relaxed) {
                     let to = self.controllers[uniform_below(&mut rng, self.controllers.len() as u32) as usize];
-                    let _ = self.turn(to, &tls, &mut rng, lies, done).await;
+                    let _ = self.turn(to, &tls, &mut rng, false_reports, done).await;
                     tokio::time::sleep(RETRY_INTERVAL).await;
                 }
             });
@@ -86,15 +86,15 @@ impl Liar {
         to: SocketAddr,
         tls: &Arc<Tls>,
         rng: &mut Xoshiro256PlusPlus,
-        lies: &FalseReports,
+        false_reports: &FalseReports,
         done: &AtomicBool,
     ) -> anyhow::Result<()> {
         let itself = format!("s{}", self.server);
-        if self.lie == Lie::Load {
+        if self.kind == FalseReportKind::Load {
             let reports = (1..).map(|sequence| v1::Report { rss: Some(rss(40, vec![0, 1])), ..idle_report(sequence) });
-            return speak(itself, to, tls, (reports, HONEST_INTERVAL), lies, done).await;
+            return send_reports(itself, to, tls, (reports, HONEST_INTERVAL), false_reports, done).await;
         }
-        flood(to, rng, lies);
+        flood(to, rng, false_reports);
         let name = match uniform_below(rng, 4) {
             0 => "nobody".to_owned(),
             1 => format!("s{}", 1 + self.server % 4),
@@ -102,30 +102,31 @@ impl Liar {
         };
         let is_idle = uniform_below(rng, 2) == 0;
         let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { report(sequence, rng) });
-        tokio::time::timeout(STREAM_LIMIT, speak(name, to, tls, (reports, REPORT_INTERVAL), lies, done)).await?
+        tokio::time::timeout(STREAM_LIMIT, send_reports(name, to, tls, (reports, REPORT_INTERVAL), false_reports, done))
+            .await?
     }
 }
 
 /// Connections that are closed as soon as all are open; some of them with a few bytes of nonsense.
-fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, lies: &FalseReports) {
+fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReports) {
     let mut open = Vec::with_capacity(FLOOD);
     for _ in 0..FLOOD {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
         let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
         // A controller that hangs up at once has understood.
         let _ = stream.write_all(&nonsense);
-        lies.connections.fetch_add(1, Ordering::Relaxed);
+        false_reports.connections.fetch_add(1, Ordering::Relaxed);
         open.push(stream);
     }
 }
 
 /// One stream of these reports at this interval, until the controller ends it.
-async fn speak(
+async fn send_reports(
     name: String,
     to: SocketAddr,
     tls: &Arc<Tls>,
     (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
-    lies: &FalseReports,
+    false_reports: &FalseReports,
     done: &AtomicBool,
 ) -> anyhow::Result<()> {
     let endpoint = Endpoint::from_shared(format!("http://{to}"))?.connect_timeout(CONNECT_LIMIT);
@@ -142,9 +143,9 @@ async fn speak(
             update = updates.message() => if update?.is_none() { return Ok(()) },
             () = tokio::time::sleep(interval) => {
                 let report = reports.next().expect("reports have no end");
-                // A controller that does not read gets no lies.
+                // A controller that does not read gets no reports.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
-                    lies.reports.fetch_add(1, Ordering::Relaxed);
+                    false_reports.reports.fetch_add(1, Ordering::Relaxed);
                 }
             }
         }
@@ -167,7 +168,7 @@ fn idle_report(sequence: u64) -> v1::Report {
 }
 
 fn rss(key: usize, queues: Vec<u32>) -> v1::Rss {
-    v1::Rss { source: "a lie".to_owned(), key: vec![0xaa; key], indirection_table: queues, input_transform: 0 }
+    v1::Rss { source: "false".to_owned(), key: vec![0xaa; key], indirection_table: queues, input_transform: 0 }
 }
 
 fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
@@ -193,8 +194,8 @@ fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
             report.configuration_generation = u64::MAX;
         }
         _ => {
-            report.counters = (0..2_000).map(|number| (format!("lie {number}"), u64::MAX)).collect();
-            report.warnings = vec!["a lie\u{1b}[2J".repeat(1_000)];
+            report.counters = (0..2_000).map(|number| (format!("false {number}"), u64::MAX)).collect();
+            report.warnings = vec!["false\u{1b}[2J".repeat(1_000)];
         }
     }
     report

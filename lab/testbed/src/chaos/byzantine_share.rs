@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use coreward_model::allowance::TIMES_FAIR;
+use coreward_model::allowance::MAX_SHARE_MULTIPLE;
 use serde::Serialize;
 
 use crate::http::Connection;
@@ -32,14 +32,14 @@ pub struct ByzantineShare {
 }
 
 impl ByzantineShare {
-    /// Opens connections while the liar reports; call it in the client's namespace. `servers`: how many there are.
+    /// Opens connections while the impostor reports; call it in the client's namespace. `servers`: how many there are.
     /// Fails when a connection breaks, or a signal came.
-    pub fn measure(liar: u16, servers: u16) -> anyhow::Result<Self> {
+    pub fn measure(impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut seconds = vec![[0, 0]; LASTS];
         while let Some([drawn, all]) = seconds.get_mut(start.elapsed().as_secs() as usize) {
             interrupt::check()?;
-            *drawn += u64::from(Connection::open(None)?.who()?.server == liar);
+            *drawn += u64::from(Connection::open(None)?.query_worker()?.server == impostor);
             *all += 1;
             std::thread::sleep(INTERVAL);
         }
@@ -61,7 +61,7 @@ impl ByzantineShare {
     }
 
     fn limit(&self) -> f64 {
-        TIMES_FAIR * self.fair
+        MAX_SHARE_MULTIPLE * self.fair
     }
 
     /// Whether the server drew more than the controller allows, and not by chance.

@@ -29,7 +29,7 @@ const CHECK_EVERY: u64 = 10;
 const PAUSE: Duration = Duration::from_millis(100);
 /// The last changes are acknowledged within this time.
 const LAST_LIMIT: Duration = Duration::from_secs(20);
-/// Longer than the command's own patience with a controller that does not answer.
+/// Longer than the command's own timeout for a silent controller.
 const LIMIT_S: &str = "8";
 
 /// Attempted writes and their outcomes.
@@ -65,7 +65,7 @@ pub struct Model {
     drains: Drains,
 }
 
-/// The writer; used by one thread, looked at by others.
+/// The writer; used by one thread, read by others.
 #[derive(Debug)]
 pub struct Writer<'a> {
     operator: Operator<'a>,
@@ -106,7 +106,7 @@ impl<'a> Writer<'a> {
             }
             due = (due + interval).max(Instant::now() - 10 * interval);
             made += 1;
-            documents.change(&model.drains.perhaps());
+            documents.change(&model.drains.possibly_drained());
             if !self.change(&mut model, &documents)? {
                 std::thread::sleep(PAUSE);
             }
@@ -114,7 +114,7 @@ impl<'a> Writer<'a> {
                 self.drain_or_undrain(&mut model, &mut documents);
             }
             if made.is_multiple_of(WRONG_EVERY) {
-                self.try_wrong(&mut model, &documents.wrong())?;
+                self.try_invalid_document(&mut model, &documents.wrong())?;
             }
             if made.is_multiple_of(ROTATE_EVERY) {
                 self.try_rotation();
@@ -131,22 +131,22 @@ impl<'a> Writer<'a> {
         }
         // One stays drained over the end of all controllers.
         self.undrain(&mut model, 1)?;
-        self.look_again(&mut model)?;
+        self.compare_again(&mut model)?;
         Ok(model)
     }
 
     /// Compares once more what is in force with what was acknowledged. Fails when the controller does not answer.
-    pub fn look_again(&self, model: &mut Model) -> anyhow::Result<()> {
-        ensure!(self.check_state(model), "the controller does not say what is in force");
+    pub fn compare_again(&self, model: &mut Model) -> anyhow::Result<()> {
+        ensure!(self.check_state(model), "the controller does not return what is in force");
         Ok(())
     }
 
     /// Undrains servers until only `left` are drained by command. Fails when the controller does not acknowledge it.
     pub fn undrain(&self, model: &mut Model, left: usize) -> anyhow::Result<()> {
         let end = Instant::now() + LAST_LIMIT;
-        for server in model.drains.perhaps().into_iter().skip(left) {
-            while !self.ask_for_drain(model, server, false) {
-                ensure!(Instant::now() < end, "that s{server} is drained no more is not acknowledged");
+        for server in model.drains.possibly_drained().into_iter().skip(left) {
+            while !self.request_drain(model, server, false) {
+                ensure!(Instant::now() < end, "that s{server} is no longer drained is not acknowledged");
                 std::thread::sleep(PAUSE);
             }
         }
@@ -183,15 +183,15 @@ impl<'a> Writer<'a> {
 
     /// Drains a server, or ends a drain.
     fn drain_or_undrain(&self, model: &mut Model, documents: &mut Documents) {
-        let drained = model.drains.perhaps();
+        let drained = model.drains.possibly_drained();
         let next = documents.next_to_drain(&drained).map(|server| (server, true));
         if let Some((server, drain)) = next.or_else(|| drained.first().map(|server| (*server, false))) {
-            self.ask_for_drain(model, server, drain);
+            self.request_drain(model, server, drain);
         }
     }
 
     /// Whether it is acknowledged.
-    fn ask_for_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
+    fn request_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.coreward(&[command, &format!("s{server}")]).is_ok();
         model.drains.asked(server, drain, is_acknowledged);
@@ -200,7 +200,7 @@ impl<'a> Writer<'a> {
     }
 
     /// A document that must be refused.
-    fn try_wrong(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
+    fn try_invalid_document(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
         fs::write(&self.file, text)?;
         self.count(|writes| writes.wrong += 1);
         if let Ok(generation) = self.apply() {

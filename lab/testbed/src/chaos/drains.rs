@@ -25,12 +25,12 @@ enum Known {
 
 impl Drains {
     /// Servers that are drained, or may be.
-    pub fn perhaps(&self) -> BTreeSet<u16> {
+    pub fn possibly_drained(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
     }
 
     /// Whether the server's drain is uncertain.
-    pub fn doubtful(&self, server: u16) -> bool {
+    pub fn is_uncertain(&self, server: u16) -> bool {
         matches!(self.0.get(&server), Some(Known::Doubtful(_)))
     }
 
@@ -68,7 +68,7 @@ impl Drains {
                     self.0.remove(&number);
                 }
                 None if is_drained => {
-                    wrong.push(format!("s{number} is drained, which nobody wanted, or its end is lost"));
+                    wrong.push(format!("s{number} is drained without a command, or its end is lost"));
                     self.0.insert(number, Known::Drained);
                 }
                 Some(Known::Drained) | None => {}
@@ -95,33 +95,33 @@ mod tests {
         drains.asked(1, true, true);
         assert_eq!(drains.compare(&status(&[(1, "command"), (2, "document")])), [""; 0]);
         assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1, "lost");
-        assert_eq!(drains.compare(&status(&[(1, "document")])), [""; 0], "which is told once");
-        assert_eq!(drains.compare(&status(&[(2, "command")])).len(), 1, "nobody wanted it");
+        assert_eq!(drains.compare(&status(&[(1, "document")])), [""; 0], "which is reported once");
+        assert_eq!(drains.compare(&status(&[(2, "command")])).len(), 1, "without a command");
         drains.asked(2, false, true);
         assert_eq!(drains.compare(&status(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
-    fn an_answer_that_did_not_come_leaves_both_possible() {
+    fn unanswered_change_may_be_in_force() {
         let mut drains = Drains::default();
         drains.asked(1, true, false);
         for by in ["command", "document"] {
             assert_eq!(drains.compare(&status(&[(1, by)])), [""; 0]);
         }
-        assert!(drains.doubtful(1) && drains.perhaps().contains(&1));
+        assert!(drains.is_uncertain(1) && drains.possibly_drained().contains(&1));
         drains.0.insert(1, Known::Doubtful(Instant::now() - LATE));
         assert_eq!(drains.compare(&status(&[(1, "command")])), [""; 0]);
-        assert!(!drains.doubtful(1));
+        assert!(!drains.is_uncertain(1));
         assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1);
     }
 
     #[test]
-    fn a_server_that_leaves_the_document_is_drained_no_more() {
+    fn removed_server_loses_its_drain() {
         let mut drains = Drains::default();
         (1..=2).for_each(|server| drains.asked(server, true, true));
         drains.applied(&[1].into(), false);
-        assert!(drains.doubtful(2) && !drains.doubtful(1));
+        assert!(drains.is_uncertain(2) && !drains.is_uncertain(1));
         drains.applied(&[1].into(), true);
-        assert_eq!(drains.perhaps(), [1].into());
+        assert_eq!(drains.possibly_drained(), [1].into());
     }
 }

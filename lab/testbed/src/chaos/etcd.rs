@@ -34,7 +34,7 @@ impl<'a> Etcd<'a> {
     /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
     /// there is no leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
-        let members = Member::several(MEMBERS, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
+        let members = Member::cluster(MEMBERS, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
         let directory = testbed.directory();
         let mut etcd = Self { testbed, members, processes: Vec::new(), directory };
         for number in 1..=MEMBERS {

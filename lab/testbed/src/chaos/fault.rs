@@ -24,8 +24,8 @@ pub enum FaultKind {
     Etcd,
     /// The wall clock of a daemon jumps, and back
     Clock,
-    /// A server's agent is killed, and an impostor speaks for it; others flood the controller
-    Liar,
+    /// A server's agent is killed, and an impostor reports for it; others flood the controller
+    ByzantineAgent,
 }
 
 impl FaultKind {
@@ -39,7 +39,7 @@ impl FaultKind {
         Self::Disk,
         Self::Etcd,
         Self::Clock,
-        Self::Liar,
+        Self::ByzantineAgent,
     ];
 
     /// Name on the command line.
@@ -53,7 +53,7 @@ impl FaultKind {
             Self::Disk => "disk",
             Self::Etcd => "etcd",
             Self::Clock => "clock",
-            Self::Liar => "liar",
+            Self::ByzantineAgent => "byzantine-agent",
         }
     }
 }
@@ -98,12 +98,12 @@ pub enum Fault {
         seconds: i64,
     },
     /// A server's agent sends false reports.
-    Liar(u16),
+    ByzantineAgent(u16),
 }
 
 /// Duration of a fault that clients do not notice (ms).
 const LASTS_MS: Range<u32> = 300..6_000;
-/// Duration of a fault that loses clients' packets: TCP must send them again before the client's patience ends, after
+/// Duration of a fault that loses clients' packets: TCP must send them again before the client's timeout, after
 /// 10 s.
 const LASTS_WITH_LOSS_MS: Range<u32> = 200..2_500;
 
@@ -118,12 +118,12 @@ impl Fault {
             Self::Disk { .. } => FaultKind::Disk,
             Self::Etcd { .. } => FaultKind::Etcd,
             Self::Clock { .. } => FaultKind::Clock,
-            Self::Liar(_) => FaultKind::Liar,
+            Self::ByzantineAgent(_) => FaultKind::ByzantineAgent,
         }
     }
 
     /// Range of its duration.
-    pub fn lasts_ms(&self) -> Range<u32> {
+    pub fn duration_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
             Self::Partition { from, to, .. } if is_control(from) || is_control(to) => LASTS_MS,
@@ -135,7 +135,7 @@ impl Fault {
 
     /// Returns whether both affect one daemon, or the network: their effects would be indistinguishable. A clock
     /// may jump at any time.
-    pub fn touches(&self, other: &Self) -> bool {
+    pub fn overlaps(&self, other: &Self) -> bool {
         let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if networks(self) || networks(other) {
             return networks(self) && networks(other);
@@ -151,7 +151,7 @@ impl Fault {
     fn process(&self) -> Option<String> {
         match self {
             Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
-            Self::Liar(server) => Some(agent_name(*server)),
+            Self::ByzantineAgent(server) => Some(agent_name(*server)),
             Self::Partition { .. } | Self::Link(_) | Self::Disk { .. } | Self::Etcd { .. } | Self::Clock { .. } => None,
         }
     }
@@ -178,7 +178,7 @@ impl fmt::Display for Fault {
                 if *leader { write!(f, "{signal} of etcd's leader") } else { write!(f, "{signal} of etcd{number}") }
             }
             Self::Clock { daemon, seconds } => write!(f, "clock of {daemon} jumps by {seconds} s"),
-            Self::Liar(server) => write!(f, "somebody else speaks for s{server}, and lies"),
+            Self::ByzantineAgent(server) => write!(f, "an impostor reports for s{server}"),
         }
     }
 }

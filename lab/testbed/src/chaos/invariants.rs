@@ -29,7 +29,7 @@ const STATUS_LIMIT_S: &str = "3";
 
 /// Observations.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct Watched {
+pub struct Observations {
     /// Statuses that the controller gave.
     pub statuses: u64,
     /// Number of checks of a load balancer's tables.
@@ -44,9 +44,9 @@ pub struct Watched {
     pub violations: Vec<String>,
 }
 
-/// Looks; used by one thread, looked at by others.
+/// The checker; used by one thread, read by others.
 #[derive(Debug)]
-pub struct Watch<'a> {
+pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
     operator: Operator<'a>,
     start: Instant,
@@ -55,7 +55,7 @@ pub struct Watch<'a> {
 
 #[derive(Debug, Default)]
 struct Known {
-    watched: Watched,
+    watched: Observations,
     configuration: u64,
     /// By server id.
     names: BTreeMap<u64, String>,
@@ -72,7 +72,7 @@ struct Known {
 /// Policies whose tables are new as long as there is traffic.
 const READ_LOADS: [&str; 2] = ["crossrss", "crossrss-plus"];
 
-impl<'a> Watch<'a> {
+impl<'a> InvariantChecker<'a> {
     /// Nothing is known yet.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = Operator::new(testbed, controllers, STATUS_LIMIT_S);
@@ -80,7 +80,7 @@ impl<'a> Watch<'a> {
     }
 
     /// Observations so far.
-    pub fn watched(&self) -> Watched {
+    pub fn watched(&self) -> Observations {
         self.known().watched.clone()
     }
 
@@ -93,13 +93,13 @@ impl<'a> Watch<'a> {
             let begin = Instant::now();
             for number in self.testbed.load_balancer_numbers() {
                 if let Ok(generations) = self.table_generations(number) {
-                    self.look_at_tables(number, generations);
+                    self.inspect_tables(number, generations);
                 }
             }
             if turn.is_multiple_of(STATUS_EVERY)
                 && let Ok(status) = self.status()
             {
-                self.look_at_status(&status);
+                self.inspect_status(&status);
             }
             std::thread::sleep(POLL_INTERVAL.saturating_sub(begin.elapsed()));
         }
@@ -138,7 +138,7 @@ impl<'a> Watch<'a> {
         Ok(generations.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
 
-    fn look_at_tables(&self, number: u16, generations: f64) {
+    fn inspect_tables(&self, number: u16, generations: f64) {
         let (mut known, now) = (self.known(), Instant::now());
         known.watched.scrapes += 1;
         let before = known.tables.get(&number).copied();
@@ -157,7 +157,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    fn look_at_status(&self, status: &Value) {
+    fn inspect_status(&self, status: &Value) {
         let mut known = self.known();
         known.watched.statuses += 1;
         let generation = status["configuration_generation"].as_u64().unwrap_or(0);
@@ -167,14 +167,14 @@ impl<'a> Watch<'a> {
         }
         known.configuration = known.configuration.max(generation);
         for server in array(&status["servers"]) {
-            known.look_at_server(server);
-            known.look_at_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
+            known.inspect_server(server);
+            known.inspect_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
         }
-        array(&status["services"]).iter().for_each(|service| known.look_at_checks(service));
-        known.look_at_keys(&status["keys"]);
+        array(&status["services"]).iter().for_each(|service| known.inspect_checks(service));
+        known.inspect_keys(&status["keys"]);
         for balancer in array(&status["load_balancers"]) {
             let name = balancer["name"].as_str().unwrap_or_default();
-            known.look_at_counters(name, &balancer["state"]["counters"]);
+            known.inspect_counters(name, &balancer["state"]["counters"]);
         }
     }
 }
@@ -187,7 +187,7 @@ impl Known {
     }
 
     /// An id is one server's for the whole run: cookies may carry it.
-    fn look_at_server(&mut self, server: &Value) {
+    fn inspect_server(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
         let other = self.names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
         if let Some(other) = other {
@@ -199,7 +199,7 @@ impl Known {
         }
     }
 
-    fn look_at_checks(&mut self, service: &Value) {
+    fn inspect_checks(&mut self, service: &Value) {
         for member in array(&service["members"]) {
             for check in array(&member["checks"]) {
                 let who = [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
@@ -212,7 +212,7 @@ impl Known {
     }
 
     /// No rotation is allowed, so the keys stay.
-    fn look_at_keys(&mut self, keys: &Value) {
+    fn inspect_keys(&mut self, keys: &Value) {
         let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
         let before = self.keys.get_or_insert_with(|| now.clone()).clone();
         if now != before {
@@ -221,7 +221,7 @@ impl Known {
     }
 
     /// Counters of the data plane survive their daemons.
-    fn look_at_counters(&mut self, owner: &str, counters: &Value) {
+    fn inspect_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let count = count.as_u64().unwrap_or(0);
             let before = self.counters.insert((owner.to_owned(), name.clone()), count).unwrap_or(0);
@@ -259,7 +259,7 @@ pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Optio
         let state = &balancer["state"];
         let age = Duration::from_millis(balancer["state_age_ms"].as_u64().unwrap_or(u64::MAX / 2));
         if state.is_null() || age > since.elapsed() {
-            return Some(format!("{name} has said nothing since"));
+            return Some(format!("{name} has sent nothing since"));
         }
         let unresolved = array(&state["unresolved_servers"]);
         if !unresolved.is_empty() {

@@ -6,7 +6,7 @@
 //! * [`traffic`]: the clients
 //! * [`config_mutator`]: changes the configuration, by [`document`], drains servers, and stores what was
 //!   acknowledged ([`drains`])
-//! * [`byzantine_share`]: what a server draws whose agent lies about its load
+//! * [`byzantine_share`]: what a server draws whose agent reports false loads
 //! * [`invariants`]: what must only grow or stay; [`cli_probe`]: by the operator's commands
 //! * [`outcome`]: what was seen, in words
 
@@ -41,14 +41,14 @@ use crate::interrupt;
 use crate::nginx::Nginx;
 use crate::preload::Preload;
 use crate::topology::{Testbed, TestbedOptions};
-use byzantine_agent::Lie;
+use byzantine_agent::FalseReportKind;
 use byzantine_share::ByzantineShare;
 use config_mutator::{Model, Writer};
 use disk::Disk;
 use document::Documents;
 use etcd::Etcd;
 use fault::FaultKind;
-use invariants::{ResourceUsage, Watch};
+use invariants::{InvariantChecker, ResourceUsage};
 use outcome::{Outcome, Recovery};
 use schedule::{Parts, Planned, Schedule};
 use test_env::TestEnv;
@@ -87,12 +87,12 @@ const LOAD_BALANCERS: u16 = 2;
 const SERVERS: u16 = 4;
 const CORES: u16 = 2;
 /// In whose name idle cores are reported at last.
-const LIAR: u16 = 1;
+const IMPOSTOR: u16 = 1;
 /// The client's addresses: the first is for clients whose kernel chooses the port.
 const CLIENT_ADDRESSES: u16 = 4;
 /// Longest time until everything has converged.
 const WHOLE_LIMIT: Duration = Duration::from_secs(30);
-/// Both services are checked often and without patience, so that servers that met a fault are found down.
+/// Both services are checked often, with short timeouts, so that servers that met a fault are found down.
 const WEB_MORE: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAMS_MORE: &str =
@@ -110,7 +110,7 @@ pub fn main(options: &Options) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run("chaos", options)?;
     println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
-    ensure!(outcome.is_well(), "what must hold did not: see above");
+    ensure!(outcome.is_passed(), "what must hold did not: see above");
     Ok(())
 }
 
@@ -203,7 +203,7 @@ impl<'a> Run<'a> {
         let (traffic, writer, watch) = (
             Traffic::start(self.testbed, self.options.seconds, self.options.seed)?,
             Writer::new(self.testbed, self.options.controllers),
-            Watch::new(self.testbed, self.options.controllers),
+            InvariantChecker::new(self.testbed, self.options.controllers),
         );
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
         let seconds = f64::from(self.options.seconds) * CHANGES_SHARE;
@@ -218,10 +218,10 @@ impl<'a> Run<'a> {
             faults_done.store(true, Ordering::Relaxed);
             let mut written = writing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             // A change that was acknowledged must outlive the process that acknowledged it.
-            self.say("at last: SIGKILL of every controller");
+            self.print_progress("at last: SIGKILL of every controller");
             self.site.restart_controllers()?;
             self.wait_until_converged(&["kill"], &watch)?;
-            writer.look_again(&mut written)?;
+            writer.compare_again(&mut written)?;
             let byzantine_share = self.byzantine_share(&writer, &mut written)?;
             Ok::<_, anyhow::Error>((self.site.taken()?, byzantine_share))
         })?;
@@ -230,7 +230,7 @@ impl<'a> Run<'a> {
             seconds: self.start.elapsed().as_secs_f64(),
             seed: self.options.seed,
             faults: self.faults.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
-            lies: self.site.lies().into(),
+            false_reports: self.site.false_reports().into(),
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.writes(),
@@ -253,7 +253,12 @@ impl<'a> Run<'a> {
     }
 
     /// Round after round, until the time is over.
-    fn rounds(&mut self, traffic: &Traffic<'_>, writer: &Writer<'_>, watch: &Watch<'_>) -> anyhow::Result<()> {
+    fn rounds(
+        &mut self,
+        traffic: &Traffic<'_>,
+        writer: &Writer<'_>,
+        watch: &InvariantChecker<'_>,
+    ) -> anyhow::Result<()> {
         let Options { controllers, racks, .. } = *self.options;
         let parts = Parts { controllers, load_balancers: LOAD_BALANCERS, racks, servers: SERVERS };
         let mut schedule = Schedule::new(self.options.seed, &self.kinds, parts);
@@ -264,7 +269,7 @@ impl<'a> Run<'a> {
             let kinds: Vec<&'static str> = round.iter().map(|planned| planned.fault.kind().name()).collect();
             self.wait_until_converged(&kinds, watch)?;
             let (writes, seen) = (writer.writes(), traffic.seen());
-            self.say(&format!(
+            self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
                 writes.acknowledged,
@@ -291,7 +296,7 @@ impl<'a> Run<'a> {
                 continue;
             }
             let lasts = planned.end - planned.begin;
-            self.say(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
+            self.print_progress(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
             *self.faults.entry(planned.fault.kind().name()).or_default() += 1;
             self.site.begin(&planned.fault)?;
         }
@@ -300,17 +305,17 @@ impl<'a> Run<'a> {
 
     /// Measures the connections a server draws while an impostor reports idle cores in its name.
     fn byzantine_share(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<ByzantineShare>> {
-        if !self.kinds.contains(&FaultKind::Liar) {
+        if !self.kinds.contains(&FaultKind::ByzantineAgent) {
             return Ok(None);
         }
         writer.undrain(written, 0)?;
-        self.say(&format!("an impostor reports idle cores of s{LIAR}"));
-        self.site.begin_lies(LIAR, Lie::Load)?;
-        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(LIAR, SERVERS))?;
-        self.site.end_lies(LIAR)?;
+        self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
+        self.site.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
+        let byzantine_share = self.testbed.client().within(|| ByzantineShare::measure(IMPOSTOR, SERVERS))?;
+        self.site.stop_false_reports(IMPOSTOR)?;
         if byzantine_share.is_over_limit() {
             self.violations.push(format!(
-                "idle cores reported in s{LIAR}'s name drew {byzantine_share}; by second: {:?}\n{}",
+                "idle cores reported in s{IMPOSTOR}'s name drew {byzantine_share}; by second: {:?}\n{}",
                 byzantine_share.seconds,
                 logs(self.testbed)
             ));
@@ -319,7 +324,7 @@ impl<'a> Run<'a> {
     }
 
     /// Waits until everything reports again and new tables are in force.
-    fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &Watch<'_>) -> anyhow::Result<()> {
+    fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &InvariantChecker<'_>) -> anyhow::Result<()> {
         let since = Instant::now();
         let mut waited_for = None;
         loop {
@@ -365,7 +370,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn say(&self, what: &str) {
+    fn print_progress(&self, what: &str) {
         if !self.options.json {
             println!("{:7.1} s  {what}", self.start.elapsed().as_secs_f64());
         }

@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 
 use serde::Serialize;
 
-use super::LIAR;
+use super::IMPOSTOR;
 use super::byzantine_agent::FalseReports;
 use super::byzantine_share::ByzantineShare;
 use super::config_mutator::Writes;
-use super::invariants::{ResourceUsage, Watched};
+use super::invariants::{Observations, ResourceUsage};
 use super::traffic::TrafficCounts;
 
 /// Observations.
@@ -21,15 +21,15 @@ pub struct Outcome {
     pub seed: u64,
     pub faults: BTreeMap<String, u64>,
     /// False reports.
-    pub lies: FalseReportCounts,
-    /// Connections drawn by a server whose agent reported idle cores; `None`: no lies.
+    pub false_reports: FalseReportCounts,
+    /// Connections drawn by a server whose agent reported idle cores; `None`: no false reports.
     pub byzantine_share: Option<ByzantineShare>,
     /// After each round: how long it took until everything was whole again.
     pub recoveries: Vec<Recovery>,
     /// Changes of the configuration.
     pub writes: Writes,
     /// Values that must grow or stay.
-    pub watched: Watched,
+    pub watched: Observations,
     /// The clients' counts.
     pub seen: TrafficCounts,
     /// Resources of the daemons at the beginning.
@@ -61,26 +61,29 @@ pub struct FalseReportCounts {
 }
 
 impl From<&FalseReports> for FalseReportCounts {
-    fn from(lies: &FalseReports) -> Self {
-        Self { reports: lies.reports.load(Ordering::Relaxed), connections: lies.connections.load(Ordering::Relaxed) }
+    fn from(false_reports: &FalseReports) -> Self {
+        Self {
+            reports: false_reports.reports.load(Ordering::Relaxed),
+            connections: false_reports.connections.load(Ordering::Relaxed),
+        }
     }
 }
 
 impl Outcome {
     /// Whether all that must hold did.
-    pub fn is_well(&self) -> bool {
+    pub fn is_passed(&self) -> bool {
         self.seen.broken() == 0 && self.violations.is_empty()
     }
 }
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seconds, seed, faults, lies, recoveries, writes, watched, seen, .. } = self;
+        let Self { seconds, seed, faults, false_reports, recoveries, writes, watched, seen, .. } = self;
         let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         writeln!(f, "\nseed {seed}, {seconds:.0} s, {} faults: {}", faults.values().sum::<u64>(), kinds.join(", "))?;
-        writeln!(f, "  lies         {} reports, {} connections", lies.reports, lies.connections)?;
+        writeln!(f, "  impostors    {} reports, {} connections", false_reports.reports, false_reports.connections)?;
         if let Some(byzantine_share) = &self.byzantine_share {
-            writeln!(f, "  idle cores   reported in s{LIAR}'s name drew {byzantine_share}")?;
+            writeln!(f, "  idle cores   reported in s{IMPOSTOR}'s name drew {byzantine_share}")?;
         }
         for (name, count) in [
             ("downloads", seen.downloads),
@@ -138,6 +141,6 @@ impl fmt::Display for Outcome {
         for violation in &self.violations {
             writeln!(f, "DID NOT HOLD: {violation}")?;
         }
-        write!(f, "{}", if self.is_well() { "all held" } else { "NOT all held" })
+        write!(f, "{}", if self.is_passed() { "all held" } else { "NOT all held" })
     }
 }

@@ -64,12 +64,12 @@ impl Schedule {
         for _ in 0..count {
             let kind = self.next_kind();
             let fault = self.draw(kind);
-            if round.iter().any(|other| other.fault.touches(&fault)) {
+            if round.iter().any(|other| other.fault.overlaps(&fault)) {
                 self.turns.push(kind);
                 continue;
             }
             let begin = Duration::from_millis(self.below(BEGIN_MS).into());
-            let lasts = fault.lasts_ms();
+            let lasts = fault.duration_ms();
             let lasting = Duration::from_millis((lasts.start + self.below(lasts.end - lasts.start)).into());
             round.push(Planned { begin, end: begin + lasting, fault });
         }
@@ -101,7 +101,7 @@ impl Schedule {
                 stop: self.below(2) == 0,
             },
             FaultKind::Clock => Fault::Clock { daemon: self.daemon(), seconds: self.jump() },
-            FaultKind::Liar => Fault::Liar(self.server()),
+            FaultKind::ByzantineAgent => Fault::ByzantineAgent(self.server()),
         }
     }
 
@@ -190,7 +190,7 @@ mod tests {
             assert!(!round.is_empty());
             for (position, planned) in round.iter().enumerate() {
                 assert!(planned.begin <= planned.end);
-                assert!(round[..position].iter().all(|other| !other.fault.touches(&planned.fault)), "{round:?}");
+                assert!(round[..position].iter().all(|other| !other.fault.overlaps(&planned.fault)), "{round:?}");
             }
         }
     }

@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 use nix::sys::signal::Signal;
 
-use super::byzantine_agent::{FalseReports, Liar, Lie};
+use super::byzantine_agent::{ByzantineAgent, FalseReportKind, FalseReports};
 use super::disk::Disk;
 use super::etcd::Etcd;
 use super::fault::Fault;
@@ -42,15 +42,15 @@ pub struct TestEnv<'a> {
     /// Daemons that run the other command.
     other: BTreeSet<String>,
     down: BTreeSet<String>,
-    liars: BTreeMap<u16, Lying>,
-    lies: Arc<FalseReports>,
+    impostors: BTreeMap<u16, RunningImpostor>,
+    false_reports: Arc<FalseReports>,
     /// Violations, in words.
     pub violations: Vec<String>,
 }
 
-/// A liar at work.
+/// An impostor at work.
 #[derive(Debug)]
-struct Lying {
+struct RunningImpostor {
     done: Arc<AtomicBool>,
     thread: JoinHandle<anyhow::Result<()>>,
 }
@@ -76,15 +76,15 @@ impl<'a> TestEnv<'a> {
             other_command,
             other: BTreeSet::new(),
             down: BTreeSet::new(),
-            liars: BTreeMap::new(),
-            lies: Arc::default(),
+            impostors: BTreeMap::new(),
+            false_reports: Arc::default(),
             violations: Vec::new(),
         })
     }
 
     /// False reports.
-    pub fn lies(&self) -> &FalseReports {
-        &self.lies
+    pub fn false_reports(&self) -> &FalseReports {
+        &self.false_reports
     }
 
     /// From now on it is wrong. Fails when it cannot be made.
@@ -99,7 +99,7 @@ impl<'a> TestEnv<'a> {
             Fault::Disk { every_write: false } => self.disk.fill(),
             Fault::Etcd { leader, number, stop } => self.begin_etcd(*leader, *number, *stop),
             Fault::Clock { daemon, seconds } => self.preload.set_clock(daemon, seconds * SECOND_NS),
-            Fault::Liar(server) => self.begin_lies(*server, Lie::Everything),
+            Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::Everything),
         }
         .with_context(|| fault.to_string())
     }
@@ -119,7 +119,7 @@ impl<'a> TestEnv<'a> {
             Fault::Disk { every_write: false } => self.disk.empty(),
             Fault::Etcd { stop, .. } => self.end_etcd(*stop),
             Fault::Clock { daemon, .. } => self.preload.set_clock(daemon, 0),
-            Fault::Liar(server) => self.end_lies(*server),
+            Fault::ByzantineAgent(server) => self.stop_false_reports(*server),
         }
         .with_context(|| format!("the end of: {fault}"))
     }
@@ -200,7 +200,7 @@ impl<'a> TestEnv<'a> {
     }
 
     /// The server's agent is killed, and an impostor reports in its name. Fails when the agent cannot be killed.
-    pub fn begin_lies(&mut self, server: u16, lie: Lie) -> anyhow::Result<()> {
+    pub fn start_false_reports(&mut self, server: u16, kind: FalseReportKind) -> anyhow::Result<()> {
         self.kill(&agent_name(server))?;
         let mut controllers = Vec::new();
         for number in 1..=self.controllers().len() {
@@ -210,18 +210,18 @@ impl<'a> TestEnv<'a> {
             controllers.push(rack_listens_at(rack).parse()?);
         }
         let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
-        let liar = Liar { server, stolen, controllers, lie };
-        let (machine, lies) = (self.testbed.server(server)?.clone(), self.lies.clone());
+        let impostor = ByzantineAgent { server, stolen, controllers, kind };
+        let (machine, false_reports) = (self.testbed.server(server)?.clone(), self.false_reports.clone());
         let done = Arc::new(AtomicBool::new(false));
         let is_done = done.clone();
-        let thread = std::thread::spawn(move || liar.run(&machine, &lies, &is_done));
-        self.liars.insert(server, Lying { done, thread });
+        let thread = std::thread::spawn(move || impostor.run(&machine, &false_reports, &is_done));
+        self.impostors.insert(server, RunningImpostor { done, thread });
         Ok(())
     }
 
-    /// The server's agent starts again, and the impostor ends. Fails when the liar failed.
-    pub fn end_lies(&mut self, server: u16) -> anyhow::Result<()> {
-        if let Some(Lying { done, thread }) = self.liars.remove(&server) {
+    /// The server's agent starts again, and the impostor ends. Fails when the impostor failed.
+    pub fn stop_false_reports(&mut self, server: u16) -> anyhow::Result<()> {
+        if let Some(RunningImpostor { done, thread }) = self.impostors.remove(&server) {
             done.store(true, Ordering::Relaxed);
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         }
@@ -232,7 +232,7 @@ impl<'a> TestEnv<'a> {
 
 impl Drop for TestEnv<'_> {
     fn drop(&mut self) {
-        for Lying { done, .. } in self.liars.values() {
+        for RunningImpostor { done, .. } in self.impostors.values() {
             done.store(true, Ordering::Relaxed);
         }
     }

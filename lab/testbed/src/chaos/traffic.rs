@@ -18,7 +18,7 @@ use crate::addresses::{SERVICE, VIP};
 use crate::conformance::{download_once, parse_wrk};
 use crate::connection_errors::Broken;
 use crate::http::{Answerer, Connection};
-use crate::nginx::WHO;
+use crate::nginx::WORKER_PATH;
 use crate::stream::client::{StreamClient, Streams};
 use crate::topology::Testbed;
 
@@ -39,7 +39,7 @@ const WRK_SECONDS: u64 = 10;
 const WRK_DELAY_MS: u32 = 20;
 /// New connections per second with bytes that are checked; each address of the client has ports for 50,000.
 const STREAMS_PER_SECOND: f64 = 40.0;
-const FAILURES_TOLD: usize = 20;
+const MAX_FAILURES: usize = 20;
 /// After the end of the run, for connections that are under way.
 const STREAMS_LIMIT: Duration = Duration::from_secs(60);
 
@@ -130,7 +130,7 @@ impl<'a> Traffic<'a> {
         });
         scope.spawn(move || {
             while going() {
-                let outcome = self.in_client(|| Connection::open(None)?.who().map(drop));
+                let outcome = self.in_client(|| Connection::open(None)?.query_worker().map(drop));
                 self.count(|seen| &mut seen.short, "short connection", outcome);
                 std::thread::sleep(SHORT_INTERVAL);
             }
@@ -147,7 +147,11 @@ impl<'a> Traffic<'a> {
             seen.streams = Count { well: total.completed + report.open_at_end, broken: total.broken.total() };
             seen.streams_broken = total.broken;
             for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total() > 0) {
-                self.tell(&mut seen.failures, Duration::from_secs(second), format!("stream: {:?}", broken.broken));
+                self.report_failure(
+                    &mut seen.failures,
+                    Duration::from_secs(second),
+                    format!("stream: {:?}", broken.broken),
+                );
             }
         }
         Ok(seen)
@@ -163,13 +167,13 @@ impl<'a> Traffic<'a> {
             Ok(()) => of(&mut seen).well += 1,
             Err(error) => {
                 of(&mut seen).broken += 1;
-                self.tell(&mut seen.failures, self.start.elapsed(), format!("{what}: {error:#}"));
+                self.report_failure(&mut seen.failures, self.start.elapsed(), format!("{what}: {error:#}"));
             }
         }
     }
 
-    fn tell(&self, failures: &mut Vec<String>, at: Duration, what: String) {
-        if failures.len() < FAILURES_TOLD {
+    fn report_failure(&self, failures: &mut Vec<String>, at: Duration, what: String) {
+        if failures.len() < MAX_FAILURES {
             failures.push(format!("{:.1} s: {what}", at.as_secs_f64()));
         }
     }
@@ -178,7 +182,7 @@ impl<'a> Traffic<'a> {
         let mut command = Command::new("wrk");
         command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
         command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.delay_script);
-        command.arg(format!("http://{SERVICE}{WHO}"));
+        command.arg(format!("http://{SERVICE}{WORKER_PATH}"));
         let outcome = self.testbed.run(self.testbed.client(), command);
         match outcome.and_then(|output| parse_wrk(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
@@ -186,7 +190,7 @@ impl<'a> Traffic<'a> {
                 seen.requests.well += requests;
                 seen.requests.broken += errors;
                 if errors > 0 {
-                    self.tell(&mut seen.failures, self.start.elapsed(), format!("wrk: {errors} errors"));
+                    self.report_failure(&mut seen.failures, self.start.elapsed(), format!("wrk: {errors} errors"));
                 }
             }
             Err(error) => self.count(|seen| &mut seen.requests, "wrk", Err(error)),
@@ -215,11 +219,11 @@ fn ask(place: &mut Option<(Connection, Answerer)>) -> anyhow::Result<()> {
     match place {
         None => {
             let mut connection = Connection::open(None)?;
-            let first = connection.who()?;
+            let first = connection.query_worker()?;
             *place = Some((connection, first));
         }
         Some((connection, first)) => {
-            let now = connection.who()?;
+            let now = connection.query_worker()?;
             ensure!(now == *first, "answered by {first:?} at first, by {now:?} now");
         }
     }

@@ -43,7 +43,7 @@ impl HostCpu {
 
 fn read() -> anyhow::Result<Ticks> {
     let text = std::fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
-    parse(&text).context("the first line of /proc/stat is not as proc(5) says")
+    parse(&text).context("the first line of /proc/stat is not as in proc(5)")
 }
 
 /// `cpu user nice system idle iowait irq softirq steal ...`: proc(5).

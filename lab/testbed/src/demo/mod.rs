@@ -37,7 +37,7 @@ use crate::topology::missing_privilege;
 use coreward_load::event_loop::now_ns;
 use host_cpu::HostCpu;
 pub use options::{DemoOptions, Format};
-use policy_run::Lane;
+use policy_run::PolicyTestbed;
 use results::{DemoResults, PolicyRuns};
 use samples::SeedMeasures;
 use simulated::Simulated;
@@ -106,7 +106,7 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
     let mut lanes = Vec::new();
     for policy in options.policies() {
         announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
-        lanes.push(Lane::start(policy, options, logs[0].log.source_addresses)?);
+        lanes.push(PolicyTestbed::start(policy, options, logs[0].log.source_addresses)?);
         progress.inc(1);
         interrupt::check()?;
     }
@@ -145,12 +145,12 @@ fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     replay(log, pools, Placer::Oracle).core_pct
 }
 
-fn generations(lanes: &[Lane]) -> anyhow::Result<Vec<u64>> {
-    lanes.iter().map(Lane::table_generation).collect()
+fn generations(lanes: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
+    lanes.iter().map(PolicyTestbed::table_generation).collect()
 }
 
 fn run_seed(
-    lanes: &mut [Lane],
+    lanes: &mut [PolicyTestbed],
     position: usize,
     log: &Log,
     timeline: &Timeline,
@@ -173,7 +173,7 @@ fn run_seed(
             for lane in &mut *lanes {
                 lane.change_pool(event)?;
             }
-            announce(progress, format!("seed {seed}: a server {}", event.verb()));
+            announce(progress, format!("seed {seed}: a server {}", event.action()));
         }
         progress.inc(u64::from(second > 0));
     }

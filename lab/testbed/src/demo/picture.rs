@@ -87,7 +87,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> Drawn {
     }))?;
     chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
     for (at, event) in results.timeline.changes() {
-        let text = format!("a server {}", event.verb());
+        let text = format!("a server {}", event.action());
         let place = (at as f64 + 0.2, scale.end / 1.1);
         chart.draw_series(std::iter::once(Text::new(text, place, FONT)))?;
     }

@@ -22,7 +22,7 @@ use super::timeline::{Event, Timeline};
 
 /// A testbed with all daemons. The fields are dropped in this order: the testbed last.
 #[derive(Debug)]
-pub struct Lane {
+pub struct PolicyTestbed {
     policy: &'static str,
     load: Option<Process>,
     fleet: Fleet,
@@ -41,7 +41,7 @@ fn decapsulation(forwarding: Forwarding) -> String {
     forwarding.encapsulates().then(from).unwrap_or_default()
 }
 
-impl Lane {
+impl PolicyTestbed {
     /// Starts everything: one server more than the pool has, which waits to join. Fails when a testbed or a daemon does
     /// not start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {

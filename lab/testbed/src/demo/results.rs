@@ -200,7 +200,8 @@ impl DemoResults {
             DRAWS.div_ceil(2)
         ));
         lines.extend(self.warning());
-        lines.push(format!("Picture: {}; arrival logs and JSON beside it.", out.join("demo.svg").display()));
+        lines
+            .push(format!("Picture: {}; arrival logs and JSON in the same directory.", out.join("demo.svg").display()));
         lines.join("\n")
     }
 
@@ -343,7 +344,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_text_says_what_is_emulated_and_what_broke() {
+    fn demo_text_names_emulation_and_broken_connections() {
         let text = results().text(Path::new("out"));
         for part in [
             "8.00 (7.00-12.00)",

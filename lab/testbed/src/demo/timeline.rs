@@ -16,7 +16,7 @@ pub enum Event {
 
 impl Event {
     /// The server's action, in a word.
-    pub fn verb(self) -> &'static str {
+    pub fn action(self) -> &'static str {
         match self {
             Self::Join => "joins",
             Self::Drain => "drains",

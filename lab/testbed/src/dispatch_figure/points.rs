@@ -43,7 +43,7 @@ pub fn found<'a, T>(measured: &'a HashMap<String, T>, config: &impl std::fmt::De
 }
 
 /// Whether two runs are the same but for the load.
-pub fn same_curve(a: &rpc::Config, b: &rpc::Config) -> bool {
+pub fn is_same_series(a: &rpc::Config, b: &rpc::Config) -> bool {
     let without = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
     without(a) == without(b)
 }

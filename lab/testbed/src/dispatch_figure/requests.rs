@@ -32,7 +32,7 @@ const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
 /// do is hoped to be done. A figure of many minutes should not be lost to one busy minute.
 const ATTEMPTS: u32 = 12;
 const PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+const MAX_PAUSE: Duration = Duration::from_secs(30);
 
 /// Load of a run.
 #[derive(Debug, Clone)]
@@ -135,7 +135,7 @@ pub fn undisturbed(
     let max_lateness_us = max_lateness_us()?;
     for attempt in 0..ATTEMPTS {
         if attempt > 0 {
-            let pause = (PAUSE * attempt * attempt).min(LONGEST_PAUSE);
+            let pause = (PAUSE * attempt * attempt).min(MAX_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
         crate::interrupt::check()?;

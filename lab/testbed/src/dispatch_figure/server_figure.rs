@@ -12,7 +12,7 @@ use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
 use super::dispatcher::{Dispatcher, key_value_service};
-use super::points::{self, found, key, same_curve};
+use super::points::{self, found, is_same_series, key};
 use super::requests::{Measurement, Requests, allow_sockets};
 use crate::addresses::{VIP, server_address};
 use crate::instance;
@@ -39,7 +39,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut site = None;
     progress(0, configs.len());
-    for group in configs.chunk_by(|a, b| same_curve(a, b)) {
+    for group in configs.chunk_by(|a, b| is_same_series(a, b)) {
         let site = TestEnv::with_workers(&mut site, group[0].cores)?;
         let service = key_value_service(&group[0].policy, &group[0].service, unit_us)?;
         let dispatcher = Dispatcher::start(&site.testbed, 1, &service, group[0].cores)?;
@@ -54,7 +54,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         Job::Rpc(config) => found(&measured, config)?.value(place.wanted.measure),
         Job::Peak(search) => {
             let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
-            let curve = configs.iter().filter(|config| same_curve(config, &of_seed));
+            let curve = configs.iter().filter(|config| is_same_series(config, &of_seed));
             let p99 = |config: &&&rpc::Config| Ok((config.load, found(&measured, **config)?.value(Metric::ShortP99)?));
             points::peak(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
         }

@@ -35,7 +35,7 @@ impl Reading {
     }
 
     /// Everything that shows that requests are still on their way, or that a worker gets none.
-    pub fn unsettled(&self) -> Vec<String> {
+    pub fn describe_unfinished(&self) -> Vec<String> {
         let mut found = Vec::new();
         let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
         if outstanding != 0 || queued != 0 {
@@ -149,8 +149,8 @@ impl Segment {
             load_lost: of_load("lost"),
             violations: Vec::new(),
         };
-        at_once.unsettled().into_iter().for_each(|violation| segment.violated(&violation));
-        segment.nothing_vanished();
+        at_once.describe_unfinished().into_iter().for_each(|violation| segment.violated(&violation));
+        segment.check_datagrams();
         segment.books_agree(before, after);
         segment
     }
@@ -160,7 +160,7 @@ impl Segment {
         let Self { sent, read, dropped, nobody, purged, killed_in_service, load_lost, .. } = self;
         format!(
             "{sent} datagrams: {read} read ({killed_in_service} of them by workers killed then), {dropped} dropped, \
-             {purged} queued at killed workers, {nobody} came to nobody; {load_lost} of the load lost; {} violations",
+             {purged} queued at killed workers, {nobody} reached no worker; {load_lost} lost; {} violations",
             self.violations.len()
         )
     }
@@ -176,7 +176,7 @@ impl Segment {
     }
 
     /// Every datagram is accounted for, and was lost only where something was done that loses datagrams.
-    fn nothing_vanished(&mut self) {
+    fn check_datagrams(&mut self) {
         let known = self.read + self.dropped + self.nobody + self.purged;
         let (sent, made) = (self.sent, self.troubles.clone());
         let (dropped, nobody, purged) = (self.dropped, self.nobody, self.purged);
@@ -185,7 +185,7 @@ impl Segment {
         let accounted = (known..=known + killed).contains(&sent);
         self.must(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
         self.must(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
-        self.must(nobody == 0 || made.restarts > 0, || format!("{nobody} came to nobody without a restart"));
+        self.must(nobody == 0 || made.restarts > 0, || format!("{nobody} reached no worker without a restart"));
         self.must(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
         // The worker counts after a read, and after an answer: a kill may come between.
         let in_service = self.killed_in_service;

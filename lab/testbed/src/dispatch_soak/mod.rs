@@ -29,7 +29,7 @@ const SEGMENT: Duration = Duration::from_secs(50);
 /// Late responses of stopped workers arrive within this time, and the ledger does not count them as outstanding.
 const MIN_SETTLE: Duration = Duration::from_secs(1);
 /// A segment needs some time for what goes wrong.
-const SHORTEST_SEGMENT: Duration = Duration::from_secs(4);
+const MIN_SEGMENT: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
 #[derive(Debug, Clone, Copy, clap::Args)]
@@ -78,7 +78,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut rng = seeded_rng(options.seed, PURPOSE_TROUBLE);
     let total = Duration::from_secs(options.seconds.into());
     let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;
-    let length = (total / count).max(SHORTEST_SEGMENT);
+    let length = (total / count).max(MIN_SEGMENT);
     let mut segments = Vec::new();
     let mut troubles = FaultCounts::default();
     for number in 0..count {
@@ -91,7 +91,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
         let end = Instant::now() + Duration::from_millis(options.settle_ms.into());
         std::thread::sleep(MIN_SETTLE);
         let mut at_once = Reading::take(&site)?;
-        while !at_once.unsettled().is_empty() && Instant::now() < end {
+        while !at_once.describe_unfinished().is_empty() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(100));
             at_once = Reading::take(&site)?;
         }

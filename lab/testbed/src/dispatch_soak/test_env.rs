@@ -98,7 +98,7 @@ impl TestEnv {
         let started = Instant::now();
         loop {
             let books = self.ledger().unwrap_or_default();
-            // Books that were there before may have been looked at by another process.
+            // Books that were there before may have been read by another process.
             let looked = books["since_last_look_ms"].as_u64();
             let by_this = looked.is_some_and(|looked| u128::from(looked) < started.elapsed().as_millis());
             if by_this && eligible(&books) >= Some(workers) {

@@ -91,7 +91,7 @@ fn state_of(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
     let name = load_balancer_name(load_balancer);
     let balancer = array(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
     let state = balancer.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());
-    state.with_context(|| format!("{name} has said nothing yet"))
+    state.with_context(|| format!("{name} has sent nothing yet"))
 }
 
 fn array(value: &Value) -> &[Value] {

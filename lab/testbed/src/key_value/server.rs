@@ -25,7 +25,7 @@ use crate::interrupt;
 const MORE_PAIRS: usize = 1_000_000;
 
 /// Interval at which the master checks for ended workers and signals.
-const LOOK_FOR_ENDED: Duration = Duration::from_millis(20);
+const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
 #[derive(Debug, Clone, clap::Args)]
@@ -188,7 +188,7 @@ impl<'a> Server<'a> {
         }
         self.publish()?;
         while interrupt::check().is_ok() {
-            if let Ok(failure) = failures.recv_timeout(LOOK_FOR_ENDED) {
+            if let Ok(failure) = failures.recv_timeout(WORKER_POLL_INTERVAL) {
                 return Err(failure);
             }
         }
@@ -217,7 +217,7 @@ impl<'a> Server<'a> {
                         bail!("all workers have ended");
                     }
                 }
-                Ok(_) | Err(Errno::EINTR) => std::thread::sleep(LOOK_FOR_ENDED),
+                Ok(_) | Err(Errno::EINTR) => std::thread::sleep(WORKER_POLL_INTERVAL),
                 Err(error) => return Err(error).context("cannot wait for the workers"),
             }
         }

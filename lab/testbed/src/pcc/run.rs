@@ -180,8 +180,8 @@ impl TestEnv {
                     pool.insert(self.next_server, AdminState::Active);
                     self.next_server += 1;
                 }
-                Change::DrainServer => drop(pool.insert(self.server_that_goes(&pool), AdminState::Draining)),
-                Change::RemoveServer => drop(pool.remove(&self.server_that_goes(&pool))),
+                Change::DrainServer => drop(pool.insert(self.leaving_server(&pool), AdminState::Draining)),
+                Change::RemoveServer => drop(pool.remove(&self.leaving_server(&pool))),
                 Change::AddLoadBalancer => drop(self.fleet.add_load_balancer(&mut self.testbed)?),
                 Change::KillLoadBalancer => {
                     let first = *self.testbed.load_balancer_numbers().first().context("no load balancer is left")?;
@@ -192,11 +192,11 @@ impl TestEnv {
         if pool == *self.fleet.pool() { Ok(()) } else { self.fleet.set_pool(&self.testbed, pool) }
     }
 
-    fn server_that_goes(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
+    fn leaving_server(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
         let active = pool.iter().filter(|(_, standing)| **standing == AdminState::Active);
         let active: Vec<u16> = active.map(|(number, _)| *number).collect();
         self.gone += 1;
-        timeline::server_that_goes(&active, self.seed, self.gone)
+        timeline::leaving_server(&active, self.seed, self.gone)
     }
 }
 

@@ -14,7 +14,7 @@ pub const LOAD_BALANCERS: u16 = 2;
 pub enum Change {
     /// A server that was not in the pool joins.
     AddServer,
-    /// A server takes no more new connections.
+    /// A server takes no new connections.
     DrainServer,
     /// A server leaves the controller's file altogether.
     RemoveServer,
@@ -57,7 +57,7 @@ pub fn servers_after(second: u64) -> u16 {
 }
 
 /// The server of these that goes as number `turn`: the same under every method.
-pub fn server_that_goes(pool: &[u16], seed: u64, turn: u64) -> u16 {
+pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | turn, PURPOSE_SERVERS_THAT_GO);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]
 }

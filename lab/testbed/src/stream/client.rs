@@ -278,7 +278,7 @@ impl<'a> Client<'a> {
         let address = number / PORTS;
         ensure!(
             address < u64::from(self.args.addresses),
-            "{number} connections: {} addresses have no more",
+            "{number} connections: {} addresses are all in use",
             self.args.addresses
         );
         let port = FIRST_PORT + (number * PORT_STEP % PORTS) as u16;
@@ -452,7 +452,7 @@ mod tests {
     use crate::addresses::SERVICE;
 
     #[test]
-    fn client_ends_with_the_second_in_which_it_is_asked_to() {
+    fn client_stops_at_the_end_of_a_second() {
         let streams = Streams::steady(1.0, 10);
         let (vip, first_address) = (SERVICE.into(), Ipv4Addr::LOCALHOST.into());
         let start_at = Some(SECOND_NS);

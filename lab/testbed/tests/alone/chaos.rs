@@ -4,8 +4,8 @@ use coreward_testbed::chaos::{Options, run};
 use coreward_testbed::skip_without_privilege;
 
 #[test]
-fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
-    if skip_without_privilege("whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost") {
+fn faults_break_no_connection_and_lose_no_change() {
+    if skip_without_privilege("faults_break_no_connection_and_lose_no_change") {
         return;
     }
     let options = Options {
@@ -20,7 +20,7 @@ fn whatever_goes_wrong_no_connection_breaks_and_no_change_is_lost() {
     };
     let outcome = run("chaostest", &options).unwrap();
     println!("{outcome}");
-    assert!(outcome.is_well());
+    assert!(outcome.is_passed());
     assert!(outcome.faults.values().sum::<u64>() >= 3, "{:?}", outcome.faults);
     assert!(outcome.writes.acknowledged > 10 && outcome.watched.statuses > 3, "{outcome}");
     assert!(outcome.writes.drains > 0, "{outcome}");

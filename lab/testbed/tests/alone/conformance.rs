@@ -12,15 +12,15 @@ fn short(instance: &str, syncookies: u8) {
 }
 
 #[test]
-fn stock_clients_and_servers_notice_nothing() {
-    if !skip_without_privilege("stock_clients_and_servers_notice_nothing") {
+fn stock_clients_and_servers_see_no_errors() {
+    if !skip_without_privilege("stock_clients_and_servers_see_no_errors") {
         short("conform", 1);
     }
 }
 
 #[test]
-fn with_syn_cookies_they_notice_nothing_either() {
-    if !skip_without_privilege("with_syn_cookies_they_notice_nothing_either") {
+fn stock_clients_see_no_errors_with_syn_cookies() {
+    if !skip_without_privilege("stock_clients_see_no_errors_with_syn_cookies") {
         short("cookies", 2);
     }
 }

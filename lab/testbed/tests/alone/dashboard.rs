@@ -116,7 +116,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
     until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('no valid token')").await?;
-    // A 401 is written down by the browser: wanted here, and twice.
+    // The browser logs a 401: expected here, twice.
     let expected = complaints(&client).await?;
     ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
 
@@ -155,10 +155,9 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
         row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
     until(&client, "the server that drains", draining).await?;
-    // Agents look for that server's MAC address for a moment, and say so.
+    // Agents resolve that server's MAC address for a moment, and report it.
     until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')").await?;
-    until(&client, "what happens is told", "document.getElementById('events').textContent.includes('draining')")
-        .await?;
+    until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')").await?;
     // Nothing comes from anywhere else.
     let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin))].join();";
     let origins = client.execute(origins, Vec::new()).await?;

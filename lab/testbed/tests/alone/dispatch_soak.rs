@@ -4,8 +4,8 @@ use coreward_testbed::dispatch_soak::{Options, run};
 use coreward_testbed::skip_without_privilege;
 
 #[test]
-fn the_books_are_right_whatever_happens() {
-    if skip_without_privilege("the_books_are_right_whatever_happens") {
+fn outstanding_counts_stay_exact() {
+    if skip_without_privilege("outstanding_counts_stay_exact") {
         return;
     }
     let outcome = run("dsoak", Options { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();

@@ -60,7 +60,7 @@ fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Proce
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-/// `coreward ARGUMENTS`, of this controller; one that stands still is given up after 10 s.
+/// `coreward ARGUMENTS`, of this controller; a stopped one times out after 10 s.
 fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = asking_of(testbed, [controller], arguments)?;
     let mut hurried = Command::new("timeout");
@@ -108,7 +108,7 @@ impl Datacentre {
         };
         let testbed = Testbed::create(options).unwrap();
         let servers = testbed.start_stream_servers().unwrap();
-        let members = Member::several(3, CONTROLLER_ADDRESS.into(), 2379);
+        let members = Member::cluster(3, CONTROLLER_ADDRESS.into(), 2379);
         let etcd = (0..3).map(|position| Some(start_member(&testbed, &members, position))).collect();
         let document = document(3);
         // The first document is there before load balancers and agents come.
@@ -151,7 +151,7 @@ impl Datacentre {
             }
             pause(100);
         }
-        panic!("nobody took a change within {TAKEN_OVER:?}: {refusals:#?}");
+        panic!("no controller took a change within {TAKEN_OVER:?}: {refusals:#?}");
     }
 
     fn signal(&mut self, number: u16, signal: Signal) {
@@ -193,7 +193,7 @@ impl Datacentre {
     fn drained(&self) -> Vec<String> {
         let status = eventually_some("a controller leads", || self.status());
         let servers = status["servers"].as_array().unwrap().iter();
-        let drained = servers.filter(|server| server["state_reason"] == "`coreward drain` says so");
+        let drained = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
         drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect()
     }
 
@@ -221,8 +221,8 @@ impl Datacentre {
 }
 
 #[test]
-fn leaders_come_and_go_and_what_was_acknowledged_stays() {
-    if skip_without_privilege("leaders_come_and_go_and_what_was_acknowledged_stays") {
+fn acknowledged_changes_survive_leader_changes() {
+    if skip_without_privilege("acknowledged_changes_survive_leader_changes") {
         return;
     }
     let mut site = Datacentre::start("ha");
@@ -246,7 +246,7 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
     site.signal(second, Signal::SIGCONT);
     for _ in 0..20 {
         let woken = coreward(&site.testbed, [second], &["fleet", "show"]);
-        assert!(woken.is_err(), "controller {second} leads no more");
+        assert!(woken.is_err(), "controller {second} no longer leads");
         pause(20);
     }
 
@@ -260,7 +260,7 @@ fn leaders_come_and_go_and_what_was_acknowledged_stays() {
 
     eventually(TAKEN_OVER, "agents and load balancers are back", || site.everybody_is_back());
     let shown = eventually_some("a controller leads", || coreward(&site.testbed, 1..=3, &["fleet", "show"]).ok());
-    // After a line that says which generation it is.
+    // After a line with its generation.
     assert!(shown.trim().ends_with(site.document.trim()), "{shown}");
     assert_eq!(eventually_some("a controller leads", || site.ids()), ids);
     assert_eq!(site.drained(), ["s3"]);

@@ -14,7 +14,7 @@ use coreward_testbed::{Namespace, TestbedOptions, counters, skip_without_privile
 
 use crate::support::{TestEnv, pause, unbroken};
 
-/// Addresses behind the router where nobody is: 10.2.128.0/17.
+/// Unused addresses behind the router: 10.2.128.0/17.
 const NOBODY: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const BURST_INTERVAL: Duration = Duration::from_millis(2);
@@ -55,7 +55,7 @@ fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
         // SAFETY: takes integers, returns a new descriptor or -1.
         let raw = unsafe { libc::socket(libc::AF_INET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW) };
         anyhow::ensure!(raw >= 0, "a raw socket: {}", std::io::Error::last_os_error());
-        // SAFETY: just made, owned by nobody else.
+        // SAFETY: new, without another owner.
         let socket = unsafe { OwnedFd::from_raw_fd(raw) };
         let to = nix::sys::socket::SockaddrIn::from(SERVICE);
         let mut rng = seeded_rng(1, 99);

@@ -42,7 +42,7 @@ impl TestEnv {
                     let timestamps = if index % 4 == 0 { "0" } else { "1" };
                     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", timestamps)?;
                     let mut connection = Connection::open(None)?;
-                    let who = connection.who()?;
+                    let who = connection.query_worker()?;
                     Ok((connection, who))
                 })
                 .collect()
@@ -105,8 +105,9 @@ struct Kept(Vec<(Connection, Answerer)>);
 impl Kept {
     /// Number of connections that are not answered any more, or by another worker.
     fn broken(&mut self) -> usize {
-        let broken =
-            |(connection, before): &mut (Connection, Answerer)| connection.who().map_or(true, |now| now != *before);
+        let broken = |(connection, before): &mut (Connection, Answerer)| {
+            connection.query_worker().map_or(true, |now| now != *before)
+        };
         self.0.iter_mut().map(broken).filter(|broken| *broken).count()
     }
 
@@ -200,7 +201,7 @@ fn a_vip_is_taken_over_from_haproxy_and_given_back() {
             .client()
             .within(|| {
                 let mut connection = Connection::open_to(own, None)?;
-                let who = connection.who()?;
+                let who = connection.query_worker()?;
                 Ok(vec![(connection, who)])
             })
             .unwrap(),

@@ -75,7 +75,7 @@ fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    // A multiple of what BIRD and the router take to withdraw: when it is over, their routes are looked at.
+    // A multiple of what BIRD and the router take to withdraw: then their routes are checked.
     let more = "[announce]\ndrain = \"10s\"\n".to_owned();
     let mut site = TestEnv::start(
         options,

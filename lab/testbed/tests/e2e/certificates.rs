@@ -21,7 +21,7 @@ fn name(name: &str) -> Name {
 fn ask(testbed: &Testbed) {
     let ask = || {
         for _ in 0..10 {
-            Connection::open(None).unwrap().who().unwrap();
+            Connection::open(None).unwrap().query_worker().unwrap();
         }
         Ok(())
     };
@@ -51,8 +51,8 @@ fn kept(daemon: Daemon) -> String {
 }
 
 #[test]
-fn parts_know_each_other_and_nobody_else_is_let_in() {
-    if skip_without_privilege("parts_know_each_other_and_nobody_else_is_let_in") {
+fn peers_authenticate_each_other() {
+    if skip_without_privilege("peers_authenticate_each_other") {
         return;
     }
     let options = TestbedOptions { instance: "tls".to_owned(), servers: 1, ..Default::default() };
@@ -110,7 +110,7 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
         ),
         (
             signed_elsewhere(),
-            "reason=\"unknown_authority\" error=its certificate is signed by nobody in `ca`",
+            "reason=\"unknown_authority\" error=its certificate is signed by no authority in `ca`",
             "the peer refuses our certificate: its signer is not in the peer's `ca`",
         ),
         (
@@ -142,16 +142,16 @@ fn parts_know_each_other_and_nobody_else_is_let_in() {
     eventually(*TIMEOUT, "the agent is back", || log(&testbed, "agent-s1", before).contains("connected to controller"));
     fleet.wait_until_ready(&testbed).unwrap();
 
-    // An agent's certificate opens no stream of a load balancer, which is told all keys.
+    // An agent's certificate opens no stream of a load balancer, which gets all keys.
     fleet.kill("lb1").unwrap();
     let controller = log(&testbed, "controller", 0).len();
     copy(&own, &bundle(&testbed, Role::Lb, "lb1"));
     fleet.restart(&testbed, "lb1").unwrap();
     let words = "peer=agent s1 at ";
     eventually(*TIMEOUT, words, || {
-        let said = log(&testbed, "controller", controller);
-        said.contains(words)
-            && said.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
+        let printed = log(&testbed, "controller", controller);
+        printed.contains(words)
+            && printed.contains("reason=\"wrong_role\" error=the certificate is for agent s1: expected lb")
     });
     ask(&testbed);
 }

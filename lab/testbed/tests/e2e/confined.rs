@@ -15,7 +15,7 @@ fn capability(name: &str) -> caps::Capability {
 fn ask(testbed: &Testbed, times: usize) {
     let ask = || {
         for _ in 0..times {
-            Connection::open(None).unwrap().who().unwrap();
+            Connection::open(None).unwrap().query_worker().unwrap();
         }
         Ok(())
     };
@@ -23,8 +23,8 @@ fn ask(testbed: &Testbed, times: usize) {
 }
 
 #[test]
-fn daemons_need_no_more_than_their_units_leave_them() {
-    if skip_without_privilege("daemons_need_no_more_than_their_units_leave_them") {
+fn daemons_work_within_their_units_limits() {
+    if skip_without_privilege("daemons_work_within_their_units_limits") {
         return;
     }
     let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };

@@ -65,7 +65,7 @@ impl TestEnv {
             issue(&authority, &directory, Role::Controller, name, Some(&address));
         }
         let operator = issue(&authority, &directory, Role::Operator, "ann", None);
-        let [member] = &Member::several(1, CONTROLLER_ADDRESS.into(), 2379)[..] else { unreachable!("one") };
+        let [member] = &Member::cluster(1, CONTROLLER_ADDRESS.into(), 2379)[..] else { unreachable!("one") };
         let Files { ca, certificate, key } = of_etcd;
         let tls = ClientTls { ca, certificate, key };
         let command = member.secure_command(std::slice::from_ref(member), &testbed.directory(), &tls);
@@ -142,12 +142,12 @@ impl TestEnv {
         self.ask(controllers, &["apply", "--yes", file.to_str().unwrap()])
     }
 
-    /// Servers that `coreward drain` keeps out, by name; `None`: nobody leads.
+    /// Servers that `coreward drain` keeps out, by name; `None`: there is no leader.
     fn drained(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.ask(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
         let servers = status["servers"].as_array().unwrap().iter();
-        let drained = servers.filter(|server| server["state_reason"] == "`coreward drain` says so");
+        let drained = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
         let mut names: Vec<String> = drained.map(|server| server["name"].as_str().unwrap().to_owned()).collect();
         // They stand in the order of their ids, which are drawn.
         names.sort();
@@ -203,20 +203,20 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
         refusals.iter().all(|refusal| refusal.contains(&named))
     });
 
-    // A certificate that is denied where nobody leads is refused there, too.
+    // A revoked certificate is rejected without a leader, too.
     let follower = all.into_iter().find(|number| *number != leader).unwrap();
     let (file, controller) = (&files[usize::from(follower) - 1], &controllers[usize::from(follower) - 1]);
     let text = fs::read_to_string(file).unwrap();
     let lost = read_certificates(&site.operator.certificate).unwrap()[0].fingerprint;
-    let told = |text: &str| {
+    let reported = |text: &str| {
         fs::write(file, text).unwrap();
         controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
     };
     let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("on the deny list"));
-    told(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
+    reported(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
     eventually(TAKEN_OVER, "it is refused", refused);
-    told(&text);
-    eventually(TAKEN_OVER, "it is refused no more", || !refused());
+    reported(&text);
+    eventually(TAKEN_OVER, "it is no longer rejected", || !refused());
 
     // It dies without a word.
     let mut killed = controllers[usize::from(leader) - 1].take().unwrap();
@@ -224,7 +224,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
     killed.wait(ENDED).unwrap();
     let weighed = DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
     eventually(TAKEN_OVER, "the next one takes a change", || site.apply(&all, &weighed).is_ok());
-    // `None` while nobody leads; what a leader answers is compared.
+    // `None` without a leader; a leader's answers are compared.
     let mut drained = None;
     eventually(TAKEN_OVER, "a leader answers", || {
         drained = site.drained(&all);
@@ -256,8 +256,8 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
 }
 
 #[test]
-fn a_controller_that_etcd_does_not_let_in_says_why() {
-    if skip_without_privilege("a_controller_that_etcd_does_not_let_in_says_why") {
+fn controller_rejected_by_etcd_reports_the_reason() {
+    if skip_without_privilege("controller_rejected_by_etcd_reports_the_reason") {
         return;
     }
     let site = TestEnv::start("ctldenied");
@@ -269,7 +269,7 @@ fn a_controller_that_etcd_does_not_let_in_says_why() {
     let endpoint = site.member.secure_endpoint();
     for (name, files, expected) in [
         ("foreign", not_ours, "etcd refuses our certificate, or that we show none"),
-        ("misled", not_theirs, "its certificate is signed by nobody in `ca`"),
+        ("misled", not_theirs, "its certificate is signed by no authority in `ca`"),
     ] {
         let file = site.write_together(name, 1, &files);
         let mut controller = site.start_controller(&file);
@@ -283,7 +283,7 @@ fn a_controller_that_etcd_does_not_let_in_says_why() {
         let doctor = site.doctor(&file);
         assert!(doctor.contains(expected), "{doctor}");
     }
-    // Nobody else has made it lead meanwhile, and it does when its certificate is exchanged for one that etcd takes.
+    // It was not elected meanwhile, and it does when its certificate is exchanged for one that etcd takes.
     let file = site.write_together("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
     let _controller = site.start_controller(&file);
     let log = || fs::read_to_string(file.with_extension("log")).unwrap();

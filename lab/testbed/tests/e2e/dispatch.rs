@@ -45,16 +45,23 @@ fn the_agent_dispatches_as_its_file_says() -> anyhow::Result<()> {
     eventually(*TIMEOUT, "four workers get requests", || eligible(&dispatched(&fleet, &testbed)) == 4);
     let load = report(start_load(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
     assert_eq!(load["lost"], 0, "{load}");
-    eventually(*TIMEOUT, "the agent has said that all are answered", || {
+    eventually(*TIMEOUT, "the agent reports that all are answered", || {
         sum(&dispatched(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
     });
-    let told = dispatched(&fleet, &testbed);
-    assert_eq!((&told[0]["listen"], &told[0]["policy"]), (&SERVICE.to_string().into(), &"jsq".into()));
-    assert_eq!((sum(&told, "outstanding"), sum(&told, "repaired"), sum(&told, "queued")), (0, 0, 0), "{told}");
-    assert_eq!(sum(&told, "dispatched"), sum(&told, "completed"));
+    let reported = dispatched(&fleet, &testbed);
+    assert_eq!((&reported[0]["listen"], &reported[0]["policy"]), (&SERVICE.to_string().into(), &"jsq".into()));
+    assert_eq!(
+        (sum(&reported, "outstanding"), sum(&reported, "repaired"), sum(&reported, "queued")),
+        (0, 0, 0),
+        "{reported}"
+    );
+    assert_eq!(sum(&reported, "dispatched"), sum(&reported, "completed"));
     let pids: Vec<_> = server.worker_pids();
-    let workers = told[0]["workers"].as_array().unwrap();
-    assert!(workers.iter().all(|worker| pids.contains(&(worker["pid"].as_u64().unwrap() as u32))), "{told} {pids:?}");
+    let workers = reported[0]["workers"].as_array().unwrap();
+    assert!(
+        workers.iter().all(|worker| pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
+        "{reported} {pids:?}"
+    );
     let text = asking(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE} at s1: jsq\n")), "{text}");

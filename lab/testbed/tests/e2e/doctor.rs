@@ -37,8 +37,8 @@ enum How {
 }
 
 #[derive(Debug, Clone)]
-struct Said {
-    /// Checks that say warning or fault.
+struct DoctorReport {
+    /// Checks with a warning or fault.
     found: BTreeMap<String, String>,
     fixed: Vec<String>,
     fit: bool,
@@ -49,12 +49,12 @@ struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx: Option<Process>,
-    /// Differences from the expectation: all are told at the end.
+    /// Differences from the expectation: all are printed at the end.
     wrong: RefCell<Vec<String>>,
 }
 
 impl TestEnv {
-    fn doctor(&self, host: &Namespace, config: &Path, how: How, more: &[&str]) -> Said {
+    fn doctor(&self, host: &Namespace, config: &Path, how: How, more: &[&str]) -> DoctorReport {
         let limits = match how {
             How::FewFiles => "ulimit -n 256; ",
             _ => "",
@@ -84,7 +84,7 @@ impl TestEnv {
         let report: Value = serde_json::from_str(report).unwrap_or_else(|error| panic!("{error}: {report}"));
         let findings = report["findings"].as_array().unwrap().iter();
         let words = |value: &Value| value.as_str().unwrap().to_owned();
-        let said = Said {
+        let printed = DoctorReport {
             found: findings
                 .filter(|finding| finding["severity"] == "warning" || finding["severity"] == "fault")
                 .map(|finding| {
@@ -95,9 +95,9 @@ impl TestEnv {
             fit: code == "0",
             drop_in: drop_in.to_owned(),
         };
-        let faults = said.found.values().any(|found| found.starts_with("fault"));
-        assert_eq!(said.fit, !faults, "the exit code is {code}: {said:?}");
-        said
+        let faults = printed.found.values().any(|found| found.starts_with("fault"));
+        assert_eq!(printed.fit, !faults, "the exit code is {code}: {printed:?}");
+        printed
     }
 
     fn shell(&self, host: &Namespace, script: &str) {
@@ -159,11 +159,11 @@ impl TestEnv {
     }
 }
 
-/// A host, the file that it is looked at with, and what doctor says while all is well.
+/// A host, its file, and doctor's report without a fault.
 struct Patient {
     host: Namespace,
     config: PathBuf,
-    well: Said,
+    well: DoctorReport,
 }
 
 impl Patient {
@@ -173,12 +173,12 @@ impl Patient {
         Self { host: host.clone(), config, well }
     }
 
-    /// Exactly `check` is found beside what there was, and not before or after.
+    /// Exactly `check` is found in addition, and not before or after.
     fn has(&self, site: &TestEnv, what: &str, check: &str, how: How, more: &[&str]) {
-        let said = site.doctor(&self.host, &self.config, how, more);
-        let new: Vec<&String> = said.found.keys().filter(|name| !self.well.found.contains_key(*name)).collect();
-        site.expect(new == [check], || format!("{what}: expected {check} alone: {said:?}; before: {:?}", self.well));
-        println!("{what}: {check}, {:?}", said.found.get(check));
+        let printed = site.doctor(&self.host, &self.config, how, more);
+        let new: Vec<&String> = printed.found.keys().filter(|name| !self.well.found.contains_key(*name)).collect();
+        site.expect(new == [check], || format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.well));
+        println!("{what}: {check}, {:?}", printed.found.get(check));
     }
 
     /// Returns this file with these replacements.
@@ -193,10 +193,10 @@ impl Patient {
         Self { host: self.host.clone(), config, well: self.well.clone() }
     }
 
-    fn is_well(&self, site: &TestEnv, after: &str) {
-        let said = site.doctor(&self.host, &self.config, How::Plain, &[]);
-        let names = |said: &Said| said.found.keys().cloned().collect::<Vec<_>>();
-        site.expect(names(&said) == names(&self.well), || format!("after {after}: {said:?}"));
+    fn is_passed(&self, site: &TestEnv, after: &str) {
+        let printed = site.doctor(&self.host, &self.config, How::Plain, &[]);
+        let names = |printed: &DoctorReport| printed.found.keys().cloned().collect::<Vec<_>>();
+        site.expect(names(&printed) == names(&self.well), || format!("after {after}: {printed:?}"));
     }
 
     /// Injected by a shell script, found, undone.
@@ -204,18 +204,18 @@ impl Patient {
         site.shell(&self.host, inject);
         self.has(site, inject, check, How::Plain, &[]);
         site.shell(&self.host, undo);
-        self.is_well(site, inject);
+        self.is_passed(site, inject);
     }
 
-    /// A check that fails, and is mended by `--fix`, which says so.
-    fn mends(&self, site: &TestEnv, check: &str, inject: &str, how: How) -> Said {
+    /// A check that fails, and that `--fix` repairs and reports.
+    fn mends(&self, site: &TestEnv, check: &str, inject: &str, how: How) -> DoctorReport {
         self.has(site, inject, check, how, &[]);
-        let said = site.doctor(&self.host, &self.config, how, &["--fix"]);
-        site.expect(!said.found.contains_key(check), || format!("{inject}: not mended: {said:?}"));
-        let done = !said.fixed.is_empty() && said.fixed.iter().all(|line| !line.starts_with("NOT"));
-        site.expect(done, || format!("{inject}: {said:?}"));
-        println!("{inject}: {}", said.fixed.join("; "));
-        said
+        let printed = site.doctor(&self.host, &self.config, how, &["--fix"]);
+        site.expect(!printed.found.contains_key(check), || format!("{inject}: not repaired: {printed:?}"));
+        let done = !printed.fixed.is_empty() && printed.fixed.iter().all(|line| !line.starts_with("NOT"));
+        site.expect(done, || format!("{inject}: {printed:?}"));
+        println!("{inject}: {}", printed.fixed.join("; "));
+        printed
     }
 }
 
@@ -230,7 +230,7 @@ fn site() -> (TestEnv, Fleet, Patient, Patient, Patient) {
     testbed.load_balancer(1).unwrap().set_sysctls(&routes).unwrap();
     let fleet = FleetOptions { more: by_lb, agents: false, ..FleetOptions::default() };
     let fleet = Fleet::start(&testbed, fleet).unwrap();
-    // One without a daemon, to be looked at before there is one.
+    // One without a daemon, to be checked before there is one.
     let second = testbed.add_load_balancer().unwrap();
     testbed.load_balancer(second).unwrap().set_sysctls(&routes).unwrap();
     let directory = testbed.directory();
@@ -268,7 +268,7 @@ fn every_injected_misconfiguration_is_named() {
     addresses_of_a_load_balancer(&site, &balancer);
     a_controller(&site, &controller);
 
-    // Beside daemons at work nothing is wrong either.
+    // With running daemons there is no fault either.
     let at_work = site.doctor(
         site.testbed.load_balancer(1).unwrap(),
         &site.testbed.directory().join("lb1.toml"),
@@ -317,14 +317,14 @@ fn addresses_of_a_server(site: &TestEnv, server: &Patient) {
     for (check, name, right) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
         let set = |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
         site.shell(&server.host, &set("all", "0"));
-        let said = server.mends(site, check, &set("all", "0"), How::Plain);
+        let printed = server.mends(site, check, &set("all", "0"), How::Plain);
         if Path::new("/etc/sysctl.d").is_dir() {
-            site.expect(said.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")), || {
-                format!("{said:?}")
+            site.expect(printed.drop_in.contains(&format!("\nnet.ipv4.conf.{DEVICE}.{name} = {right}\n")), || {
+                format!("{printed:?}")
             });
         }
         site.shell(&server.host, &format!("{}; {}", set("all", right), set(DEVICE, "0")));
-        server.is_well(site, name);
+        server.is_passed(site, name);
     }
 }
 
@@ -338,7 +338,7 @@ fn kernel_of_a_server(site: &TestEnv, server: &Patient) {
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         site.shell_with_sys(&server.host, &steer);
         server.mends(site, "rps", &steer, How::Plain);
-        server.is_well(site, &steer);
+        server.is_passed(site, &steer);
         server.catches(site, "queues", &format!("ethtool -L {DEVICE} rx 1"), &format!("ethtool -L {DEVICE} rx 2"));
     }
     let chain = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority 0; policy accept; }'";
@@ -357,14 +357,14 @@ fn kernel_of_a_server(site: &TestEnv, server: &Patient) {
     older.pin(&state).unwrap();
     server.has(site, "a map of 64 bytes is pinned as the server's state", "pins", How::Plain, &[]);
     fs::remove_file(&state).unwrap();
-    server.is_well(site, "pins");
+    server.is_passed(site, "pins");
     let nobody = format!("{CONTROLLER_ADDRESS}:7399");
     server.has(site, "a port at which no controller listens", "controller", How::Plain, &["--controller", &nobody]);
 }
 
 fn workers_of_a_server(site: &mut TestEnv, server: &Patient) {
     site.stop_serving();
-    server.has(site, "nobody listens", "listeners", How::Plain, &[]);
+    server.has(site, "no process listens", "listeners", How::Plain, &[]);
     site.serve(true, false);
     server.has(site, "sockets without SO_REUSEPORT", "listeners", How::Plain, &[]);
     // On one CPU a worker is pinned whatever it does.
@@ -373,7 +373,7 @@ fn workers_of_a_server(site: &mut TestEnv, server: &Patient) {
         server.has(site, "workers that are not pinned", "workers", How::Plain, &[]);
     }
     site.serve(true, true);
-    server.is_well(site, "workers");
+    server.is_passed(site, "workers");
     let pid = site.testbed.directory().join("polling.pid");
     let polls = "timeout 60 taskset -c 0 sh -c 'while :; do :; done'";
     let inject = format!("{polls} > /dev/null 2>&1 & echo $! > {}", pid.display());
@@ -388,14 +388,14 @@ fn load_balancer(site: &TestEnv, balancer: &Patient) {
     attach_xdp_pass(&balancer.host, DEVICE).unwrap();
     balancer.has(site, "another XDP program", "xdp", How::Plain, &[]);
     site.shell(&balancer.host, &format!("ip link set dev {DEVICE} xdp off"));
-    balancer.is_well(site, "xdp");
+    balancer.is_passed(site, "xdp");
     // With an XDP program at either end veth takes no such MTU.
     site.shell(site.testbed.switch(), "ip link set dev lb2 xdp off");
     site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 9000"));
     let native = balancer.with(&[], "xdp_mode = \"native\"\n");
     native.has(site, "an MTU of 9000", "mtu", How::Plain, &[]);
     site.shell(&balancer.host, &format!("ip link set dev {DEVICE} mtu 1500"));
-    balancer.is_well(site, "mtu");
+    balancer.is_passed(site, "mtu");
 }
 
 fn addresses_of_a_load_balancer(site: &TestEnv, balancer: &Patient) {
@@ -420,7 +420,7 @@ fn addresses_of_a_load_balancer(site: &TestEnv, balancer: &Patient) {
     let redirects = "echo 1 > /proc/sys/net/ipv4/conf/all/send_redirects";
     site.shell(&balancer.host, redirects);
     balancer.mends(site, "send-redirects", redirects, How::Plain);
-    balancer.is_well(site, redirects);
+    balancer.is_passed(site, redirects);
 }
 
 fn a_controller(site: &TestEnv, controller: &Patient) {
@@ -428,7 +428,7 @@ fn a_controller(site: &TestEnv, controller: &Patient) {
     let readable = format!("chmod 644 {}", store.display());
     site.shell(&controller.host, &readable);
     controller.mends(site, "store", &readable, How::Plain);
-    controller.is_well(site, &readable);
+    controller.is_passed(site, &readable);
     let missing = store.with_file_name("no/controller.redb");
     let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
     elsewhere.has(site, "the store's directory is missing", "store", How::Plain, &[]);
@@ -443,7 +443,7 @@ fn a_disk(site: &TestEnv, controller: &Patient, store: &Path) {
     let on_disk = disk.0.join("controller.redb");
     fs::copy(store, &on_disk).unwrap();
     let controller = controller.with(&[(store.to_str().unwrap(), on_disk.to_str().unwrap())], "");
-    controller.is_well(site, "a store on another disk");
+    controller.is_passed(site, "a store on another disk");
     let fill = disk.0.join("fill");
     let full = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", fill.display());
     controller.catches(site, "store", &full, &format!("rm {}", fill.display()));

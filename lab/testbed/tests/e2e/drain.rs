@@ -51,13 +51,13 @@ impl TestEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Begins a command beside what goes on.
+    /// Begins a command in the background.
     fn begin(&self, name: &str, arguments: &[&str]) -> Begun {
-        let said = self.testbed.directory().join(format!("{name}.txt"));
-        let file = File::create(&said).unwrap();
+        let printed = self.testbed.directory().join(format!("{name}.txt"));
+        let file = File::create(&printed).unwrap();
         let mut command = self.command(arguments);
         command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
-        Begun { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), said }
+        Begun { process: self.testbed.spawn(self.testbed.controller(), command).unwrap(), printed }
     }
 
     fn known_server(&self, server: &str) -> Value {
@@ -73,27 +73,27 @@ impl TestEnv {
 
 struct Begun {
     process: Process,
-    said: PathBuf,
+    printed: PathBuf,
 }
 
 impl Begun {
-    fn said(&self) -> String {
-        fs::read_to_string(&self.said).unwrap()
+    fn printed(&self) -> String {
+        fs::read_to_string(&self.printed).unwrap()
     }
 
     fn says(&self, words: &str) {
-        let mut said = String::new();
+        let mut printed = String::new();
         let has = || {
-            said = self.said();
-            said.contains(words)
+            printed = self.printed();
+            printed.contains(words)
         };
         eventually(*TIMEOUT, &format!("{words:?}"), has);
     }
 
-    /// Whether it ends well, and all that it said.
+    /// Whether it succeeds, and its output.
     fn ends(&mut self) -> (bool, String) {
         let ended = self.process.wait(*TIMEOUT).unwrap();
-        (ended.success(), self.said())
+        (ended.success(), self.printed())
     }
 }
 
@@ -124,10 +124,10 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     assert!(site.all_go_to(2));
     still_answered(&mut leaving);
     still_answered(&mut staying);
-    assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.said());
+    assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.printed());
     leaving.clear();
-    let (well, said) = waiting.ends();
-    assert!(well && said.ends_with("s1 is drained: no connection remains\n"), "{said}");
+    let (well, printed) = waiting.ends();
+    assert!(well && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
     // A certificate for one service's drain cannot drain the other.
     let refused = site.coreward(&["drain", "s2"]).unwrap_err();
@@ -149,30 +149,33 @@ fn ended_wait_leaves_the_server_drained() {
     // The agent has counted: the short timeout below has only to ask.
     interrupted.says(&format!(" {} connections remain\n", of_1.len()));
     interrupted.process.signal(Signal::SIGINT).unwrap();
-    let (well, said) = interrupted.ends();
-    assert!(!well && said.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"), "{said}");
+    let (well, printed) = interrupted.ends();
+    assert!(
+        !well && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
+        "{printed}"
+    );
     let mut impatient = site.begin("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
-    let (well, said) = impatient.ends();
+    let (well, printed) = impatient.ends();
     let end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
         of_1.len()
     );
-    assert!(!well && said.ends_with(&end), "{said}");
-    // Nobody counts.
+    assert!(!well && printed.ends_with(&end), "{printed}");
+    // No agent counts.
     site.fleet.kill("agent-s1").unwrap();
     eventually(*TIMEOUT, "the report of s1 is stale", || site.known_server("s1")["reports"] != "fresh");
     let mut uncounted = site.begin("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
-    let (well, said) = uncounted.ends();
+    let (well, printed) = uncounted.ends();
     assert!(
-        !well && said.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
-        "{said}"
+        !well && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
+        "{printed}"
     );
     assert_eq!(site.state("s1"), "draining");
     assert!(site.all_go_to(2));
     still_answered(&mut of_1);
     let top = site.coreward(&["top", "--once"]).unwrap();
     assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");
-    assert!(top.contains("! s1: draining: `coreward drain` says so"), "{top}");
+    assert!(top.contains("! s1: draining: by `coreward drain`"), "{top}");
 }
 
 /// Log lines of the controller with this event, as objects.

@@ -1,5 +1,5 @@
 //! Health checks from the load balancers: who is down gets no new connections and keeps those that it has, and a load
-//! balancer that sees nobody takes nobody out.
+//! balancer that reaches no server marks none down.
 
 use std::fs;
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ impl TestEnv {
         Self { fleet, nginx, testbed }
     }
 
-    /// Whether the server says that it is well.
+    /// Whether the server reports itself healthy.
     fn set_well(&self, number: u16, well: bool) {
         let file = health_file(&self.testbed, number);
         if well { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
@@ -89,7 +89,7 @@ impl TestEnv {
         let open = || {
             let one = |_| {
                 let mut connection = Connection::open(None)?;
-                let server = connection.who()?.server;
+                let server = connection.query_worker()?.server;
                 Ok((connection, server))
             };
             (0..count).map(one).collect()
@@ -100,14 +100,14 @@ impl TestEnv {
     fn still_answered(&self, connections: &mut [(Connection, u16)]) {
         let ask = || {
             for (connection, server) in connections.iter_mut() {
-                assert_eq!(connection.who()?.server, *server);
+                assert_eq!(connection.query_worker()?.server, *server);
             }
             Ok(())
         };
         self.testbed.client().within(ask).unwrap();
     }
 
-    /// Waits until just these get new connections: soon after the controller says so.
+    /// Waits until just these get new connections: soon after the controller has it.
     fn only_go_to(&self, servers: &[u16]) {
         eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
     }
@@ -172,7 +172,7 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
     site.still_answered(&mut connections);
     connections.retain(|(_, server)| *server != 2);
 
-    // It is gone, only nobody listens.
+    // The machine is up, but no process listens.
     site.nginx[1] = None;
     site.wait_for(2, "down");
     assert!(site.state(2).1.contains("connection refused"), "{:?}", site.state(2));
@@ -181,9 +181,9 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
     site.wait_for(2, "active");
     site.wait_until_checked();
 
-    // A load balancer that sees nobody takes nobody out.
+    // A load balancer that reaches no server marks none down.
     site.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
-    eventually(LIMIT, "load balancer 2 sees nobody", || {
+    eventually(LIMIT, "load balancer 2 reaches no server", || {
         let status = site.status();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let blind = |member: &Value| {
@@ -258,9 +258,9 @@ fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
     }
 }
 
-/// Servers that answer so many new connections; `None`: one is refused, or nobody answers.
+/// Servers that answer so many new connections; `None`: one is refused or not answered.
 fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
-    let one = || Connection::open(None).and_then(|mut connection| connection.who()).ok().map(|who| who.server);
+    let one = || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
     site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| one()).collect())).unwrap()
 }
 
@@ -307,7 +307,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     assert_masked_in_time(&site, died);
     connections.retain(|(_, server)| *server != 2);
     site.still_answered(&mut connections);
-    // All are down: nobody is masked, as the load balancer may be at fault.
+    // All are down: none is masked, as the load balancer may be at fault.
     let before = site.log_lengths();
     (1..=3).for_each(|number| site.set_well(number, false));
     site.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");

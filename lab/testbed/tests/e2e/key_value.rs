@@ -65,8 +65,8 @@ impl Client {
 }
 
 #[test]
-fn a_get_sees_what_was_put() -> anyhow::Result<()> {
-    if skip_without_privilege("a_get_sees_what_was_put") {
+fn get_returns_the_stored_value() -> anyhow::Result<()> {
+    if skip_without_privilege("get_returns_the_stored_value") {
         return Ok(());
     }
     let testbed = testbed("tkvget")?;

@@ -147,7 +147,7 @@ fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
     eventually(*TIMEOUT, "the clock of s2 is known", || clock(&site, "s2").0 == "known");
     unbroken(client);
 
-    // A load balancer that does not route says so, and what to do.
+    // A load balancer that does not route reports it, with the remedy.
     assert_eq!(state(&site)["warnings"], Value::Array(Vec::new()));
     forward(&site, "0");
     eventually(*TIMEOUT, "that it does not route is shown", || {

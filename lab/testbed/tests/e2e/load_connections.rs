@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use coreward_testbed::nginx::{LARGE_FILE, WHO};
+use coreward_testbed::nginx::{LARGE_FILE, WORKER_PATH};
 use coreward_testbed::skip_without_privilege;
 use serde_json::Value;
 
@@ -50,7 +50,7 @@ fn connections_that_break_are_counted_and_opened_again() -> anyhow::Result<()> {
     let server = testbed.start_paced_server(1)?;
     let report = report(load)?;
     assert_eq!(count(&report, "requests"), count(&report, "completed") + count(&report, "lost"), "{report}");
-    // For a second there was nobody, and until the next one listened.
+    // For a second there was no worker, and until the next one listened.
     assert!(count(&report, "lost") > 100 && count(&report, "lost") < count(&report, "requests") / 2, "{report}");
     assert!(count(&report, "refused") > 0, "{report}");
     // It served again after the pause.
@@ -71,7 +71,7 @@ fn http_is_answered_by_nginx() -> anyhow::Result<()> {
             &format!("--transport http --path {path} --rate {rate} --seconds 2 --warm-up 0 --flows 8 --timeout 10"),
         )
     };
-    let who = report(load(WHO, 500)?)?;
+    let who = report(load(WORKER_PATH, 500)?)?;
     let wrong = |report: &Value| ["lost", "failed", "broken_connections", "malformed"].map(|name| count(report, name));
     assert_eq!(wrong(&who), [0; 4], "{who}");
     assert!((850..1_150).contains(&count(&who, "requests")), "{who}");
@@ -81,7 +81,7 @@ fn http_is_answered_by_nginx() -> anyhow::Result<()> {
     let missing = report(load("/missing", 100)?)?;
     assert_eq!(wrong(&missing), [0, count(&missing, "requests"), 0, 0], "{missing}");
     // A reload ends every old worker's connections; they are opened again, to the new ones.
-    let running = load(WHO, 200)?;
+    let running = load(WORKER_PATH, 200)?;
     std::thread::sleep(Duration::from_millis(700));
     nginx.reload(&testbed, 1, 2)?;
     let reloaded = report(running)?;

@@ -15,8 +15,8 @@ const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
 
 #[test]
-fn lost_store_takes_no_service_away() {
-    if skip_without_privilege("lost_store_takes_no_service_away") {
+fn lost_store_interrupts_no_service() {
+    if skip_without_privilege("lost_store_interrupts_no_service") {
         return;
     }
     let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
@@ -42,7 +42,7 @@ fn lost_store_takes_no_service_away() {
     open(&testbed, AT_EVERY_SERVER);
     testbed
         .client()
-        .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.who().map(drop)))
+        .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop)))
         .expect("connections of before go on");
 
     // An operator decides, also that there are no services.
@@ -57,8 +57,8 @@ fn lost_store_takes_no_service_away() {
 }
 
 #[test]
-fn configuration_is_saved_when_the_disk_takes_it_again() {
-    if skip_without_privilege("configuration_is_saved_when_the_disk_takes_it_again") {
+fn configuration_is_saved_when_the_disk_has_room() {
+    if skip_without_privilege("configuration_is_saved_when_the_disk_has_room") {
         return;
     }
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };

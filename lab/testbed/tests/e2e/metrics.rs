@@ -1,5 +1,5 @@
-//! Prometheus' endpoints of a fleet at work: what each serves is what the table of metrics says, and what `coreward
-//! status` says.
+//! Prometheus' endpoints of a running fleet: each serves the metrics of the table, with the values of `coreward
+//! status`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -102,26 +102,26 @@ fn endpoints_serve_what_the_table_says() {
     let whole = |host: &Namespace| scrape(&site, host).unwrap();
     complete(Component::Lb, &whole(balancer));
     complete(Component::Agent, &whole(server));
-    // The controller has what a load balancer said last, at most a second ago.
-    eventually(*TIMEOUT, "the controller knows what its load balancer says", || {
-        let (known, said) = (whole(controller), whole(balancer));
+    // The controller has a load balancer's last report, at most a second old.
+    eventually(*TIMEOUT, "the controller has its load balancer's counts", || {
+        let (known, printed) = (whole(controller), whole(balancer));
         let first = |values: &Values| sum(values, "coreward_lb_packets_total", ("decision", "new_connection"));
-        first(&known) > 0.0 && first(&known) == first(&said)
+        first(&known) > 0.0 && first(&known) == first(&printed)
     });
-    let (known, said) = (whole(controller), whole(balancer));
+    let (known, printed) = (whole(controller), whole(balancer));
     complete(Component::Controller, &known);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
-        assert!(sum(&said, name, ("decision", "new_connection")) > 100.0, "{name}");
+        assert!(sum(&printed, name, ("decision", "new_connection")) > 100.0, "{name}");
     }
-    assert!(sum(&said, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
+    assert!(sum(&printed, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
     assert!(sum(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");
     let status = site.fleet.status(&site.testbed).unwrap();
     let refused: u64 = status["refused_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let told: f64 =
+    let reported: f64 =
         known.iter().filter(|((name, _), _)| name == "coreward_reports_refused_total").map(|(_, value)| value).sum();
-    assert_eq!(told, refused as f64);
+    assert_eq!(reported, refused as f64);
     // The agent, the controller and `status` count the same warnings, of which this is one.
     server.within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
     let warnings = |host: &Namespace| sum(&whole(host), "coreward_server_warnings", ("server", "s1"));

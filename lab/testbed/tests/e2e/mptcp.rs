@@ -1,7 +1,7 @@
-//! Multipath TCP of stock kernels (RFC 8684): the first subflow goes where the policy says, and the ones that join it
+//! Multipath TCP of stock kernels (RFC 8684): the first subflow follows the policy, and the ones that join it
 //! reach the same server by a port that the server signals and that is a service of its own.
 //!
-//! The token in MP_JOIN is drawn by the server's kernel, so no load balancer can tell from it whose connection it is.
+//! The token in MP_JOIN is drawn by the server's kernel, so no load balancer can find the connection by it.
 //! So servers refuse joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another one.
 
 use std::fmt::Write as _;

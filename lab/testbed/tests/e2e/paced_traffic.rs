@@ -73,7 +73,7 @@ fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
             })
             .collect(),
     };
-    // Nobody listens.
+    // No process listens.
     let refused = report(start_load(&testbed, &log(1))?)?;
     assert_eq!((refused.opened, refused.completed, refused.broken.refused), (10, 0, 10), "{refused:?}");
 
@@ -91,7 +91,7 @@ fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_log_that_is_none_is_refused() -> anyhow::Result<()> {
+fn invalid_arrival_log_is_rejected() -> anyhow::Result<()> {
     let mut command = Command::new(lab_command()?);
     command.args(["testbed", "load", "--vip", "10.200.0.1:80", "--first-address", "10.1.0.7", "--log", "/dev/null"]);
     let output = command.output()?;

@@ -1,4 +1,4 @@
-//! `scripts/deb`: what is in the packages, and what systemd's own tools say of the units.
+//! `scripts/deb`: contents of the packages, and the verdict of systemd's tools on the units.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -17,8 +17,8 @@ fn run(program: &str, arguments: &[&str]) -> Output {
 
 fn succeeds(program: &str, arguments: &[&str]) -> String {
     let output = run(program, arguments);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{program} {arguments:?}: {said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{program} {arguments:?}: {printed}");
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
@@ -61,10 +61,14 @@ fn packages_hold_what_is_needed() {
         let text = std::fs::read_to_string(&unit).unwrap().replace("/usr/bin/coreward", &path("usr/bin/coreward"));
         let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
         std::fs::write(&unit, text).unwrap();
-        let said = run("systemd-analyze", &["verify", &unit]);
-        assert!(said.status.success() && said.stderr.is_empty(), "{daemon}: {}", String::from_utf8_lossy(&said.stderr));
-        let said = succeeds("systemd-analyze", &["security", "--offline=true", &unit]);
-        let exposure = said.lines().find_map(|line| line.split_once("exposure level for ")?.1.split_once(": "));
+        let printed = run("systemd-analyze", &["verify", &unit]);
+        assert!(
+            printed.status.success() && printed.stderr.is_empty(),
+            "{daemon}: {}",
+            String::from_utf8_lossy(&printed.stderr)
+        );
+        let printed = succeeds("systemd-analyze", &["security", "--offline=true", &unit]);
+        let exposure = printed.lines().find_map(|line| line.split_once("exposure level for ")?.1.split_once(": "));
         let exposure: f64 = exposure.and_then(|(_, level)| level.split(' ').next()?.parse().ok()).expect("a level");
         assert!(exposure <= highest, "{daemon}: {exposure}");
         let example = path(&format!("usr/share/doc/coreward-{daemon}/examples/{daemon}.toml"));

@@ -22,7 +22,7 @@ fn download(testbed: &Testbed) {
     }
 }
 
-fn told(testbed: &Testbed) -> Vec<u64> {
+fn reported(testbed: &Testbed) -> Vec<u64> {
     let of = |number| counters::read(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
     testbed.server_numbers().into_iter().map(of).collect()
 }
@@ -38,7 +38,7 @@ fn small_mtu(instance: &str, client_timestamps: &str) {
     })
     .unwrap();
     testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", client_timestamps)]).unwrap();
-    // Without this a server that hears nothing would find the MTU by itself, after some seconds.
+    // Without this a server without ICMP would find the MTU by itself, after some seconds.
     for number in testbed.server_numbers() {
         testbed.server(number).unwrap().set_sysctls(&[("ipv4/tcp_mtu_probing", "0")]).unwrap();
     }
@@ -48,11 +48,11 @@ fn small_mtu(instance: &str, client_timestamps: &str) {
     // The hash chooses the server: 12 connections pass over one of three once in 43 runs.
     for _ in 0..ROUNDS {
         download(&testbed);
-        if told(&testbed).iter().all(|errors| *errors > 0) {
+        if reported(&testbed).iter().all(|errors| *errors > 0) {
             return;
         }
     }
-    panic!("ICMP errors at servers: {:?}", told(&testbed));
+    panic!("ICMP errors at servers: {:?}", reported(&testbed));
 }
 
 #[test]

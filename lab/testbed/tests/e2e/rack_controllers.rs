@@ -1,6 +1,6 @@
 //! Rack controllers between agents and the controller, all with certificates: connections go where the loads are least whichever way these
 //! come, a server behind a rack drains as any other, and racks and controllers that are killed cost no connection. Who is not the rack
-//! that it says, or speaks for servers that are not its own, is refused by name.
+//! of its certificate, or reports for foreign servers, is rejected by name.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -38,16 +38,16 @@ impl Loads {
     fn start(testbed: &Testbed) -> Self {
         let files: Vec<_> = testbed.server_numbers().into_iter().map(|n| (n, busy_file(testbed, n))).collect();
         let idle = Arc::new(AtomicU16::new(NOBODY));
-        let told = idle.clone();
+        let reported = idle.clone();
         let writing = std::thread::spawn(move || {
             let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
-            while told.load(Ordering::Relaxed) != END {
+            while reported.load(Ordering::Relaxed) != END {
                 let passed = before.elapsed();
                 before += passed;
                 for (number, file) in &files {
                     let busy = busy_ns.entry(*number).or_insert(0u64);
                     *busy +=
-                        if told.load(Ordering::Relaxed) == *number { 0 } else { passed.as_nanos() as u64 / 10 * 9 };
+                        if reported.load(Ordering::Relaxed) == *number { 0 } else { passed.as_nanos() as u64 / 10 * 9 };
                     write_busy(file, &[*busy; CORES as usize]).unwrap();
                 }
                 std::thread::sleep(Duration::from_millis(20));
@@ -165,7 +165,7 @@ impl TestEnv {
         text.get(from..).unwrap_or_default().to_owned()
     }
 
-    /// A rack is started with the certificate of somebody else, until the controller says these words of it; then with its own.
+    /// A rack starts with a foreign certificate until the controller logs these words; then with its own.
     fn is_refused(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own = bundle(&self.testbed, Role::Rack, rack);
         let kept = self.testbed.directory().join("kept");
@@ -212,7 +212,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     assert_eq!(racks("may_speak_for"), [Value::from(3), Value::from(3)]);
     let text = site.coreward(&["status"]);
     assert!(
-        text.contains("\nrack rack1 (") && text.contains("may speak for 3 of 5 servers\n  servers    s1 s2\n"),
+        text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
         "{text}"
     );
     // Every core of a server behind a rack, as its agent measures it.
@@ -238,7 +238,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     site.all_go_to(2);
     site.fleet.restart(&site.testbed, "rack1").unwrap();
     eventually(*TIMEOUT, "rack1 is back", || site.names_of_racks() == ["rack1", "rack2"]);
-    // Nobody had to move.
+    // No agent had to move.
     site.go_by(&["", "rack2", "rack2", "rack2", ""]);
 
     site.fleet.kill("controller").unwrap();
@@ -261,12 +261,12 @@ fn drain(site: &TestEnv) {
     site.all_go_to(2);
     let mut leaving = open(&site.testbed, 3);
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
-    let said = site.testbed.directory().join("drain.txt");
-    let file = File::create(&said).unwrap();
+    let printed = site.testbed.directory().join("drain.txt");
+    let file = File::create(&printed).unwrap();
     let mut command: Command = asking(&site.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
     command.stdin(Stdio::null()).stdout(file.try_clone().unwrap()).stderr(file);
     let mut waiting = site.testbed.spawn(site.testbed.controller(), command).unwrap();
-    let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&said).unwrap().contains(words));
+    let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&printed).unwrap().contains(words));
     says("s2 is draining: 3 connections remain\n");
     let elsewhere = open(&site.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
@@ -275,15 +275,15 @@ fn drain(site: &TestEnv) {
     says("s2 is draining: 1 connection remains\n");
     leaving.clear();
     let ended = waiting.wait(*TIMEOUT).unwrap();
-    let said = fs::read_to_string(&said).unwrap();
-    assert!(ended.success() && said.ends_with("s2 is drained: no connection remains\n"), "{said}");
+    let printed = fs::read_to_string(&printed).unwrap();
+    assert!(ended.success() && printed.ends_with("s2 is drained: no connection remains\n"), "{printed}");
     site.coreward(&["undrain", "s2"]);
     site.all_go_to(2);
 }
 
 #[test]
-fn a_rack_is_who_it_says_and_speaks_for_its_own_servers_only() {
-    if skip_without_privilege("a_rack_is_who_it_says_and_speaks_for_its_own_servers_only") {
+fn rack_reports_for_its_own_servers_only() {
+    if skip_without_privilege("rack_reports_for_its_own_servers_only") {
         return;
     }
     let mut site = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);

@@ -1,4 +1,4 @@
-//! Connections that their clients abort: the server hears of it, with and without a timestamp in the RST, and keeps
+//! Connections that their clients abort: the server gets the RST, with and without a timestamp, and keeps
 //! nothing.
 
 use std::io::{Read as _, Write as _};
@@ -26,7 +26,7 @@ fn open() -> TcpStream {
     stream
 }
 
-/// Ends a connection so that the peer hears nothing: its next packet then finds no socket here, and the RST that answers
+/// Ends a connection without a packet to the peer: its next packet then finds no socket here, and the RST that answers
 /// carries no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
 fn forget(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
@@ -59,8 +59,8 @@ fn sockets(testbed: &Testbed) -> usize {
 }
 
 #[test]
-fn servers_hear_of_aborted_connections() {
-    if skip_without_privilege("servers_hear_of_aborted_connections") {
+fn servers_receive_resets_of_aborted_connections() {
+    if skip_without_privilege("servers_receive_resets_of_aborted_connections") {
         return;
     }
     let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
@@ -83,5 +83,5 @@ fn servers_hear_of_aborted_connections() {
             Ok(())
         })
         .unwrap();
-    eventually(LIMIT, "the load balancer tells", || site.counters("broadcast") >= 12);
+    eventually(LIMIT, "the load balancer counts", || site.counters("broadcast") >= 12);
 }

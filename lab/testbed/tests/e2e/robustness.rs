@@ -38,7 +38,7 @@ impl TestEnv {
             (0..count)
                 .map(|_| {
                     let mut connection = Connection::open(None).unwrap();
-                    let answerer = connection.who().unwrap();
+                    let answerer = connection.query_worker().unwrap();
                     (connection, answerer)
                 })
                 .collect()
@@ -147,7 +147,7 @@ fn explain_names_the_server_and_the_core_that_serve() {
     for port in 20_300..20_332 {
         let source = SocketAddrV4::new(address, port);
         let explained = site.explain(source);
-        let answerer = site.in_client(|| Connection::open(Some(source)).unwrap().who().unwrap());
+        let answerer = site.in_client(|| Connection::open(Some(source)).unwrap().query_worker().unwrap());
         assert_eq!(explained["chosen_server"], format!("s{}", answerer.server), "{source}: {explained}");
         let servers = explained["servers"].as_array().unwrap();
         let chosen = servers.iter().find(|server| server["name"] == explained["chosen_server"]).unwrap();

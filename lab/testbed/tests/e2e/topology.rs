@@ -49,7 +49,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     route_vip_to_server_1(&testbed)?;
     let large = curl(&testbed, nginx::LARGE_FILE, &[])?;
     assert_eq!(large.len(), nginx::LARGE_FILE_BYTES);
-    let who = String::from_utf8(curl(&testbed, nginx::WHO, &[])?)?;
+    let who = String::from_utf8(curl(&testbed, nginx::WORKER_PATH, &[])?)?;
     let (server, pid) = who.trim().split_once(' ').context("server and pid")?;
     assert_eq!(server, "1");
     assert!(nginx.workers().contains(&pid.parse()?), "{who:?} is none of {:?}", nginx.workers());
@@ -71,7 +71,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 fn delivered_as_predicted(testbed: &Testbed, queues: &ReceiveQueues, rss: &Rss, first_port: u16) -> anyhow::Result<()> {
     let mut used = vec![false; usize::from(testbed.options().cores)];
     for port in first_port..first_port + 32 {
-        curl(testbed, nginx::WHO, &["--local-port", &port.to_string()])?;
+        curl(testbed, nginx::WORKER_PATH, &["--local-port", &port.to_string()])?;
         let tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (VIP, SERVICE.port()));
         let hash = rss.key.toeplitz(&tuple.bytes());
         let predicted = rss.indirection_table.queue(hash);
@@ -145,7 +145,7 @@ fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Re
     let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_at_load_balancers(&testbed)?;
-    let ask_often = |testbed: &Testbed| (0..32).try_for_each(|_| curl(testbed, nginx::WHO, &[]).map(drop));
+    let ask_often = |testbed: &Testbed| (0..32).try_for_each(|_| curl(testbed, nginx::WORKER_PATH, &[]).map(drop));
     ask_often(&testbed)?;
     let both = routed(&testbed)?;
     // With 32 connections one load balancer gets none once in 2^31 runs.
@@ -159,8 +159,8 @@ fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Re
     assert_eq!(testbed.add_load_balancer()?, 3);
     testbed.remove_load_balancer(2)?;
     assert_eq!(testbed.load_balancer_numbers(), [1, 3]);
-    // Nobody has told the client: what goes to a load balancer without power is lost, and not refused.
-    let lost = curl(&testbed, nginx::WHO, &["--connect-timeout", "1"]).unwrap_err().to_string();
+    // The client is not notified: packets to a load balancer without power are lost, not refused.
+    let lost = curl(&testbed, nginx::WORKER_PATH, &["--connect-timeout", "1"]).unwrap_err().to_string();
     assert!(lost.contains("exit status: 28"), "{lost}");
     testbed.announce(&[1])?;
     ask_often(&testbed)?;
@@ -178,15 +178,15 @@ fn a_router_with_a_small_mtu_tells_the_server_by_icmp() -> anyhow::Result<()> {
     let _nginx = testbed.start_nginx(1)?;
     route_at_load_balancers(&testbed)?;
     assert_eq!(curl(&testbed, nginx::LARGE_FILE, &[])?.len(), nginx::LARGE_FILE_BYTES);
-    let told = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
-    assert!(told > 0, "no ICMP error reached the server");
+    let reported = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
+    assert!(reported > 0, "no ICMP error reached the server");
     Ok(())
 }
 
 const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED: &str = "tkilled";
 
-/// Run by the next test in a process of its own: makes a testbed, says so, and waits to be killed.
+/// Run by the next test in a process of its own: makes a testbed, reports it, and waits to be killed.
 #[test]
 #[ignore = "started by the next test"]
 fn owner_that_waits_to_be_killed() -> anyhow::Result<()> {
@@ -201,7 +201,7 @@ fn owner_that_waits_to_be_killed() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A process that has ended has no namespace any more, even if nobody has waited for it.
+/// A process that has ended has no namespace any more, even before it is waited for.
 fn runs(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
 }
@@ -230,7 +230,7 @@ fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
 
     owner.kill()?;
     owner.wait()?;
-    // nginx's master was tied to its owner; its workers are not, and their master could not tell them.
+    // nginx's master was tied to its owner; its workers are not, and their master could not signal them.
     assert!(runs(worker));
     drop(Testbed::create(options(KILLED, 1))?);
     assert!(!runs(worker));
@@ -239,7 +239,7 @@ fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
 }
 
 #[test]
-fn addresses_are_the_documented_ones() {
+fn addresses_match_the_documentation() {
     assert_eq!(server_address(3), Ipv4Addr::new(10, 1, 1, 3));
     assert_eq!(SERVICE, SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80));
 }

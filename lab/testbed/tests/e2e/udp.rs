@@ -1,5 +1,5 @@
 //! UDP through the load balancer: by flow each socket's datagrams keep their server while servers come and go, by packet
-//! each datagram goes where the policy says.
+//! each datagram follows the policy.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -15,7 +15,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege}
 
 use crate::support::{TestEnv, eventually};
 
-/// A UDP service beside the TCP service, at the same address and port.
+/// A UDP service at the address and port of the TCP service.
 fn service(udp: &str, policy: &str) -> String {
     format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\nudp = \"{udp}\"\n\

@@ -94,7 +94,7 @@ impl Started {
         let mut command = Command::new("unshare");
         // systemd's default: DefaultLimitNOFILE=1024:524288.
         let open_files = unit.setting("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
-            // Nobody raises the limit of a container.
+            // The limit of a container stays.
             let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             limit.parse::<u64>().unwrap().min(most).to_string()
         });
@@ -111,7 +111,7 @@ impl Started {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
-    /// Waits until its log says so, and it goes on for a while.
+    /// Waits until its log has it, and it continues for a while.
     fn says(&mut self, expected: &str) {
         let end = Instant::now() + LIMIT;
         while !self.log().contains(expected) {
@@ -160,8 +160,8 @@ impl Drop for Started {
 }
 
 #[test]
-fn every_unit_starts_with_what_it_leaves_its_daemon() {
-    if skip_without_privilege("every_unit_starts_with_what_it_leaves_its_daemon") {
+fn every_unit_starts_with_its_capabilities() {
+    if skip_without_privilege("every_unit_starts_with_its_capabilities") {
         return;
     }
     let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::of);

@@ -29,7 +29,7 @@ fn agents() -> impl Iterator<Item = String> {
     (1..=SERVERS).map(|number| format!("agent-s{number}"))
 }
 
-/// From now on what is pinned there is of another version: another layout. `T`: what stands in the map.
+/// Gives the pins there another layout version. `T`: the map's value.
 fn relabel<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both (bpf/include/intf.h).
@@ -104,7 +104,7 @@ fn another_layout_is_replaced_when_the_new_one_is_ready() {
     }
 }
 
-/// With a real older version: `make test-upgrade` builds it and says in COREWARD_OLD where it is.
+/// With a real older version: `make test-upgrade` builds it and sets COREWARD_OLD to its path.
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn real_versions_are_exchanged_up_and_down() {
@@ -136,7 +136,7 @@ fn real_versions_are_exchanged_up_and_down() {
         let taken_over = site.fleet.exchange(&site.testbed, daemon, Some(&old));
         if let (Err(refused), Some(number)) = (taken_over, daemon.strip_prefix("lb")) {
             println!("{daemon}: {refused:#}");
-            // As docs/deployment.md says: the others carry the traffic meanwhile.
+            // As in docs/deployment.md: the others carry the traffic meanwhile.
             let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
             site.testbed.announce(&others).unwrap();
             pause(500);
@@ -152,7 +152,7 @@ fn real_versions_are_exchanged_up_and_down() {
     unbroken(client);
 }
 
-/// The daemon starts anew with nothing pinned.
+/// The daemon starts without pins.
 fn renew(site: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pins = site.pins(daemon);
     // It may refuse what the other version pinned.

@@ -46,7 +46,7 @@ impl TestEnv {
         };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
-        let member = Member::several(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
+        let member = Member::cluster(1, CONTROLLER_ADDRESS.into(), 2379).remove(0);
         let etcd = Some(start_etcd(&testbed, &member));
         let mut document = DOCUMENT.to_owned();
         for number in 1..=SERVERS {
@@ -113,7 +113,7 @@ impl TestEnv {
     fn open(&self, count: usize) -> anyhow::Result<Vec<(Connection, u16)>> {
         let one = |_| {
             let mut connection = Connection::open(None)?;
-            let server = connection.who()?.server;
+            let server = connection.query_worker()?.server;
             Ok((connection, server))
         };
         self.testbed.client().within(|| (0..count).map(one).collect())
@@ -145,7 +145,7 @@ impl TestEnv {
     fn broken(&self, connections: &mut [(Connection, u16)]) -> usize {
         let ask = || {
             let broken = |(connection, server): &mut (Connection, u16)| {
-                connection.who().map_or(true, |who| who.server != *server)
+                connection.query_worker().map_or(true, |who| who.server != *server)
             };
             Ok(connections.iter_mut().map(broken).filter(|broken| *broken).count())
         };

@@ -20,7 +20,7 @@ pub type Open = Vec<(Connection, Answerer)>;
 pub fn open(testbed: &Testbed, count: usize) -> Open {
     let open = || {
         let mut connection = Connection::open(None)?;
-        let answerer = connection.who()?;
+        let answerer = connection.query_worker()?;
         Ok((connection, answerer))
     };
     testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
@@ -28,7 +28,7 @@ pub fn open(testbed: &Testbed, count: usize) -> Open {
 
 pub fn still_answered(connections: &mut [(Connection, Answerer)]) {
     for (connection, first) in connections {
-        assert_eq!(&connection.who().unwrap(), first);
+        assert_eq!(&connection.query_worker().unwrap(), first);
     }
 }
 
@@ -70,7 +70,7 @@ impl TestEnv {
         self.testbed.start_stream_client(&Streams::endless(per_second), None).unwrap()
     }
 
-    /// Changes what the controller's file says of a server; `None`: nothing any more. Returns when every part has
+    /// Changes a server in the controller's file; `None`: removes it. Returns when every part has
     /// confirmed it: a connection need not survive two changes at once.
     pub fn set(&mut self, server: u16, standing: Option<AdminState>) {
         let generation = |site: &Self| site.fleet.status(&site.testbed).ok()?["configuration_generation"].as_u64();
@@ -92,7 +92,7 @@ impl TestEnv {
         eventually(*TIMEOUT, "the client begins connections", || begun() >= expected);
     }
 
-    /// A counter of a load balancer, as it tells once a second; 0 while there is none.
+    /// A counter of a load balancer, reported once a second; 0 while there is none.
     pub fn counter(&self, load_balancer: &str, counter: &str) -> u64 {
         let status = self.fleet.status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();

@@ -125,7 +125,7 @@ function drawFlows() {
   context.scale(ratio, ratio);
   const newest = flows[flows.length - 1] || {};
   const names = Object.keys(newest);
-  // Those with the most; thousands of lines say nothing.
+  // Those with the most: thousands of lines are unreadable.
   const sum = (name) => flows.reduce((total, at) => total + (at[name] || 0), 0);
   const shown = names.length <= LINES.length ? names : names.map((name) => [sum(name), name]).sort((a, b) => b[0] - a[0])
     .slice(0, LINES.length).map(([, name]) => name);
@@ -163,7 +163,7 @@ function drawFlows() {
   }));
 }
 
-// ---- what is told -------------------------------------------------------------------------------------------------------
+// ---- events -------------------------------------------------------------------------------------------------------------
 
 function tile(value, words, kind) {
   const made = node("div", undefined, "tile");
@@ -216,7 +216,7 @@ function showBalancers(loads, seconds) {
     const old = then.get(name) || {};
     const rates = Object.fromEntries(Object.entries(counters).map(([counter, count]) => [counter, rate(count, old[counter], seconds)]));
     const balancer = known.get(name) || {};
-    // They say what they see once a second: between that the last rate holds.
+    // They report once a second: until then the last rate holds.
     const changed = Object.values(rates).some((value) => value > 0);
     const last = changed ? rates : (showBalancers.last[name] || rates);
     showBalancers.last[name] = last;
@@ -231,7 +231,7 @@ function showBalancers(loads, seconds) {
 }
 showBalancers.last = {};
 
-// Those of which there is something to know come first: of thousands that are well nobody reads the rows.
+// Servers with a problem come first.
 function showServers(loads) {
   const open = new Map(loads.servers.map((server) => [server.name, server.service_connections ?? server.open_connections]));
   const since = ({ drained }) => (drained && drained.since_unix_ms ? `since ${new Date(drained.since_unix_ms).toLocaleString()}` : "");
@@ -272,8 +272,8 @@ function takeOverview(told) {
   const { keys } = told;
   const since = new Date(keys.current_since_unix_s * 1000).toLocaleString();
   $("keys").textContent = keys.phase === "announced"
-    ? `Key ${keys.current} stamps since ${since}. The next one is on its way; it waits for ${keys.waiting_for.join(", ") || "nobody"}.`
-    : `Key ${keys.current} stamps since ${since}. ${keys.rotation_interval_s ? `Rotated every ${keys.rotation_interval_s / 3600} h.` : "Rotated when an operator says so."}`;
+    ? `Key ${keys.current} stamps since ${since}. The next one is on its way; it waits for ${keys.waiting_for.join(", ") || "no confirmation"}.`
+    : `Key ${keys.current} stamps since ${since}. ${keys.rotation_interval_s ? `Rotated every ${keys.rotation_interval_s / 3600} h.` : "Rotated by an operator."}`;
 }
 
 function takeEvent(event) {
@@ -303,7 +303,7 @@ function watch() {
   source.addEventListener("event", (message) => takeEvent(JSON.parse(message.data)));
   source.onerror = () => {
     say("no connection", "bad");
-    // A browser gives up when the answer is an error: the session may have ended, or the controller leads no more.
+    // A browser gives up when the answer is an error: the session may have ended, or the controller no longer leads.
     if (source.readyState === EventSource.CLOSED) setTimeout(begin, 1000);
   };
 }

@@ -15,8 +15,7 @@ use coreward_wire::{FleetChange, FleetConfiguration};
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
-/// Everything here happens within milliseconds, or the seconds of a lease, unless the machine stands still; a test that waits this
-/// long has failed.
+/// Limit of a wait: everything here takes milliseconds, or the seconds of a lease.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// SIGHUP reaches all controllers of a process: held by tests that send it, or that restart a controller (a reload still

@@ -177,7 +177,7 @@ impl Balancer {
         assert_eq!(packet, frame, "{name}");
     }
 
-    /// As [`expect`](Self::expect), of a packet whose service cannot be told.
+    /// As [`expect`](Self::expect), of a packet whose service is unknown.
     pub fn expect_without_service(&self, frame: &[u8], verdict: i32, name: &str) {
         let (found, packet) = self.counted(frame, None, name);
         assert_eq!(found, verdict, "{name}");
@@ -206,7 +206,7 @@ impl Balancer {
         check_sent(frame, verdict, &packet, self.macs[&(service, server)], identification);
     }
 
-    /// To all servers, or dropped as `over_rate` when the tokens are spent.
+    /// Broadcast, or dropped as `over_rate` when the tokens are spent.
     pub fn expect_to_all_or(&self, service: usize, frame: &[u8], identification: Identification, over_rate: &str) {
         let before = self.counts(Some(service));
         let (verdict, packet) = self.run(frame);

@@ -74,7 +74,7 @@ impl Drop for Pins {
     }
 }
 
-/// Workers that read and answer when the test says so.
+/// Workers that read and answer on the test's command.
 pub struct Bed {
     pub dispatch: Dispatch,
     pub workers: BTreeMap<u32, UdpSocket>,

@@ -1,4 +1,4 @@
-//! A TCP client made by hand, so that what it sends is what a test wants; the server is the kernel's.
+//! A TCP client whose packets the test composes; the server is the kernel's.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::{
     ACK, Family, SYN, Tcp, aligned_timestamp, is_ipv6, ones_complement_sum, tcp_offset, timestamp_offset, word,
 };
 
-/// Nobody's address: the client's kernel keeps silent about what comes for it.
+/// An unused address: the client's kernel does not answer packets to it.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 

@@ -169,7 +169,7 @@ impl Udp {
         }
     }
 
-    /// The frame. A later fragment (offset not 0) has no UDP header; a first one says that as many bytes again follow.
+    /// The frame. A later fragment (offset not 0) has no UDP header; a first one announces as many bytes again.
     pub fn frame(&self) -> Vec<u8> {
         let later = self.fragment & 0x1fff != 0;
         let whole = 8 + self.payload.len() * if self.fragment & MORE != 0 { 2 } else { 1 };
@@ -177,7 +177,7 @@ impl Udp {
         if !later {
             transport.extend(self.source.port().to_be_bytes());
             transport.extend(self.destination.port().to_be_bytes());
-            // No checksum: nobody here looks at it.
+            // No checksum: it is not checked here.
             transport.extend([(whole >> 8) as u8, whole as u8, 0, 0]);
         }
         transport.extend(&self.payload);

@@ -12,14 +12,14 @@ pub struct PacketSocket {
 impl PacketSocket {
     pub fn open(interface: &str) -> Self {
         // Protocol 0: receives nothing.
-        // SAFETY: socket() returns a new descriptor that nobody else owns, or -1, which is checked.
+        // SAFETY: socket() returns a new descriptor without another owner, or -1, which is checked.
         let socket = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
         nix::errno::Errno::result(socket).unwrap();
         // SAFETY: sockaddr_ll is plain data, for which all zeros is a value.
         let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
         address.sll_family = libc::AF_PACKET as u16;
         address.sll_ifindex = nix::net::if_::if_nametoindex(interface).unwrap() as i32;
-        // SAFETY: the descriptor was just made and is owned by nobody else.
+        // SAFETY: the descriptor is new and has no other owner.
         Self { socket: unsafe { OwnedFd::from_raw_fd(socket) }, address }
     }
 

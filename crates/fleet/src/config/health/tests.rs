@@ -5,7 +5,7 @@ use coreward_model::health::{Probe, ProbeAddress, StatusRange, Verification, Whe
 
 use crate::config::{FleetConfig, ServiceConfig};
 
-/// Self-signed, for nobody.
+/// Self-signed, for no host.
 const AUTHORITY: &str = include_str!("authority.pem");
 
 fn parse(keys: &str) -> Result<ServiceConfig, String> {
@@ -123,7 +123,7 @@ fn invalid_health_checks_are_rejected() {
     let both = format!("[service.health]\ncheck = \"https\"\nverify = false\nca = '''\n{AUTHORITY}'''\n");
     assert_eq!(
         parse(&both).unwrap_err(),
-        "fleet.toml:6:10: key `service.health.verify`: `verify = false` beside `ca`: expected one of the two"
+        "fleet.toml:6:10: key `service.health.verify`: `verify = false` with `ca`: expected one of the two"
     );
     let udp = "protocol = \"udp\"\n[service.health]\n";
     assert_eq!(

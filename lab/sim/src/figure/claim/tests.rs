@@ -25,7 +25,7 @@ fn judge(claim: &str) -> Verdict {
 }
 
 #[test]
-fn a_value_is_judged_by_its_median_and_every_seed_is_told() {
+fn claim_is_judged_by_the_median() {
     let verdict = judge("value = { series = \"a\", panel = \"p\", at = 3 }\nat_most = 8.5\npublished = 8.2");
     assert!(verdict.holds);
     assert_eq!((verdict.measured, verdict.seeds), (Some((8.0, 8.0)), Some((7.0, 9.0))));
@@ -80,7 +80,7 @@ fn crossing_of_a_curve_is_interpolated() {
 }
 
 #[test]
-fn quotients_of_quotients_tell_whether_a_gap_grows() {
+fn ratio_of_ratios_shows_a_growing_gap() {
     let gap = |at: u8| {
         format!(
             "of = {{ series = \"b\", panel = \"p\", at = {at} }}, to = {{ series = \"a\", panel = \"p\", at = {at} }}"

@@ -26,7 +26,7 @@ impl Directory {
     fn stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
-        result.provenance.makes_the_same(provenance).then_some(result)
+        result.provenance.has_same_inputs(provenance).then_some(result)
     }
 
     /// Writes the files of one figure, then the page. Fails when a file cannot be written; names it.

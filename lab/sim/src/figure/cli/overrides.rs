@@ -31,7 +31,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 }
 
 impl Overrides {
-    fn is_nothing(&self) -> bool {
+    fn is_empty(&self) -> bool {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }
 
@@ -41,7 +41,7 @@ impl Overrides {
     }
 
     /// Options as given, for the command that makes the figure again.
-    pub fn words(&self) -> String {
+    pub fn as_options(&self) -> String {
         let list = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
         };
@@ -57,14 +57,14 @@ impl Overrides {
     /// Changes the scenario. Claims on what is left out go with it. Fails when it is not a live one, or has no such
     /// series or point.
     pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
-        if self.is_nothing() {
+        if self.is_empty() {
             return Ok(());
         }
         let Some(live) = &mut scenario.live else {
             anyhow::bail!("--runs, --seconds, --series and --points: expected a live figure");
         };
         if let Some(seconds) = self.seconds {
-            ensure!(live.seconds.is_some(), "--seconds {seconds}: this figure says itself how long it measures");
+            ensure!(live.seconds.is_some(), "--seconds {seconds}: this figure has a duration of its own");
             live.seconds = Some(seconds);
         }
         if let Some(runs) = self.runs {
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    const BESIDE: &str = include_str!("../../../tests/integration/beside-live.toml");
+    const LIVE_AND_SIMULATED: &str = include_str!("../../../tests/integration/beside-live.toml");
 
     #[derive(clap::Parser)]
     struct Cli {
@@ -142,9 +142,9 @@ mod tests {
 
     fn applied(arguments: &[&str]) -> anyhow::Result<(Scenario, String)> {
         let smaller = Cli::parse_from(["figure"].iter().chain(arguments)).smaller;
-        let mut scenario = Scenario::parse("s.toml", BESIDE)?;
+        let mut scenario = Scenario::parse("s.toml", LIVE_AND_SIMULATED)?;
         smaller.apply(&mut scenario)?;
-        Ok((scenario, smaller.words()))
+        Ok((scenario, smaller.as_options()))
     }
 
     fn claims(scenario: &Scenario) -> Vec<&str> {

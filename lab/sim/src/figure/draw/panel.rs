@@ -53,7 +53,7 @@ impl<'a> Frame<'a> {
         let marks = panel.mark.iter().map(|mark| mark.y);
         let heights: Vec<f64> = numbers.curves.iter().flat_map(heights).chain(marks).collect();
         let y = Scale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
-        let y = if panel.draw == Draw::Bars && panel.y.range.is_none() { y.with_room_above(ABOVE_BARS) } else { y };
+        let y = if panel.draw == Draw::Bars && panel.y.range.is_none() { y.extended_by(ABOVE_BARS) } else { y };
         let widest = y.ticks().iter().map(|(_, label)| style::width(label, SMALL)).max().unwrap_or(0);
         let names = if panel.mark.is_empty() { RIGHT } else { MARK_NAMES };
         let (left, right) = (origin.0 + NAME + 20 + widest, origin.0 + size.0 - names);

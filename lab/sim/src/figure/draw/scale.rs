@@ -36,7 +36,7 @@ impl Scale {
     }
 
     /// This axis, longer by this part of it.
-    pub fn with_room_above(self, part: f64) -> Self {
+    pub fn extended_by(self, part: f64) -> Self {
         Self { high: self.value(1.0 + part), ..self }
     }
 

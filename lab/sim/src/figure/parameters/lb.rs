@@ -3,7 +3,7 @@
 use coreward_model::fleet::TableDraw;
 use serde::Deserialize;
 
-use super::{Text, Unfit, parameters, whole};
+use super::{ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
 use crate::lb::Config;
@@ -40,7 +40,7 @@ parameters! {
         pub replay_speed: f64,
         /// Rack controllers between servers and controller; default: none.
         pub racks: u16,
-        /// Candidates that a rack passes up for each bucket at most.
+        /// Limit of the candidates that a rack sends for each bucket.
         pub rack_candidates: u8,
         /// From the reports until the table that is made of them is in force (ms).
         pub table_delay_ms: u32,
@@ -48,13 +48,13 @@ parameters! {
 }
 
 impl Lb {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::SpeedPct => with.replay_speed = Some(value / 100.0),
             SweepAxis::RackCandidates => with.rack_candidates = Some(whole(swept, value)?),
             SweepAxis::TableDelayMs => with.table_delay_ms = Some(whole(swept, value)?),
-            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
     }
@@ -67,8 +67,8 @@ impl Lb {
         seed: u64,
         seeds: u64,
         policies: &[String],
-    ) -> Result<Option<(Job, Wanted)>, Unfit> {
-        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+    ) -> Result<Option<(Job, Wanted)>, ParameterError> {
+        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let policy = self.policy.clone().ok_or(missing("policy"))?;
         let default = Config::default();
         let trace = self.trace.clone().ok_or(missing("trace"))?.0;
@@ -90,10 +90,10 @@ impl Lb {
             table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
             ..default
         };
-        config.check().map_err(|error| Unfit::Rejected(error.to_string()))?;
+        config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
         let measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
         if !measured {
-            return Err(Unfit::NotMeasured { kind: KIND, measure });
+            return Err(ParameterError::NotMeasured { kind: KIND, measure });
         }
         Ok(Some((Job::Lb(config), Wanted { policy: Some(policy), seed, ..Wanted::of(measure) })))
     }

@@ -20,7 +20,7 @@ use crate::names::UnknownName;
 
 /// Why parameters make no simulation.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum Unfit {
+pub enum ParameterError {
     /// Given nowhere.
     #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
     Missing {
@@ -112,8 +112,8 @@ macro_rules! parameters {
 use parameters;
 
 /// `value` as a whole number.
-fn whole<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, Unfit> {
-    let unfit = Unfit::Value { swept, value };
+fn whole<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
+    let unfit = ParameterError::Value { swept, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(unfit);
     }

@@ -1,6 +1,6 @@
 //! Connections placed by a load balancer, their requests queued at cores.
 
-use super::{Text, Unfit, parameters, whole};
+use super::{ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
 use crate::path::{Config, Readings};
@@ -43,31 +43,31 @@ parameters! {
 }
 
 impl Path {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Load => with.load = Some(value),
             SweepAxis::Servers => with.servers = Some(whole(swept, value)?),
             SweepAxis::Cores => with.cores = Some(whole(swept, value)?),
             SweepAxis::RequestsPerServer => with.load = Some(self.load_of(value)?),
-            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
     }
 
     /// Returns the load of this many requests a second and server.
-    fn load_of(&self, requests_per_s: f64) -> Result<f64, Unfit> {
-        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+    fn load_of(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
+        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
         let service_us = mean * self.unit_us.ok_or(missing("unit_us"))?;
         Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
     }
 
     /// Returns the run for this metric and these parameters, and the part of its outcome that counts.
-    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
-        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, ParameterError> {
+        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
-            return Err(Unfit::NotMeasured { kind: KIND, measure });
+            return Err(ParameterError::NotMeasured { kind: KIND, measure });
         }
         let default = Config::default();
         let config = Config {
@@ -88,7 +88,7 @@ impl Path {
             seeds: vec![seed],
             ..default
         };
-        config.check().map_err(|error| Unfit::Rejected(error.to_string()))?;
+        config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
         Ok(Some((Job::Path(config), Wanted { seed, ..Wanted::of(measure) })))
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::{Choice, Text, Unfit, parameters, whole};
+use super::{Choice, ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
@@ -46,7 +46,7 @@ parameters! {
 }
 
 impl Pcc {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Servers => with.servers = Some(whole(swept, value)?),
@@ -57,20 +57,20 @@ impl Pcc {
                 with.method = Some(Text(with_bits(with.method, swept, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
     }
 
     /// Returns the run for this metric and these parameters, and the part of its outcome that counts. One run has all
     /// seeds.
-    pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
-        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+    pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, ParameterError> {
+        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         if !matches!(
             measure,
             Metric::BrokenPct | Metric::ImbalancePct | Metric::PoolServers | Metric::CompletedPerSecond
         ) {
-            return Err(Unfit::NotMeasured { kind: KIND, measure });
+            return Err(ParameterError::NotMeasured { kind: KIND, measure });
         }
         let base = match self.experiment.ok_or(missing("experiment"))? {
             Experiment::CheetahSimulations => Config::default(),
@@ -98,18 +98,18 @@ impl Pcc {
     }
 }
 
-fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, Unfit> {
+fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, ParameterError> {
     let swept = SweepAxis::ThresholdPct;
     match method {
         Some(Text(Method::Beamer { .. })) if percent > 0.0 => Ok(Method::Beamer { threshold: Some(percent / 100.0) }),
-        Some(Text(Method::Beamer { .. })) => Err(Unfit::Value { swept, value: percent }),
-        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the method is not beamer" }),
+        Some(Text(Method::Beamer { .. })) => Err(ParameterError::Value { swept, value: percent }),
+        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the method is not beamer" }),
     }
 }
 
-fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Result<Method, Unfit> {
+fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Result<Method, ParameterError> {
     let bits: u8 = whole(swept, value)?;
-    let unfit = Unfit::Value { swept, value };
+    let unfit = ParameterError::Value { swept, value };
     let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
     match (swept, method) {
         (SweepAxis::TagBits, Some(Text(Method::HistoryTag { fresh, layout, .. }))) => {
@@ -121,6 +121,6 @@ fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Resu
         (SweepAxis::IndexBits, Some(Text(Method::HashIndex { tag_bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits: up_to(INDEX_BITS_MAX)?, tag_bits, layout })
         }
-        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the method's cookie has no such bits" }),
+        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the method's cookie has no such bits" }),
     }
 }

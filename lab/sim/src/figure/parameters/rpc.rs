@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use super::{Choice, Text, Unfit, parameters, whole};
+use super::{Choice, ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, Wanted};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
@@ -44,7 +44,7 @@ parameters! {
 }
 
 impl Rpc {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, Unfit> {
+    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Load => with.load = Some(value),
@@ -54,15 +54,15 @@ impl Rpc {
             SweepAxis::LongFactor => with.service = Some(Text(with_long_factor(with.service, value)?)),
             SweepAxis::Lambda => with.policy = Some(Text(with_lambda(with.policy, value)?)),
             SweepAxis::Time => {}
-            _ => return Err(Unfit::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
         }
         Ok(with)
     }
 
     /// Returns the run for this metric and these parameters, and the part of its outcome that counts. `None` if the
     /// offered load exceeds the policy's capacity: latency has no bound there, so there is no point to draw.
-    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, Unfit> {
-        let missing = |parameter| Unfit::Missing { kind: KIND, parameter };
+    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, ParameterError> {
+        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
         let config = Config {
             policy: self.policy.clone().ok_or(missing("policy"))?.0,
@@ -98,7 +98,7 @@ impl Rpc {
                 }
                 Job::Rpc(config)
             }
-            _ => return Err(Unfit::NotMeasured { kind: KIND, measure }),
+            _ => return Err(ParameterError::NotMeasured { kind: KIND, measure }),
         };
         Ok(Some((job, Wanted { at_most: self.dispatcher_limit, seed, ..Wanted::of(measure) })))
     }
@@ -109,25 +109,25 @@ pub fn throughput(config: &Config, load: f64) -> f64 {
     load * f64::from(config.cores) / config.service.mean()
 }
 
-fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Service, Unfit> {
+fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Service, ParameterError> {
     let swept = SweepAxis::LongFactor;
     match service {
         Some(Text(Service::Classes(mut classes))) if factor >= 1.0 => {
             classes[0].factor = factor;
             Ok(Service::Classes(classes))
         }
-        Some(Text(Service::Classes(_))) => Err(Unfit::Value { swept, value: factor }),
-        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the service times have no long class" }),
+        Some(Text(Service::Classes(_))) => Err(ParameterError::Value { swept, value: factor }),
+        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the service times have no long class" }),
     }
 }
 
-fn with_lambda(policy: Option<Text<Policy>>, lambda: f64) -> Result<Policy, Unfit> {
+fn with_lambda(policy: Option<Text<Policy>>, lambda: f64) -> Result<Policy, ParameterError> {
     let swept = SweepAxis::Lambda;
     match policy {
         Some(Text(Policy::RankedQueue(options))) => {
-            let lambda = Lambda::new(lambda).map_err(|_| Unfit::Value { swept, value: lambda })?;
+            let lambda = Lambda::new(lambda).map_err(|_| ParameterError::Value { swept, value: lambda })?;
             Ok(Policy::RankedQueue(JbsrqOptions { lambda, ..options }))
         }
-        _ => Err(Unfit::NotSwept { kind: KIND, swept, detail: ": the policy is not jbsrq" }),
+        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the policy is not jbsrq" }),
     }
 }

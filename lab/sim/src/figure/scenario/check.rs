@@ -9,7 +9,7 @@ use crate::figure::claim::{Assertion, Quantity, Ratio};
 use crate::figure::point::same_point;
 use crate::names::UnknownName;
 
-const MOST_SEEDS: u64 = 1_000;
+const MAX_SEEDS: u64 = 1_000;
 
 type Wrong = (Range<usize>, String);
 
@@ -21,10 +21,10 @@ pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
 
 fn seeds(scenario: &Scenario) -> Result<(), Wrong> {
     let seeds = *scenario.seeds.get_ref();
-    if (1..=MOST_SEEDS).contains(&seeds) {
+    if (1..=MAX_SEEDS).contains(&seeds) {
         return Ok(());
     }
-    Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MOST_SEEDS}")))
+    Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEEDS}")))
 }
 
 /// Kinds that the scenario has, of rpc, lb, pcc and path.
@@ -50,7 +50,7 @@ fn kinds(scenario: &Scenario) -> Result<(), Wrong> {
     if let Some(series) = scenario.series.iter().find(|series| series.simulated)
         && (scenario.live.is_none() || kind == "live")
     {
-        let message = "simulated = true: expected [live], and one of [rpc], [lb], [pcc], [path] beside it";
+        let message = "simulated = true: expected [live], and one of [rpc], [lb], [pcc], [path] with it";
         return Err((series.label.span(), message.to_owned()));
     }
     let of_series = scenario.series.iter().map(|series| {
@@ -173,7 +173,7 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), Wrong> {
             return wrong("`ascending` needs at least two series");
         }
         order.series.iter().try_for_each(|label| known_series(scenario, label))?;
-        return check_place(scenario, claim, order.panel.as_ref(), order.at.as_ref());
+        return check_point(scenario, claim, order.panel.as_ref(), order.at.as_ref());
     }
     let quantities = claim.value.iter().chain(claim.ratio.iter().flat_map(Ratio::quantities));
     quantities.into_iter().try_for_each(|quantity| check_quantity(scenario, claim, quantity))
@@ -186,14 +186,14 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
         return wrong("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
     }
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
-        return wrong("`reaches` looks at the whole curve: it goes with none of `at`, `from`, `to`");
+        return wrong("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
     }
     quantity.named().try_for_each(|label| known_series(scenario, label))?;
-    check_place(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
+    check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
 /// The panels must measure the same, and the point must be one that is simulated.
-fn check_place(
+fn check_point(
     scenario: &Scenario,
     claim: &Assertion,
     panel: Option<&Spanned<String>>,

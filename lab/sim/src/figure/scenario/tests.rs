@@ -36,7 +36,7 @@ fn error(from: &str, to: &str) -> String {
 }
 
 #[test]
-fn a_right_scenario_is_read_and_expanded() {
+fn valid_scenario_is_parsed_and_expanded() {
     let scenario = Scenario::parse("s.toml", RIGHT).unwrap();
     let plan = scenario.expand().unwrap();
     assert_eq!((plan.jobs.len(), plan.places.len()), (2, 2));
@@ -54,7 +54,7 @@ fn a_run_that_serves_two_panels_is_made_once() {
 #[test]
 fn points_above_what_a_policy_carries_are_left_out() {
     let text = RIGHT.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
-    // A core stands idle for two crossings per request: 1 / 1.5 of the load is the most.
+    // A core is idle for two crossings per request: 1 / 1.5 of the load is the most.
     let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();
     assert_eq!(plan.places.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
 }

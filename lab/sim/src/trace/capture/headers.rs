@@ -64,7 +64,7 @@ impl LinkType {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LeftOut {
+pub enum SkipReason {
     /// ARP, LLDP, MPLS and the like.
     NotIp,
     /// ICMP, GRE, ESP and the like.
@@ -79,27 +79,27 @@ pub enum LeftOut {
     NoTime,
 }
 
-impl LeftOut {
+impl SkipReason {
     /// All of them, in order.
-    pub const ALL: [LeftOut; 6] = [
-        LeftOut::NotIp,
-        LeftOut::OtherProtocol,
-        LeftOut::Fragment,
-        LeftOut::CutOff,
-        LeftOut::Malformed,
-        LeftOut::NoTime,
+    pub const ALL: [SkipReason; 6] = [
+        SkipReason::NotIp,
+        SkipReason::OtherProtocol,
+        SkipReason::Fragment,
+        SkipReason::CutOff,
+        SkipReason::Malformed,
+        SkipReason::NoTime,
     ];
     pub const COUNT: usize = Self::ALL.len();
 
     /// The reason in words.
     pub fn name(self) -> &'static str {
         match self {
-            LeftOut::NotIp => "not IP",
-            LeftOut::OtherProtocol => "neither TCP nor UDP",
-            LeftOut::Fragment => "fragment after the first",
-            LeftOut::CutOff => "cut off before the ports",
-            LeftOut::Malformed => "malformed",
-            LeftOut::NoTime => "without a time stamp",
+            SkipReason::NotIp => "not IP",
+            SkipReason::OtherProtocol => "neither TCP nor UDP",
+            SkipReason::Fragment => "fragment after the first",
+            SkipReason::CutOff => "cut off before the ports",
+            SkipReason::Malformed => "malformed",
+            SkipReason::NoTime => "without a time stamp",
         }
     }
 }
@@ -136,18 +136,18 @@ const UDP: u8 = 17;
 
 /// Finds addresses and ports. Fails when the packet has none, or they were not captured.
 #[inline]
-pub fn parse(link: LinkType, data: &[u8]) -> Result<Parsed, LeftOut> {
+pub fn parse(link: LinkType, data: &[u8]) -> Result<Parsed, SkipReason> {
     match link {
         LinkType::Ethernet => by_ethertype(data, 12),
         LinkType::LinuxCooked => by_ethertype(data, 14),
         LinkType::LinuxCooked2 => {
-            let (header, packet) = data.split_at_checked(20).ok_or(LeftOut::CutOff)?;
-            by_number(u16_at(header, 0).ok_or(LeftOut::CutOff)?, packet)
+            let (header, packet) = data.split_at_checked(20).ok_or(SkipReason::CutOff)?;
+            by_number(u16_at(header, 0).ok_or(SkipReason::CutOff)?, packet)
         }
         LinkType::Raw => by_version(data),
         LinkType::Ipv4 => ipv4(data),
         LinkType::Ipv6 => ipv6(data),
-        LinkType::Loopback => by_version(data.get(4..).ok_or(LeftOut::CutOff)?),
+        LinkType::Loopback => by_version(data.get(4..).ok_or(SkipReason::CutOff)?),
     }
 }
 
@@ -157,9 +157,9 @@ fn u16_at(data: &[u8], at: usize) -> Option<u16> {
 
 /// A packet behind its EtherType, with any number of VLAN tags between them.
 #[inline]
-fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, LeftOut> {
+fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, SkipReason> {
     loop {
-        let ethertype = u16_at(data, at).ok_or(LeftOut::CutOff)?;
+        let ethertype = u16_at(data, at).ok_or(SkipReason::CutOff)?;
         if !ETHERTYPES_VLAN.contains(&ethertype) {
             return by_number(ethertype, &data[at + 2..]);
         }
@@ -168,41 +168,41 @@ fn by_ethertype(data: &[u8], mut at: usize) -> Result<Parsed, LeftOut> {
 }
 
 #[inline]
-fn by_number(ethertype: u16, packet: &[u8]) -> Result<Parsed, LeftOut> {
+fn by_number(ethertype: u16, packet: &[u8]) -> Result<Parsed, SkipReason> {
     match ethertype {
         ETHERTYPE_IPV4 => ipv4(packet),
         ETHERTYPE_IPV6 => ipv6(packet),
-        _ => Err(LeftOut::NotIp),
+        _ => Err(SkipReason::NotIp),
     }
 }
 
-fn by_version(packet: &[u8]) -> Result<Parsed, LeftOut> {
-    match packet.first().ok_or(LeftOut::CutOff)? >> 4 {
+fn by_version(packet: &[u8]) -> Result<Parsed, SkipReason> {
+    match packet.first().ok_or(SkipReason::CutOff)? >> 4 {
         4 => ipv4(packet),
         6 => ipv6(packet),
-        _ => Err(LeftOut::NotIp),
+        _ => Err(SkipReason::NotIp),
     }
 }
 
 #[inline]
-fn ipv4(packet: &[u8]) -> Result<Parsed, LeftOut> {
-    let header: &[u8; 20] = packet.first_chunk().ok_or(LeftOut::CutOff)?;
+fn ipv4(packet: &[u8]) -> Result<Parsed, SkipReason> {
+    let header: &[u8; 20] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
     let header_bytes = usize::from(header[0] & 0x0f) * 4;
     if header[0] >> 4 != 4 || header_bytes < 20 {
-        return Err(LeftOut::Malformed);
+        return Err(SkipReason::Malformed);
     }
     // The fragment offset is the lower 13 bits.
     if u16::from_be_bytes([header[6], header[7]]) & 0x1fff != 0 {
-        return Err(LeftOut::Fragment);
+        return Err(SkipReason::Fragment);
     }
     let both: [u8; 8] = header[12..20].try_into().expect("eight bytes");
-    transport(header[9], packet.get(header_bytes..).ok_or(LeftOut::CutOff)?, Addresses::V4(u64::from_be_bytes(both)))
+    transport(header[9], packet.get(header_bytes..).ok_or(SkipReason::CutOff)?, Addresses::V4(u64::from_be_bytes(both)))
 }
 
-fn ipv6(packet: &[u8]) -> Result<Parsed, LeftOut> {
-    let header: &[u8; 40] = packet.first_chunk().ok_or(LeftOut::CutOff)?;
+fn ipv6(packet: &[u8]) -> Result<Parsed, SkipReason> {
+    let header: &[u8; 40] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
     if header[0] >> 4 != 6 {
-        return Err(LeftOut::Malformed);
+        return Err(SkipReason::Malformed);
     }
     let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
     let (mut next, mut rest) = (header[6], &packet[40..]);
@@ -211,29 +211,29 @@ fn ipv6(packet: &[u8]) -> Result<Parsed, LeftOut> {
         // 8.
         let bytes = match next {
             // Hop-by-hop, routing, destination options, mobility, HIP, shim6
-            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(LeftOut::CutOff)?) * 8 + 8,
+            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
             44 => {
                 // The offset is the upper 13 bits.
-                if u16_at(rest, 2).ok_or(LeftOut::CutOff)? & 0xfff8 != 0 {
-                    return Err(LeftOut::Fragment);
+                if u16_at(rest, 2).ok_or(SkipReason::CutOff)? & 0xfff8 != 0 {
+                    return Err(SkipReason::Fragment);
                 }
                 8
             }
             // Authentication header: in units of 4 bytes, less 2.
-            51 => usize::from(*rest.get(1).ok_or(LeftOut::CutOff)?) * 4 + 8,
+            51 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
             _ => return transport(next, rest, addresses),
         };
-        next = *rest.first().ok_or(LeftOut::CutOff)?;
-        rest = rest.get(bytes..).ok_or(LeftOut::CutOff)?;
+        next = *rest.first().ok_or(SkipReason::CutOff)?;
+        rest = rest.get(bytes..).ok_or(SkipReason::CutOff)?;
     }
 }
 
 #[inline]
-fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<Parsed, LeftOut> {
+fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<Parsed, SkipReason> {
     if protocol != TCP && protocol != UDP {
-        return Err(LeftOut::OtherProtocol);
+        return Err(SkipReason::OtherProtocol);
     }
-    let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(LeftOut::CutOff)?);
+    let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(SkipReason::CutOff)?);
     // A capture may end between ports and flags; the flow then ends by its silence.
     let flags = match segment.get(13) {
         Some(flags) if protocol == TCP => {

@@ -30,7 +30,7 @@ pub enum FileFormat {
 /// Enough for every mark.
 const MARK_BYTES: usize = 6;
 
-pub fn begins(mark: &[u8]) -> FileFormat {
+pub fn detect_format(mark: &[u8]) -> FileFormat {
     match mark {
         // In both byte orders: microseconds, nanoseconds.
         [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => FileFormat::Pcap,
@@ -62,11 +62,11 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
     let failed = |error| TraceError::File { path: shown(), error };
     let file = File::open(path).map_err(failed)?;
     let (mark, mut reader) = peek(file).map_err(failed)?;
-    let mut found = begins(&mark);
+    let mut found = detect_format(&mark);
     let mut mark = mark;
     if matches!(found, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
         let (inner_mark, inner) = peek(decompressed(found, reader)).map_err(failed)?;
-        (found, mark, reader) = (begins(&inner_mark), inner_mark, inner);
+        (found, mark, reader) = (detect_format(&inner_mark), inner_mark, inner);
     }
     match found {
         FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, begins: found }),

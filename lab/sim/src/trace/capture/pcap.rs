@@ -15,7 +15,7 @@ const CHUNK_BYTES: usize = 512 * 1024;
 const FILE_HEADER_BYTES: usize = 24;
 const RECORD_HEADER_BYTES: usize = 16;
 /// The most that a record may claim, as libpcap has it (MAXIMUM_SNAPLEN).
-const MOST_BYTES: u32 = 262_144;
+const MAX_BYTES: u32 = 262_144;
 
 /// Encoding of a file's numbers.
 #[derive(Clone, Copy)]
@@ -38,7 +38,7 @@ pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
     read_all(&mut reader, &mut header, out)?;
     let (encoding, link) = parse_file_header(&header)?;
     // The incomplete record at the end of a chunk is the start of the next.
-    let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MOST_BYTES as usize];
+    let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_BYTES as usize];
     let mut kept = 0;
     loop {
         let read = read_some(&mut reader, &mut buffer[kept..kept + CHUNK_BYTES], out)?;
@@ -71,9 +71,9 @@ fn take_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Reco
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
         let number = |at: usize| encoding.number([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let captured = number(8);
-        if captured > MOST_BYTES {
+        if captured > MAX_BYTES {
             let (number, bytes) = (out.number() + 1, u64::from(captured));
-            return Err(CaptureError::Damaged { number, bytes, most: MOST_BYTES }.into());
+            return Err(CaptureError::Damaged { number, bytes, most: MAX_BYTES }.into());
         }
         let start = used + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(start..start + captured as usize) else { break };

@@ -6,13 +6,13 @@ use pcap_parser::traits::PcapReaderIterator as _;
 use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 
 use super::error::CaptureError;
-use super::headers::{LeftOut, LinkType};
+use super::headers::{LinkType, SkipReason};
 use super::input::Reader;
 use super::records::{Frame, Recorder, Stop};
 
 /// The library's first buffer, and the most that a block may have.
 const BUFFER_BYTES: usize = 1 << 20;
-const MOST_BYTES: usize = 1 << 25;
+const MAX_BYTES: usize = 1 << 25;
 
 /// Fills whole buffers: the library needs a file's first block in its first read. A truncated compressed file ends like
 /// any other.
@@ -72,7 +72,7 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
             Ok((bytes, _)) => Ok(bytes),
             Err(PcapError::Eof) => return Ok(()),
             Err(PcapError::Incomplete(_)) => Err(()),
-            Err(PcapError::BufferTooSmall) if capacity < MOST_BYTES => {
+            Err(PcapError::BufferTooSmall) if capacity < MAX_BYTES => {
                 capacity *= 2;
                 Err(())
             }
@@ -97,8 +97,8 @@ fn stopped(error: &PcapError<&[u8]>, out: &Recorder) -> Stop {
     match error {
         PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncated().into(),
         PcapError::BufferTooSmall => {
-            let (number, bytes) = (out.number() + 1, MOST_BYTES as u64 + 1);
-            CaptureError::Damaged { number, bytes, most: MOST_BYTES as u32 }.into()
+            let (number, bytes) = (out.number() + 1, MAX_BYTES as u64 + 1);
+            CaptureError::Damaged { number, bytes, most: MAX_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
@@ -129,10 +129,10 @@ fn take_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Reco
             match (interface.link, interface.time_ns(packet.ts_high, packet.ts_low)) {
                 (Ok(link), Some(time_ns)) => out.take(link, &Frame { time_ns, length: packet.origlen, data })?,
                 (Err(number), _) => return Err(CaptureError::LinkType(number).into()),
-                (_, None) => out.leave_out(LeftOut::NoTime),
+                (_, None) => out.skip(SkipReason::NoTime),
             }
         }
-        Block::SimplePacket(_) => out.leave_out(LeftOut::NoTime),
+        Block::SimplePacket(_) => out.skip(SkipReason::NoTime),
         _ => {}
     }
     Ok(())

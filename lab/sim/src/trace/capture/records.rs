@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, SyncSender};
 
 use super::error::{CaptureError, TOLERATED_NS};
-use super::headers::{self, Addresses, FLAG_IPV6, LeftOut, LinkType, Parsed};
+use super::headers::{self, Addresses, FLAG_IPV6, LinkType, Parsed, SkipReason};
 
 const BATCH: usize = 32_768;
 
@@ -50,7 +50,7 @@ pub struct Records {
     /// Source and destination of IPv6 packets.
     pub ipv6: Vec<[u8; 32]>,
     /// By reason.
-    left_out: [u64; LeftOut::COUNT],
+    left_out: [u64; SkipReason::COUNT],
     /// Packets that were earlier than their predecessors, within what is tolerated.
     pub reordered: u64,
 }
@@ -58,7 +58,7 @@ pub struct Records {
 impl Records {
     /// Packets that were left out, by reason.
     pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        LeftOut::ALL
+        SkipReason::ALL
             .into_iter()
             .zip(self.left_out)
             .filter(|(_, count)| *count > 0)
@@ -68,7 +68,7 @@ impl Records {
     fn clear(&mut self) {
         self.packets.clear();
         self.ipv6.clear();
-        self.left_out = [0; LeftOut::COUNT];
+        self.left_out = [0; SkipReason::COUNT];
         self.reordered = 0;
     }
 }
@@ -127,14 +127,14 @@ impl Recorder {
         let time_ns = self.in_order(frame.time_ns)?;
         match headers::parse(link, frame.data) {
             Ok(parsed) => self.push(time_ns, frame.length, &parsed),
-            Err(LeftOut::CutOff) => self.cut_off(link, frame)?,
+            Err(SkipReason::CutOff) => self.cut_off(link, frame)?,
             Err(reason) => self.records.left_out[reason as usize] += 1,
         }
         if self.records.packets.len() == BATCH { self.send() } else { Ok(()) }
     }
 
     /// A packet of which nothing but its existence is known.
-    pub fn leave_out(&mut self, reason: LeftOut) {
+    pub fn skip(&mut self, reason: SkipReason) {
         self.number += 1;
         self.records.left_out[reason as usize] += 1;
     }
@@ -177,7 +177,7 @@ impl Recorder {
 
     fn cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), Stop> {
         self.cut_off += 1;
-        self.records.left_out[LeftOut::CutOff as usize] += 1;
+        self.records.left_out[SkipReason::CutOff as usize] += 1;
         self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
             number: self.number,
             captured: frame.data.len() as u32,

@@ -8,16 +8,16 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_wire::StampedService;
 
 /// Time without an unstamped SYN-ACK after which the warning ends.
-const REMEMBERED: Duration = Duration::from_secs(60);
+const WARNING_DURATION: Duration = Duration::from_secs(60);
 
 /// Watches the counter of SYN-ACKs that could not be stamped.
 #[derive(Debug)]
-pub struct Forwarded {
+pub struct UnstampedSynAcks {
     counted: u64,
     grew_at: Option<Instant>,
 }
 
-impl Forwarded {
+impl UnstampedSynAcks {
     /// Starts after the counts of an earlier process.
     pub fn from(counted: u64) -> Self {
         Self { counted, grew_at: None }
@@ -28,7 +28,7 @@ impl Forwarded {
         if counted > self.counted {
             (self.counted, self.grew_at) = (counted, Some(now));
         }
-        self.grew_at.is_some_and(|at| now.duration_since(at) < REMEMBERED).then(|| {
+        self.grew_at.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
             format!(
                 "{counted} SYN-ACKs came from another network namespace (a container?) whose net.ipv4.tcp_timestamps is not 2: \
                  their connections are not stamped and break when the pool changes; expected 2 there (`docker run --sysctl`)"
@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn a_warning_ends_a_minute_after_the_last_one() {
         let start = Instant::now();
-        let mut forwarded = Forwarded::from(7);
+        let mut forwarded = UnstampedSynAcks::from(7);
         assert_eq!(forwarded.observe(7, start), None);
         assert!(forwarded.observe(9, start).unwrap().starts_with("9 SYN-ACKs"));
         assert!(forwarded.observe(9, start + Duration::from_secs(59)).is_some());
