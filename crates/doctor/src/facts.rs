@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coreward_agent::config::Steer;
 use coreward_agent::load::queues::Interrupt;
-use coreward_agent::rss::ethtool::Channels;
+use coreward_agent::rss::ethtool::{Channels, FlowType};
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
@@ -178,8 +178,8 @@ pub struct Device {
     pub channels: Option<Channels>,
     /// Whether it merges received packets in hardware.
     pub lro: bool,
-    /// Whether UDP is hashed by ports; `None`: the driver does not report it.
-    pub udp_ports: Option<bool>,
+    /// Whether RSS hashes packets of this type by their ports; absent: the driver does not report it.
+    pub port_hashing: BTreeMap<FlowType, bool>,
     /// XDP programs.
     pub xdp: Xdp,
     /// Whether the other end has an XDP program; `None`: no veth, or the other end is not visible.

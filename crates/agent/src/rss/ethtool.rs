@@ -4,9 +4,11 @@
 
 use std::fs;
 use std::io;
+use std::net::IpAddr;
 
 use coreward_dataplane::ethtool;
 use coreward_model::rss::Rss;
+use coreward_model::tuple::Protocol;
 
 use super::{RssDevice, RssSettings, RssUnknown};
 
@@ -26,8 +28,6 @@ const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 const ETH_FLAG_RXVLAN: u32 = 1 << 8;
 /// In ETHTOOL_GFLAGS: received packets are merged so that they cannot be sent on.
 const ETH_FLAG_LRO: u32 = 1 << 15;
-const TCP_V4_FLOW: u32 = 1;
-const UDP_V4_FLOW: u32 = 2;
 /// IP source and destination, first and second half of the ports.
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
@@ -130,9 +130,55 @@ pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     Some(flags[1] >> position & 1 != 0)
 }
 
-/// Returns whether UDP is hashed by its ports, too; `None`: unknown.
-pub fn hashes_udp_ports(interface: &str) -> Option<bool> {
-    rxnfc(interface, ETHTOOL_GRXFH, UDP_V4_FLOW).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
+/// Flow type of `ethtool -N DEVICE rx-flow-hash`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FlowType {
+    Tcp4,
+    Udp4,
+    Tcp6,
+    Udp6,
+}
+
+impl FlowType {
+    pub const ALL: [Self; 4] = [Self::Tcp4, Self::Udp4, Self::Tcp6, Self::Udp6];
+
+    pub fn new(protocol: Protocol, address: IpAddr) -> Self {
+        match (protocol, address.is_ipv6()) {
+            (Protocol::Tcp, false) => Self::Tcp4,
+            (Protocol::Udp, false) => Self::Udp4,
+            (Protocol::Tcp, true) => Self::Tcp6,
+            (Protocol::Udp, true) => Self::Udp6,
+        }
+    }
+
+    /// Returns its name for ethtool.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tcp4 => "tcp4",
+            Self::Udp4 => "udp4",
+            Self::Tcp6 => "tcp6",
+            Self::Udp6 => "udp6",
+        }
+    }
+
+    /// TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW, UDP_V6_FLOW.
+    fn number(self) -> u32 {
+        match self {
+            Self::Tcp4 => 1,
+            Self::Udp4 => 2,
+            Self::Tcp6 => 5,
+            Self::Udp6 => 6,
+        }
+    }
+}
+
+/// Returns whether these packets are hashed by their ports, too; `None`: the driver does not report it.
+pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
+    hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
+}
+
+fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
+    rxnfc(interface, ETHTOOL_GRXFH, flow_type.number())
 }
 
 /// Returns whether the driver steers flows by its own rules: (ntuple is on, number of rules).
@@ -223,7 +269,7 @@ impl RssDevice for EthtoolRss {
             return Err(self.other_hash(&format!("hash function {:#x} (`ethtool -x`)", rxfh.function)));
         }
         // Drivers that do not answer hash TCP by its ports.
-        if let Ok(fields) = rxnfc(&self.interface, ETHTOOL_GRXFH, TCP_V4_FLOW)
+        if let Ok(fields) = hash_fields(&self.interface, FlowType::Tcp4)
             && fields & RXH_FOUR_TUPLE != RXH_FOUR_TUPLE
         {
             return Err(self.other_hash(&format!(
@@ -289,7 +335,7 @@ mod tests {
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
         assert_eq!(EthtoolRss::new("lo").receive_queues(), 1);
         assert!(channels("a-name-that-is-too-long").is_err());
-        assert!(driver("nonexistent0").is_err() && hashes_udp_ports("lo").is_none());
+        assert!(driver("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
         assert_eq!((strips_vlan_tags("lo").ok(), private_flag("lo", "flow-director-atr")), (Some(false), None));
     }
 

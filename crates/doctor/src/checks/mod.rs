@@ -75,7 +75,7 @@ pub const CHECKS: &[Check] = &[
     check("interrupts", BOTH, "each receive queue's interrupt goes to a CPU of its own", device::interrupts),
     check("irqbalance", SERVER, "irqbalance does not run", rss::irqbalance),
     check("rss", SERVER, "RSS key and table can be read, and hash TCP by Toeplitz over addresses and ports", rss::rss),
-    check("rss-udp", SERVER, "RSS hashes UDP by its ports where a service is of UDP", rss::udp),
+    check("rss-ports", SERVER, "RSS hashes UDP and TCP over IPv6 by ports, where a service is of it", rss::ports),
     fixing("rps", SERVER, "RPS is off at the device", rss::rps),
     fixing("rfs", SERVER, "RFS, also accelerated, is off at the device", rss::rfs),
     check("flow-rules", SERVER, "no ntuple rules at the device", rss::flow_rules),

@@ -1,7 +1,9 @@
 //! Checks of RSS, and of settings that override it.
 
+use std::collections::BTreeSet;
+
+use coreward_agent::rss::ethtool::FlowType;
 use coreward_model::rss::InputTransform;
-use coreward_model::tuple::Protocol;
 
 use crate::facts::{Device, Facts, RssProblem};
 use crate::finding::{Finding, Fix};
@@ -69,20 +71,24 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-pub fn udp(facts: &Facts) -> Vec<Finding> {
-    let of_udp = facts.services.iter().any(|service| service.address.protocol == Protocol::Udp);
-    let (true, Some(device)) = (of_udp, &facts.device) else { return vec![] };
-    match device.udp_ports {
-        None => vec![Finding::unknown("the driver does not report how it hashes UDP")],
-        Some(true) => vec![Finding::ok("UDP is hashed by addresses and ports")],
+/// Ports of TCP over IPv4 are checked by [`rss`].
+pub fn ports(facts: &Facts) -> Vec<Finding> {
+    let Some(device) = &facts.device else { return vec![] };
+    let types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
+    let types: BTreeSet<FlowType> = types.filter(|flow_type| *flow_type != FlowType::Tcp4).collect();
+    types.into_iter().map(|flow_type| ports_of(facts, device, flow_type)).collect()
+}
+
+fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
+    let (interface, name) = (facts.interface(), flow_type.name());
+    match device.port_hashing.get(&flow_type) {
+        None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
+        Some(true) => Finding::ok(format!("{name} is hashed by addresses and ports")),
         Some(false) => {
-            let name = facts.interface();
-            let why = "all datagrams of a client come to one core, and to another one than predicted";
-            vec![
-                Finding::warning(format!("{name} hashes UDP by addresses alone"), why).remedy(format!(
-                    "ethtool -N {name} rx-flow-hash udp4 sdfn  # fragments then come by another queue"
-                )),
-            ]
+            let why = "all packets of a client come to one core, and to another one than predicted";
+            let note = if flow_type == FlowType::Udp4 { "  # fragments then come by another queue" } else { "" };
+            Finding::warning(format!("{interface} hashes {name} by addresses alone"), why)
+                .remedy(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{note}"))
         }
     }
 }

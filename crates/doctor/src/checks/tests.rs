@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use coreward_agent::config::Steer;
 use coreward_agent::load::queues::Interrupt;
-use coreward_agent::rss::ethtool::Channels;
+use coreward_agent::rss::ethtool::{Channels, FlowType};
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
@@ -83,7 +83,7 @@ fn passing_facts(role: Role) -> Facts {
             driver: "igb".to_owned(),
             channels: Some(Channels { receive: 4, receive_max: 8, transmit: 4 }),
             lro: false,
-            udp_ports: Some(true),
+            port_hashing: FlowType::ALL.into_iter().map(|flow_type| (flow_type, true)).collect(),
             xdp: Xdp { native: Some(7), generic: None, native_possible: Some(true) },
             veth_peer_has_xdp: None,
             xdp_send_errors: vec![],
@@ -214,12 +214,27 @@ fn keys_and_hashes() {
     let other = |facts: &mut Facts| device(facts).rss = Err(RssProblem::Other("eth7 hashes by XOR".to_owned()));
     assert_eq!(server(other), [("rss", WARNING)]);
     assert_eq!(server(|facts| device(facts).rss = Err(RssProblem::None("none".to_owned()))), [("rss", WARNING)]);
-    assert_eq!(server(|facts| device(facts).udp_ports = Some(false)), []);
+    let without_ports = |facts: &mut Facts| {
+        device(facts).port_hashing = FlowType::ALL.into_iter().map(|flow_type| (flow_type, false)).collect();
+    };
+    assert_eq!(server(without_ports), []);
     let of_udp = |facts: &mut Facts| {
-        device(facts).udp_ports = Some(false);
+        device(facts).port_hashing.insert(FlowType::Udp4, false);
         facts.services = vec![service(Protocol::Udp)];
     };
-    assert_eq!(server(of_udp), [("rss-udp", WARNING)]);
+    assert_eq!(server(of_udp), [("rss-ports", WARNING)]);
+}
+
+#[test]
+fn ipv6_services_need_hashes_over_ports() {
+    let mut facts = ipv6_facts("lo");
+    assert_eq!(rss::ports(&facts)[0].severity, Severity::Ok);
+    device(&mut facts).port_hashing.insert(FlowType::Tcp6, false);
+    let finding = &rss::ports(&facts)[0];
+    assert_eq!((finding.severity, finding.found.as_str()), (WARNING, "eth7 hashes tcp6 by addresses alone"));
+    assert_eq!(finding.remedy[0].command, "ethtool -N eth7 rx-flow-hash tcp6 sdfn");
+    device(&mut facts).port_hashing.remove(&FlowType::Tcp6);
+    assert_eq!(rss::ports(&facts)[0].severity, Severity::Unknown);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The device of the services' packets.
 
 use coreward_agent::load::queues;
-use coreward_agent::rss::ethtool::{self, EthtoolRss};
+use coreward_agent::rss::ethtool::{self, EthtoolRss, FlowType};
 use coreward_agent::rss::{RssDevice, RssUnknown};
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_agent::sysfs;
@@ -30,7 +30,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
         driver,
         channels: ethtool::all_channels(name).ok(),
         lro: ethtool::has_lro(name).unwrap_or(false),
-        udp_ports: ethtool::hashes_udp_ports(name),
+        port_hashing: FlowType::ALL.into_iter().filter_map(|of| Some((of, ethtool::hashes_ports(name, of)?))).collect(),
         xdp: device::xdp(index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
         xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
