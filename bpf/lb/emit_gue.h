@@ -16,8 +16,8 @@
 #include <bpf/bpf_endian.h>
 
 #include "outer_header.h"
+#include "tunnel.h"
 
-#define GUE_OVERHEAD (sizeof(struct iphdr) + sizeof(struct udphdr))
 #define UDP_AT(field) (ETH_HLEN + sizeof(struct iphdr) + __builtin_offsetof(struct udphdr, field))
 /* Ephemeral ports (RFC 6335, Sect. 6; RFC 8085, Sect. 5.1.1). */
 #define FIRST_FLOW_PORT 0xc000u

@@ -12,8 +12,7 @@
 #include <linux/ip.h>
 
 #include "outer_header.h"
-
-#define IPIP_OVERHEAD sizeof(struct iphdr)
+#include "tunnel.h"
 
 /* `data`: where the new frame begins; the inner IPv4 header is there, too. */
 static __always_inline void write_ipip(void *data, server_entry_t next_hop, __u32 destination)

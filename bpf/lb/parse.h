@@ -22,6 +22,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv4_header.h"
 #include "ipv6_header.h"
 #include "timestamp.h"
 
@@ -37,10 +38,6 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define PACKET_U8(start, offset) (*((__u8 *)(start) + (offset)))
 
 #define IP_AT(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
-/* RFC 791, Sect. 3.1. The mask: all but "don't fragment" and the reserved bit. */
-#define IP_MORE_FRAGMENTS 0x2000
-#define IP_FRAGMENT_OFFSET 0x1fff
-#define IP_FRAGMENT_MASK (IP_MORE_FRAGMENTS | IP_FRAGMENT_OFFSET)
 
 /* RFC 8200, Sect. 4.5: above the reserved bits and "more fragments". */
 #define IPV6_FRAGMENT_OFFSET 0xfff8

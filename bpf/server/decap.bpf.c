@@ -24,6 +24,8 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv4_header.h"
+#include "tunnel.h"
 
 /* Sources of outer headers. */
 struct {
@@ -48,9 +50,6 @@ struct {
 	__type(value, __u64);
 } decap_counters SEC(".maps");
 
-/* RFC 791, Sect. 3.1. The mask: all but "don't fragment" and the reserved bit. */
-#define IP_FRAGMENT_OFFSET 0x1fff
-#define IP_FRAGMENT_MASK 0x3fff
 /* RFC 3168, Sect. 5. */
 #define ECN_MASK 3
 #define ECN_CE 3
@@ -101,12 +100,12 @@ static __always_inline __u32 outer_header_length(const struct iphdr *outer, void
 	if (outer->ihl != sizeof(*outer) / 4)
 		return 0;
 	if (outer->protocol == IPPROTO_IPIP)
-		return sizeof(*outer);
+		return IPIP_OVERHEAD;
 	/* A later fragment has no ports: the kernel waits in vain for the first one. */
 	if (outer->protocol != IPPROTO_UDP || outer->frag_off & bpf_htons(IP_FRAGMENT_OFFSET) ||
 	    (void *)(datagram + 1) > data_end || datagram->dest != bpf_htons(GUE_PORT))
 		return 0;
-	return sizeof(*outer) + sizeof(*datagram);
+	return GUE_OVERHEAD;
 }
 
 /* The lengths of both headers, and of the frame, agree. @inner: its fixed header is within the frame. */

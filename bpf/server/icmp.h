@@ -14,6 +14,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv4_header.h"
 #include "ipv6_header.h"
 #include "segment.h"
 #include "socket.h"
@@ -105,7 +106,7 @@ static __noinline int accept_icmp_error(struct __sk_buff *skb)
 	__u8 type;
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || ip.version != 4 || ip.protocol != IPPROTO_ICMP ||
-	    ip.frag_off & bpf_htons(IPV4_FRAGMENT_BITS) ||
+	    ip.frag_off & bpf_htons(IP_FRAGMENT_MASK) ||
 	    find_service(&state.directories, service_tail_ipv4(ip.daddr, 0, 0)) != SERVICE_ADDRESS_ONLY)
 		return TC_ACT_UNSPEC;
 	offset = ETH_HLEN + ip.ihl * 4;
@@ -114,7 +115,7 @@ static __noinline int accept_icmp_error(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	offset += ICMP_HEADER_LENGTH;
 	if (bpf_skb_load_bytes(skb, offset, &quoted, sizeof(quoted)) || quoted.version != 4 ||
-	    quoted.frag_off & bpf_htons(IPV4_FRAGMENT_BITS & ~IPV4_MORE_FRAGMENTS))
+	    quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
 		return TC_ACT_UNSPEC;
 	if (bpf_skb_load_bytes(skb, offset + quoted.ihl * 4, ports, sizeof(ports)) ||
 	    find_service(&state.directories, service_tail_ipv4(quoted.saddr, ports[0], quoted.protocol)) >=

@@ -10,26 +10,24 @@
 #include <linux/ip.h>
 #include <linux/pkt_cls.h>
 #include <linux/tcp.h>
-#include <linux/udp.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
 #include "segment.h"
 #include "state.h"
+#include "tunnel.h"
 
 /* Kind 2, length 4 (RFC 9293, Sect. 3.2). */
 #define MSS_OPTION 0x02040000u
 #define MSS_MASK 0xffffu
-/* The longer one of the outer headers, GUE's. */
-#define OUTER_HEADER_MAX (sizeof(struct iphdr) + sizeof(struct udphdr))
-
 /* Returns the length of all headers without options. */
 static __always_inline __u32 encapsulated_headers(const struct segment *segment)
 {
 	__u32 inner = segment->family == ADDRESS_FAMILY_IPV6 ? sizeof(struct ipv6_header) : sizeof(struct iphdr);
 
-	return OUTER_HEADER_MAX + inner + sizeof(struct tcphdr);
+	/* The longer one of the outer headers, GUE's. */
+	return GUE_OVERHEAD + inner + sizeof(struct tcphdr);
 }
 
 /*

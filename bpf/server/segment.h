@@ -13,12 +13,11 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv4_header.h"
 #include "ipv6_header.h"
 #include "state.h"
 #include "timestamp.h"
 
-#define IPV4_MORE_FRAGMENTS 0x2000
-#define IPV4_FRAGMENT_BITS 0x3fff /* "more fragments" and the offset; not "don't fragment" */
 /* Offsets of TCP headers are at most this: 14 bytes of Ethernet and 60 of IPv4, or 73 of IPv6's extension headers. */
 #define TCP_OFFSET_MASK 0x7f
 /* The longest headers together. */
@@ -96,7 +95,7 @@ static __always_inline enum located locate_ipv4(struct __sk_buff *skb, struct se
 		return skb->len < ETH_HLEN + sizeof(*ip) ? LOCATED_OTHER : LOCATED_BEYOND_LINEAR;
 	ip_length = ip->ihl * 4;
 	if (ip->protocol != IPPROTO_TCP || ip->version != 4 || ip_length < sizeof(*ip) ||
-	    (ip->frag_off & bpf_htons(IPV4_FRAGMENT_BITS)))
+	    (ip->frag_off & bpf_htons(IP_FRAGMENT_MASK)))
 		return LOCATED_OTHER;
 	segment->family = ADDRESS_FAMILY_IPV4;
 	segment->tcp_offset = ETH_HLEN + ip_length;
