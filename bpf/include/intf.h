@@ -128,8 +128,8 @@ enum consistency {
 /* How a packet reaches a service's servers. */
 enum forwarding {
 	FORWARDING_L2, /* with the server's MAC address: it is on the load balancer's segment */
-	FORWARDING_IPIP, /* IPv4 in IPv4 (RFC 2003) */
-	FORWARDING_GUE, /* IPv4 in UDP: GUE variant 1 (draft-ietf-intarea-gue), the same bytes as FOU with protocol 4 */
+	FORWARDING_IPIP, /* in another IP packet (RFC 2003, RFC 2473, RFC 4213) */
+	FORWARDING_GUE, /* in UDP: GUE variant 1 (draft-ietf-intarea-gue), the same bytes as FOU with protocol 4 or 41 */
 	FORWARDING_COUNT,
 };
 
@@ -143,6 +143,8 @@ enum forwarding {
 #define SERVER_NUMBER_CHAINED 0x10000u
 /* Packets have an outer header, by which the NIC chose the receive queue. */
 #define SERVER_NUMBER_ENCAPSULATED 0x20000u
+/* The outer headers are IPv6. */
+#define SERVER_NUMBER_OUTER_IPV6 0x40000u
 
 #define ADDRESS_FAMILY_IPV4 4
 #define ADDRESS_FAMILY_IPV6 6
@@ -387,17 +389,8 @@ struct server_entry {
 	__u16 flags;
 };
 
-/* Port of GUE (IANA: gue). */
-#define GUE_PORT 6080
-
-/* By server id, for services that encapsulate. */
-struct server_tunnel {
-	/* Destination of the outer header; 0: not known. */
-	__u32 address;
-	/* Source port of GUE, in network byte order; 0: by the flow's hash. */
-	__u16 source_port;
-	__u16 reserved;
-};
+/* Outer headers. */
+#include "server_tunnels.h"
 
 /* ---- timestamps = "lb": the load balancer stamps and restores --------------------------------------------------- */
 
@@ -475,7 +468,7 @@ struct server_traffic {
 /* ---- what of the load balancer outlives its process ------------------------------------------------------------ */
 
 /* Grows whenever a pinned layout or its meaning changes: a daemon never takes over what it would misread. */
-#define LB_LAYOUT_VERSION 11
+#define LB_LAYOUT_VERSION 12
 
 /* `layout_version` and `counters_by_cpu` never move: a version with another layout reads them. */
 struct lb_state {
@@ -484,7 +477,7 @@ struct lb_state {
 	__u64 own_mac_shifted;
 	/* 1: the program was loaded for generic XDP. */
 	__u64 counters_by_cpu;
-	/* Source of outer headers: the device's first IPv4 address. */
+	/* Source of IPv4 outer headers: the device's first IPv4 address. */
 	__u32 own_address;
 	/* Longest packet that leaves by the device, its outer header included. */
 	__u32 mtu;
@@ -508,6 +501,8 @@ struct lb_state {
 	__u64 flow_filter[FLOW_FILTER_WORDS];
 	/* By index, for commands that read this without the daemon and without the controller. */
 	__u8 service_names[MAX_SERVICES][SERVICE_NAME_BYTES];
+	/* Source of IPv6 outer headers: the device's first IPv6 address that is not link-local. */
+	__u64 own_address_ipv6[2];
 };
 
 /*

@@ -3,10 +3,22 @@
 #ifndef COREWARD_INCLUDE_TUNNEL_H
 #define COREWARD_INCLUDE_TUNNEL_H
 
+#include <stdbool.h>
 #include <linux/ip.h>
 #include <linux/udp.h>
+#include <bpf/bpf_helpers.h>
 
-#define IPIP_OVERHEAD sizeof(struct iphdr)
-#define GUE_OVERHEAD (sizeof(struct iphdr) + sizeof(struct udphdr))
+#include "intf.h"
+#include "ipv6_header.h"
+
+static __always_inline __u32 ip_header_length(bool ipv6)
+{
+	return ipv6 ? sizeof(struct ipv6_header) : sizeof(struct iphdr);
+}
+
+static __always_inline __u32 outer_header_length(enum forwarding forwarding, bool outer_ipv6)
+{
+	return ip_header_length(outer_ipv6) + (forwarding == FORWARDING_GUE ? sizeof(struct udphdr) : 0);
+}
 
 #endif

@@ -24,10 +24,8 @@ static __always_inline int forward_to_server(struct xdp_md *ctx, const struct pa
 		count_opened(decision->service, decision->server_id);
 	if (decision->closes)
 		count_closed(decision->server_id);
-	if (is_ipv6(packet))
-		return emit_l2(ctx, decision->destination, decision->service, decision->server_id, decision->outcome);
 	return emit(ctx, decision->destination, decision->service, decision->server_id, decision->outcome,
-		    packet->client_address, packet->ports);
+		    packet->ports);
 }
 
 /* Applies the decision. Returns an XDP action. */

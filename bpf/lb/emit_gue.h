@@ -2,8 +2,8 @@
 /*
  * FORWARDING_GUE: the packet in a UDP datagram without a header between (GUE variant 1: receivers read the version of
  * the inner IP header). The source port spreads the flows of one server over paths and receive queues: the port in the
- * server's entry, or one of the ephemeral ports by the flow's hash. The UDP checksum is 0, as IPv4 allows (RFC 768):
- * the inner packet has its own.
+ * server's entry, or one of the ephemeral ports by the flow's hash. The UDP checksum is 0, as IPv4 (RFC 768) and
+ * tunnels over IPv6 (RFC 6935) allow: the inner packet has its own.
  */
 #ifndef COREWARD_LB_EMIT_GUE_H
 #define COREWARD_LB_EMIT_GUE_H
@@ -11,42 +11,47 @@
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
-#include <linux/ip.h>
 #include <linux/udp.h>
 #include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
 
-#include "outer_header.h"
-#include "tunnel.h"
+#include "intf.h"
+#include "parse.h"
+#include "parse_ipv6.h"
 
-#define UDP_AT(field) (ETH_HLEN + sizeof(struct iphdr) + __builtin_offsetof(struct udphdr, field))
+#define UDP_AT(field) __builtin_offsetof(struct udphdr, field)
 /* Ephemeral ports (RFC 6335, Sect. 6; RFC 8085, Sect. 5.1.1). */
 #define FIRST_FLOW_PORT 0xc000u
 #define FLOW_PORT_BITS 14
+/* 2^64 divided by the golden ratio. */
+#define FLOW_FACTOR 0x9e3779b97f4a7c15ull
 
 /*
  * The source port of a flow, in the host's order: model's forwarding::flow_port(). Fibonacci hashing: the upper bits of
  * the product depend on all of the client's address and port.
  */
-static __always_inline __u16 flow_port(__u32 client_address, __u32 ports)
+static __always_inline __u16 flow_port(__u32 client, __u32 ports)
 {
-	__u64 mixed = (client_address | (__u64)ports << 32) * 0x9e3779b97f4a7c15ull;
+	__u64 mixed = (client | (__u64)ports << 32) * FLOW_FACTOR;
 
 	return FIRST_FLOW_PORT | mixed >> (64 - FLOW_PORT_BITS);
 }
 
-/*
- * `data`: where the new frame begins; the inner IPv4 header is there, too. `destination`, `source_port`: as in the
- * packet.
- */
-static __always_inline void write_gue(void *data, server_entry_t next_hop, __u32 destination, __u16 source_port)
+/* The same in IPv6. Without the load balancer's secret: `coreward explain` computes it, too. */
+static __always_inline __u16 flow_port_ipv6(const void *client, __u32 ports)
 {
-	struct outer outer = outer_header(data, GUE_OVERHEAD, IPPROTO_UDP, destination);
+	const struct cookie_key key = {.k0 = FLOW_FACTOR, .k1 = FLOW_FACTOR};
 
-	write_outer_header(data, next_hop, &outer);
-	PACKET_U16(data, UDP_AT(source)) = source_port;
-	PACKET_U16(data, UDP_AT(dest)) = bpf_htons(GUE_PORT);
-	PACKET_U16(data, UDP_AT(len)) = bpf_htons(outer.length - sizeof(struct iphdr));
-	PACKET_U16(data, UDP_AT(check)) = 0;
+	return flow_port(address_word_ipv6(&key, PACKET_U64(client, 0), PACKET_U64(client, 8)), ports);
+}
+
+/* `length`: of header and inner packet. `source_port`: as in the packet. */
+static __always_inline void write_udp(void *header, __u16 length, __u16 source_port)
+{
+	PACKET_U16(header, UDP_AT(source)) = source_port;
+	PACKET_U16(header, UDP_AT(dest)) = bpf_htons(GUE_PORT);
+	PACKET_U16(header, UDP_AT(len)) = bpf_htons(length);
+	PACKET_U16(header, UDP_AT(check)) = 0;
 }
 
 #endif

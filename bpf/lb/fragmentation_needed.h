@@ -52,16 +52,16 @@ static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	struct outer outer = {
 		.length = ICMP_ERROR_LENGTH,
-		.type_of_service = ICMP_TYPE_OF_SERVICE,
+		.traffic_class = ICMP_TYPE_OF_SERVICE,
 		.protocol = IPPROTO_ICMP,
 	};
-	__u32 vip, icmp_at = ETH_HLEN + sizeof(struct iphdr);
+	__u32 client, vip, icmp_at = ETH_HLEN + sizeof(struct iphdr);
 	__u64 sender;
 	__s64 sum;
 
 	if (data + ETH_HLEN + QUOTED_LENGTH > data_end)
 		return false;
-	outer.destination = PACKET_U32(data, IP_AT(saddr));
+	client = PACKET_U32(data, IP_AT(saddr));
 	vip = PACKET_U32(data, IP_AT(daddr));
 	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
 	if (bpf_xdp_adjust_tail(ctx, ETH_HLEN + QUOTED_LENGTH - (int)(data_end - data)) ||
@@ -71,7 +71,7 @@ static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32
 	data_end = (void *)(long)ctx->data_end;
 	if (data + ETH_HLEN + ICMP_ERROR_LENGTH > data_end)
 		return false;
-	write_headers(data, sender, vip, &outer);
+	write_headers(data, sender, &outer, vip, client);
 	PACKET_U32(data, icmp_at) = ICMP_UNREACHABLE | ICMP_FRAGMENTATION_NEEDED << 8;
 	PACKET_U32(data, icmp_at + 4) = bpf_htonl(mtu);
 	sum = bpf_csum_diff(0, 0, data + icmp_at, ICMP_HEADER_LENGTH + QUOTED_LENGTH, 0);

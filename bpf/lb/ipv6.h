@@ -66,12 +66,13 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 	void *data_end = (void *)(long)ctx->data_end;
 	struct connection *connection;
 	server_entry_t server;
+	__u32 id, ports;
 	__u64 hash;
-	__u32 id;
 
 	if (cookie_owner(cookie) != lb_state.owner || data + FAST_PATH_IPV6_LENGTH > data_end)
 		return -1;
-	hash = connection_hash(service, client_word_ipv6(data + IPV6_AT(source)), PACKET_U32(data, IPV6_TRANSPORT));
+	ports = PACKET_U32(data, IPV6_TRANSPORT);
+	hash = connection_hash(service, client_word_ipv6(data + IPV6_AT(source)), ports);
 	connection = find_connection(hash, cookie, service, &id);
 	if (!connection)
 		return -1;
@@ -79,7 +80,7 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
-	return emit_l2(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE);
+	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, ports);
 }
 
 /* Returns an XDP action, or -1: not for the fast path. */
@@ -109,7 +110,7 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	server = server_at(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
-	return emit_l2(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED);
+	return emit(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, ports);
 }
 
 /* Reads the headers above IPv6 and decides. Returns 0, or the end of parsing. */

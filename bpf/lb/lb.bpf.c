@@ -143,8 +143,7 @@ static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 
 	if (!server_has(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
-	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, IP_AT(saddr)),
-		    PACKET_U32(data, FAST_PATH_TCP));
+	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, FAST_PATH_TCP));
 }
 
 /* Returns an XDP action, or -1: not for the fast path. */

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The outer IPv4 header of IP-in-IP and GUE.
+ * The outer IP header of IP-in-IP and GUE, in the family of the server's address.
  *
- * The type of service is copied: DSCP, and ECN as RFC 6040 has it (normal mode). TTL is 64: one hop for the
- * client. DF is set and the identification 0 (RFC 6864, Sect. 4.1): no fragments.
+ * The type of service or traffic class is copied: DSCP, and ECN as RFC 6040 has it (normal mode). TTL and hop limit are
+ * 64: one hop for the client. IPv4: DF is set and the identification 0 (RFC 6864, Sect. 4.1), so there are no
+ * fragments. IPv6: the flow label is the flow's hash (RFC 6438).
  */
 #ifndef COREWARD_LB_OUTER_HEADER_H
 #define COREWARD_LB_OUTER_HEADER_H
@@ -16,6 +17,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "ipv6_header.h"
 #include "parse.h"
 #include "placement.h"
 #include "rewrite.h"
@@ -25,16 +27,25 @@
 #define OUTER_TTL 64
 #define IP_DONT_FRAGMENT 0x4000
 
-/* By server id, for services that encapsulate. Aligned, so that an entry is one load. */
-struct server_tunnel tunnels[SERVER_ID_COUNT] SEC(".bss.tunnels") __attribute__((aligned(8)));
+/* For services that encapsulate. Aligned, so that an entry is one load. */
+struct server_tunnels tunnels SEC(".bss.tunnels") __attribute__((aligned(16)));
+
+static __always_inline struct server_tunnel tunnel_of(__u32 server_id)
+{
+	return tunnels.entry[server_id & (SERVER_ID_COUNT - 1)];
+}
+
+static __always_inline bool has_ipv6_tunnel(__u32 server_id)
+{
+	return tunnel_of(server_id).family == ADDRESS_FAMILY_IPV6;
+}
 
 /* Fields of an outer header that differ between packets. */
 struct outer {
-	/* As in the packet. */
-	__u32 destination;
-	/* Whole packet, in bytes. */
+	/* Behind the Ethernet header, in bytes. */
 	__u16 length;
-	__u8 type_of_service;
+	/* IPv4: the type of service. */
+	__u8 traffic_class;
 	__u8 protocol;
 };
 
@@ -51,36 +62,38 @@ static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 th
 }
 
 /* An Ethernet header to `neighbour` and an IPv4 header. `data`: ETH_HLEN and 20 bytes are there. */
-static __always_inline void write_headers(void *data, __u64 neighbour, __u32 source, const struct outer *outer)
+static __always_inline void write_headers(void *data, __u64 neighbour, const struct outer *outer, __u32 source,
+					  __u32 destination)
 {
-	__u32 first = 0x45 | outer->type_of_service << 8 | (__u32)bpf_htons(outer->length) << 16;
+	__u32 first = 0x45 | outer->traffic_class << 8 | (__u32)bpf_htons(outer->length) << 16;
 	__u32 second = (__u32)bpf_htons(IP_DONT_FRAGMENT) << 16;
 	__u32 third = OUTER_TTL | outer->protocol << 8;
 
 	rewrite_mac(data, neighbour);
 	PACKET_U16(data, ETH_HLEN - 2) = bpf_htons(ETH_P_IP);
-	third |= (__u32)header_checksum(first, second, third, source, outer->destination) << 16;
+	third |= (__u32)header_checksum(first, second, third, source, destination) << 16;
 	PACKET_U32(data, ETH_HLEN) = first;
 	PACKET_U32(data, IP_AT(id)) = second;
 	PACKET_U32(data, IP_AT(ttl)) = third;
 	PACKET_U32(data, IP_AT(saddr)) = source;
-	PACKET_U32(data, IP_AT(daddr)) = outer->destination;
+	PACKET_U32(data, IP_AT(daddr)) = destination;
 }
 
-/* The outer header of the packet that begins `overhead` bytes behind where the new one will. */
-static __always_inline struct outer outer_header(const void *data, __u32 overhead, __u8 protocol, __u32 destination)
+/* The same in IPv6. `data`: ETH_HLEN and 40 bytes are there. Addresses in two words each. */
+static __always_inline void write_headers_ipv6(void *data, __u64 neighbour, const struct outer *outer, __u32 flow_label,
+					       const __u64 *source, const __u64 *destination)
 {
-	return (struct outer){
-		.destination = destination,
-		.length = bpf_ntohs(PACKET_U16(data, overhead + IP_AT(tot_len))) + overhead,
-		.type_of_service = PACKET_U8(data, overhead + IP_AT(tos)),
-		.protocol = protocol,
-	};
-}
+	__u32 payload_length = outer->length - sizeof(struct ipv6_header);
 
-static __always_inline void write_outer_header(void *data, server_entry_t next_hop, const struct outer *outer)
-{
-	write_headers(data, next_hop, lb_state.own_address, outer);
+	rewrite_mac(data, neighbour);
+	PACKET_U16(data, ETH_HLEN - 2) = bpf_htons(ETH_P_IPV6);
+	PACKET_U32(data, ETH_HLEN) = bpf_htonl(6u << 28 | (__u32)outer->traffic_class << 20 | flow_label);
+	PACKET_U32(data, IPV6_AT(payload_length)) =
+		bpf_htons(payload_length) | (__u32)outer->protocol << 16 | (__u32)OUTER_TTL << 24;
+	PACKET_U64(data, IPV6_AT(source)) = source[0];
+	PACKET_U64(data, IPV6_AT(source) + 8) = source[1];
+	PACKET_U64(data, IPV6_AT(destination)) = destination[0];
+	PACKET_U64(data, IPV6_AT(destination) + 8) = destination[1];
 }
 
 #endif

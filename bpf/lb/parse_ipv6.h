@@ -27,21 +27,19 @@
 #include "service.h"
 #include "state.h"
 
-/*
- * An address in one word, for hashes of this load balancer alone: two rounds of multiply and shift by its secret
- * (connection_hash() gives the reason). Two clients share a word once in 2^32.
- */
-static __always_inline __u32 address_word_ipv6(__u64 first_half, __u64 second_half)
+/* An address in one word: two rounds of multiply and shift by a key. Two clients share a word once in 2^32. */
+static __always_inline __u32 address_word_ipv6(const struct cookie_key *key, __u64 first_half, __u64 second_half)
 {
-	__u64 hash = (first_half ^ lb_state.connection_key.k0) * (lb_state.connection_key.k1 | 1);
+	__u64 hash = (first_half ^ key->k0) * (key->k1 | 1);
 
-	hash = (hash ^ hash >> 32 ^ second_half) * (lb_state.connection_key.k0 | 1);
+	hash = (hash ^ hash >> 32 ^ second_half) * (key->k0 | 1);
 	return hash >> 32;
 }
 
+/* For hashes of this load balancer alone, by its secret: connection_hash() gives the reason. */
 static __always_inline __u32 client_word_ipv6(const void *address)
 {
-	return address_word_ipv6(PACKET_U64(address, 0), PACKET_U64(address, 8));
+	return address_word_ipv6(&lb_state.connection_key, PACKET_U64(address, 0), PACKET_U64(address, 8));
 }
 
 /*

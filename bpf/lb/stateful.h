@@ -95,7 +95,7 @@ static __always_inline __u64 *held_by_source(const packet_u64 *address)
 {
 	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
 	__u32 prefix = address[1] >> 32 & bpf_htonl(0xffffff00);
-	__u64 hash = connection_hash(0, ipv4 ? prefix : address_word_ipv6(address[0], 0), 0);
+	__u64 hash = connection_hash(0, ipv4 ? prefix : address_word_ipv6(&lb_state.connection_key, address[0], 0), 0);
 
 	return &connection_takes.held_by_source[hash & (SOURCE_SHARDS - 1)];
 }

@@ -71,6 +71,12 @@ static __always_inline void count_packet(struct xdp_md *ctx, __u32 service, enum
 		counters->last_outcome = outcome;
 }
 
+static __always_inline int drop(struct xdp_md *ctx, __u32 service, enum lb_counter reason)
+{
+	count_packet(ctx, service, reason, 0);
+	return XDP_DROP;
+}
+
 static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum lb_event event)
 {
 	struct lb_counters *counters = counters_of(ctx, service);

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a server's NIC, in XDP: removes the outer header from packets of load balancers (bpf/lb/emit.h).
+ * At a server's NIC, in XDP: removes the outer header from packets of load balancers (bpf/lb/encapsulate.h).
  *
  * 1. Place. Before tc, so that server.bpf.c gets the packets as on a segment without routers. In native mode also
  *    before GRO, which then merges inner TCP segments; in generic mode GRO has merged encapsulated ones.
  *
- * 2. Packets. IPv4 in IPv4, and IPv4 in UDP to GUE_PORT. All others pass. An encapsulated packet can carry any inner
- *    source past a firewall that reads outer addresses, so it must come from a configured load balancer and go to a VIP
- *    of this server. Others are dropped and counted, as are fragments (load balancers set DF), packets whose lengths
- *    contradict each other, and packets with another tunnel inside.
+ * 2. Packets. IPv4 and IPv6, in IPv4 or IPv6, directly or in UDP to GUE_PORT. All others pass, also those with IP
+ *    options or extension headers in the outer header. An encapsulated packet can carry any inner source past a
+ *    firewall that reads outer addresses, so it must come from a configured load balancer and go to a VIP of this
+ *    server. Others are dropped and counted, as are fragments (load balancers set DF), packets whose lengths contradict
+ *    each other, and packets with another tunnel inside.
  *
  * 3. Congestion experienced (CE) in the outer header goes to the inner one (RFC 6040, Sect. 4.2).
  *
@@ -25,13 +26,19 @@
 
 #include "intf.h"
 #include "ipv4_header.h"
+#include "ipv6_header.h"
 #include "tunnel.h"
+
+/* As in struct service_key. */
+struct address {
+	__u32 word[4];
+};
 
 /* Sources of outer headers. */
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_DECAP_SOURCES);
-	__type(key, __be32);
+	__type(key, struct address);
 	__type(value, __u8);
 } decap_sources SEC(".maps");
 
@@ -39,7 +46,7 @@ struct {
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(max_entries, MAX_SERVICES_OF_SERVER);
-	__type(key, __be32);
+	__type(key, struct address);
 	__type(value, __u8);
 } decap_vips SEC(".maps");
 
@@ -53,6 +60,22 @@ struct {
 /* RFC 3168, Sect. 5. */
 #define ECN_MASK 3
 #define ECN_CE 3
+
+/* Bound of outer headers' lengths for the verifier. */
+#define OVERHEAD_MASK 63
+
+/* Fields of an IP header of either family. */
+struct ip_fields {
+	struct address source;
+	struct address destination;
+	__u32 header_length;
+	/* With the header, in bytes. */
+	__u32 length;
+	__u16 fragment;
+	__u8 traffic_class;
+	__u8 protocol;
+	bool ipv6;
+};
 
 static __always_inline void count(__u32 counter)
 {
@@ -68,23 +91,162 @@ static __always_inline int drop(enum decap_counter reason)
 	return XDP_DROP;
 }
 
-/* @inner: its fixed header is within the frame. */
-static __always_inline bool is_tunnel(const struct iphdr *inner, void *data_end)
+static __always_inline bool read_ipv4(const struct iphdr *ip, const void *data_end, struct ip_fields *fields)
 {
-	const struct udphdr *datagram = (void *)inner + inner->ihl * 4;
-
-	if (inner->protocol == IPPROTO_UDP)
-		return !(inner->frag_off & bpf_htons(IP_FRAGMENT_OFFSET)) && (void *)(datagram + 1) <= data_end &&
-		       datagram->dest == bpf_htons(GUE_PORT);
-	return inner->protocol == IPPROTO_IPIP || inner->protocol == IPPROTO_IPV6 || inner->protocol == IPPROTO_GRE;
+	if ((const void *)(ip + 1) > data_end || ip->version != 4 || ip->ihl * 4 < sizeof(*ip))
+		return false;
+	*fields = (struct ip_fields){
+		.source = {{0, 0, bpf_htonl(0xffff), ip->saddr}},
+		.destination = {{0, 0, bpf_htonl(0xffff), ip->daddr}},
+		.header_length = ip->ihl * 4,
+		.length = bpf_ntohs(ip->tot_len),
+		.fragment = bpf_ntohs(ip->frag_off) & IP_FRAGMENT_MASK,
+		.traffic_class = ip->tos,
+		.protocol = ip->protocol,
+	};
+	return fields->length >= fields->header_length;
 }
 
-/* Sets CE in the inner header and updates its checksum (RFC 1624, Eqn. 3). */
-static __always_inline void mark_congestion(struct iphdr *inner)
+/* A fragment has its header, NEXT_FRAGMENT, in `protocol`. */
+static __always_inline bool read_ipv6(const struct ipv6_header *ip, const void *data_end, struct ip_fields *fields)
 {
-	__u16 *first = (__u16 *)inner;
-	__u32 sum = (__u16)~inner->check + (__u16) ~*first;
+	__u32 first;
 
+	if ((const void *)(ip + 1) > data_end)
+		return false;
+	first = bpf_ntohl(ip->version_class_label);
+	*fields = (struct ip_fields){
+		.header_length = sizeof(*ip),
+		.length = bpf_ntohs(ip->payload_length) + sizeof(*ip),
+		.traffic_class = first >> 20,
+		.protocol = ip->next_header,
+		.ipv6 = true,
+	};
+	__builtin_memcpy(&fields->source, ip->source, sizeof(ip->source));
+	__builtin_memcpy(&fields->destination, ip->destination, sizeof(ip->destination));
+	return first >> 28 == 6;
+}
+
+static __always_inline bool is_gue_port(struct xdp_md *ctx, __u32 udp_at)
+{
+	__be16 port;
+
+	return !bpf_xdp_load_bytes(ctx, udp_at + __builtin_offsetof(struct udphdr, dest), &port, sizeof(port)) &&
+	       port == bpf_htons(GUE_PORT);
+}
+
+/* Returns the length of the outer header; 0: the packet is not encapsulated. */
+static __always_inline __u32 overhead_of(struct xdp_md *ctx, const struct ip_fields *outer)
+{
+	if (outer->header_length != ip_header_length(outer->ipv6))
+		return 0;
+	if (outer->protocol == IPPROTO_IPIP || outer->protocol == IPPROTO_IPV6)
+		return outer->header_length;
+	/* A later fragment has no ports: the kernel waits in vain for the first one. */
+	if (outer->protocol != IPPROTO_UDP || outer->fragment & IP_FRAGMENT_OFFSET ||
+	    !is_gue_port(ctx, ETH_HLEN + outer->header_length))
+		return 0;
+	return outer->header_length + sizeof(struct udphdr);
+}
+
+/* Reads the inner header. Its family is in the outer protocol, in UDP in its own first bits. */
+static __always_inline bool read_inner(const void *inner, const void *data_end, __u8 outer_protocol,
+				       struct ip_fields *fields)
+{
+	__u8 version;
+
+	if (inner + 1 > data_end)
+		return false;
+	version = *(const __u8 *)inner >> 4;
+	if (version == 4 && outer_protocol != IPPROTO_IPV6)
+		return read_ipv4(inner, data_end, fields);
+	return version == 6 && outer_protocol != IPPROTO_IPIP && read_ipv6(inner, data_end, fields);
+}
+
+/* The lengths of both packets, of the datagram and of the frame agree. */
+static __always_inline bool are_lengths_valid(struct xdp_md *ctx, const struct ip_fields *outer,
+					      const struct ip_fields *inner, __u32 overhead)
+{
+	__u32 datagram_at = ETH_HLEN + outer->header_length;
+	__be16 length;
+
+	if (outer->length + ETH_HLEN > ctx->data_end - ctx->data || inner->length + overhead != outer->length)
+		return false;
+	if (outer->protocol != IPPROTO_UDP)
+		return true;
+	return !bpf_xdp_load_bytes(ctx, datagram_at + __builtin_offsetof(struct udphdr, len), &length,
+				   sizeof(length)) &&
+	       bpf_ntohs(length) == outer->length - outer->header_length;
+}
+
+/* Walks over the extension headers behind `*at`, as far as load balancers do. Returns the protocol behind them. */
+static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 next, __u32 *at)
+{
+	struct extension_header header;
+
+	for (int i = 0; i < EXTENSION_HEADERS && is_extension_header(next); i++) {
+		if (bpf_xdp_load_bytes(ctx, *at, &header, sizeof(header)))
+			break;
+		*at += extension_header_length(next, &header);
+		if (next == NEXT_FRAGMENT && fragment_of(&header) >> 3)
+			break;
+		next = header.next;
+	}
+	return next;
+}
+
+/* `at`: offset of the inner header in the frame. */
+static __always_inline bool is_tunnel(struct xdp_md *ctx, const struct ip_fields *inner, __u32 at)
+{
+	__u32 protocol = inner->protocol;
+
+	at += inner->header_length;
+	if (inner->ipv6)
+		protocol = skip_extension_headers(ctx, protocol, &at);
+	if (protocol == IPPROTO_UDP)
+		return !(inner->fragment & IP_FRAGMENT_OFFSET) && is_gue_port(ctx, at);
+	return protocol == IPPROTO_IPIP || protocol == IPPROTO_IPV6 || protocol == IPPROTO_GRE;
+}
+
+/* Returns 0 or the reason to drop the packet, and fills `inner`. `overhead`: length of the outer header. */
+static __always_inline __u32 check(struct xdp_md *ctx, const struct ip_fields *outer, __u32 overhead,
+				   struct ip_fields *inner)
+{
+	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
+	__u32 inner_at = overhead;
+
+	if (!bpf_map_lookup_elem(&decap_sources, &outer->source))
+		return DECAP_COUNTER_DROP_DECAP_FOREIGN_SOURCE;
+	if (outer->fragment)
+		return DECAP_COUNTER_DROP_DECAP_FRAGMENT;
+	/* Linux 6.1 forgets the bound of a value that is read from the stack again. */
+	barrier_var(inner_at);
+	inner_at &= OVERHEAD_MASK;
+	if (!read_inner(data + ETH_HLEN + inner_at, data_end, outer->protocol, inner) ||
+	    !are_lengths_valid(ctx, outer, inner, overhead))
+		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
+	if (is_tunnel(ctx, inner, ETH_HLEN + overhead))
+		return DECAP_COUNTER_DROP_DECAP_NESTED;
+	if (!bpf_map_lookup_elem(&decap_vips, &inner->destination))
+		return DECAP_COUNTER_DROP_DECAP_FOREIGN_DESTINATION;
+	if ((outer->traffic_class & ECN_MASK) == ECN_CE && !(inner->traffic_class & ECN_MASK))
+		return DECAP_COUNTER_DROP_DECAP_CONGESTION;
+	return 0;
+}
+
+/* Sets CE in the inner header; in IPv4 with its checksum (RFC 1624, Eqn. 3). */
+static __always_inline void mark_congestion(void *ip, bool ipv6)
+{
+	struct iphdr *inner = ip;
+	__u16 *first = ip;
+	__u32 sum;
+
+	if (ipv6) {
+		/* Between the version and the flow label. */
+		*(__u8 *)(ip + 1) |= ECN_CE << 4;
+		return;
+	}
+	sum = (__u16)~inner->check + (__u16) ~*first;
 	inner->tos |= ECN_CE;
 	sum += *first;
 	sum = (sum & 0xffff) + (sum >> 16);
@@ -92,59 +254,8 @@ static __always_inline void mark_congestion(struct iphdr *inner)
 	inner->check = ~sum;
 }
 
-/* Returns the length of the outer header; 0: the packet is not encapsulated. */
-static __always_inline __u32 outer_header_length(const struct iphdr *outer, void *data_end)
-{
-	const struct udphdr *datagram = (void *)(outer + 1);
-
-	if (outer->ihl != sizeof(*outer) / 4)
-		return 0;
-	if (outer->protocol == IPPROTO_IPIP)
-		return IPIP_OVERHEAD;
-	/* A later fragment has no ports: the kernel waits in vain for the first one. */
-	if (outer->protocol != IPPROTO_UDP || outer->frag_off & bpf_htons(IP_FRAGMENT_OFFSET) ||
-	    (void *)(datagram + 1) > data_end || datagram->dest != bpf_htons(GUE_PORT))
-		return 0;
-	return GUE_OVERHEAD;
-}
-
-/* The lengths of both headers, and of the frame, agree. @inner: its fixed header is within the frame. */
-static __always_inline bool are_lengths_valid(const struct iphdr *outer, const struct iphdr *inner, __u32 overhead,
-					      void *data_end)
-{
-	__u32 outer_length = bpf_ntohs(outer->tot_len), inner_length = bpf_ntohs(inner->tot_len);
-	const struct udphdr *datagram = (void *)(outer + 1);
-
-	if (outer_length > (__u64)(data_end - (void *)outer) || inner_length + overhead != outer_length)
-		return false;
-	if (outer->protocol == IPPROTO_UDP && bpf_ntohs(datagram->len) != outer_length - sizeof(*outer))
-		return false;
-	return inner->ihl * 4u >= sizeof(*inner) && inner_length >= inner->ihl * 4u;
-}
-
-/* Returns 0 or the reason to drop the packet. @overhead: length of the outer header. */
-static __always_inline __u32 check(const struct iphdr *outer, __u32 overhead, void *data_end)
-{
-	const struct iphdr *inner = (void *)outer + overhead;
-
-	if (!bpf_map_lookup_elem(&decap_sources, &outer->saddr))
-		return DECAP_COUNTER_DROP_DECAP_FOREIGN_SOURCE;
-	if (outer->frag_off & bpf_htons(IP_FRAGMENT_MASK))
-		return DECAP_COUNTER_DROP_DECAP_FRAGMENT;
-	if ((void *)(inner + 1) > data_end || inner->version != 4 ||
-	    !are_lengths_valid(outer, inner, overhead, data_end))
-		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
-	if (is_tunnel(inner, data_end))
-		return DECAP_COUNTER_DROP_DECAP_NESTED;
-	if (!bpf_map_lookup_elem(&decap_vips, &inner->daddr))
-		return DECAP_COUNTER_DROP_DECAP_FOREIGN_DESTINATION;
-	if ((outer->tos & ECN_MASK) == ECN_CE && !(inner->tos & ECN_MASK))
-		return DECAP_COUNTER_DROP_DECAP_CONGESTION;
-	return 0;
-}
-
 /* Moves the Ethernet header over the outer header's place. Returns 0 or the reason to drop the packet. */
-static __always_inline __u32 remove_outer_header(struct xdp_md *ctx, __u32 overhead)
+static __always_inline __u32 remove_outer_header(struct xdp_md *ctx, __u32 overhead, bool inner_ipv6, bool congestion)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	struct ethhdr header;
@@ -152,36 +263,46 @@ static __always_inline __u32 remove_outer_header(struct xdp_md *ctx, __u32 overh
 	if (data + sizeof(header) > data_end)
 		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	__builtin_memcpy(&header, data, sizeof(header));
+	header.h_proto = bpf_htons(inner_ipv6 ? ETH_P_IPV6 : ETH_P_IP);
 	if (bpf_xdp_adjust_head(ctx, overhead))
 		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
-	if (data + sizeof(header) > data_end)
+	if (data + sizeof(header) + sizeof(struct iphdr) > data_end)
 		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
 	__builtin_memcpy(data, &header, sizeof(header));
+	if (congestion)
+		mark_congestion(data + sizeof(header), inner_ipv6);
 	return 0;
+}
+
+/* Reads the outer header. Returns false for anything but IP. */
+static __always_inline bool read_outer(struct xdp_md *ctx, struct ip_fields *outer)
+{
+	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
+	struct ethhdr *ethernet = data;
+
+	if ((void *)(ethernet + 1) > data_end)
+		return false;
+	if (ethernet->h_proto == bpf_htons(ETH_P_IP))
+		return read_ipv4((void *)(ethernet + 1), data_end, outer);
+	return ethernet->h_proto == bpf_htons(ETH_P_IPV6) && read_ipv6((void *)(ethernet + 1), data_end, outer);
 }
 
 SEC("xdp")
 int decap(struct xdp_md *ctx)
 {
-	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
-	struct ethhdr *ethernet = data;
-	struct iphdr *outer = data + sizeof(*ethernet), *inner;
+	struct ip_fields outer = {}, inner = {};
 	__u32 overhead, reason;
 
-	if ((void *)(outer + 1) > data_end || ethernet->h_proto != bpf_htons(ETH_P_IP))
+	if (!read_outer(ctx, &outer))
 		return XDP_PASS;
-	overhead = outer_header_length(outer, data_end);
+	overhead = overhead_of(ctx, &outer);
 	if (!overhead)
 		return XDP_PASS;
-	reason = check(outer, overhead, data_end);
-	if (reason)
-		return drop(reason);
-	inner = (void *)outer + overhead;
-	if ((void *)(inner + 1) <= data_end && (outer->tos & ECN_MASK) == ECN_CE)
-		mark_congestion(inner);
-	reason = remove_outer_header(ctx, overhead);
+	reason = check(ctx, &outer, overhead, &inner);
+	if (!reason)
+		reason = remove_outer_header(ctx, overhead, inner.ipv6, (outer.traffic_class & ECN_MASK) == ECN_CE);
 	if (reason)
 		return drop(reason);
 	count(DECAP_COUNTER_DECAPSULATED);

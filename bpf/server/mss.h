@@ -21,13 +21,11 @@
 /* Kind 2, length 4 (RFC 9293, Sect. 3.2). */
 #define MSS_OPTION 0x02040000u
 #define MSS_MASK 0xffffu
-/* Returns the length of all headers without options. */
-static __always_inline __u32 encapsulated_headers(const struct segment *segment)
+/* Returns the length of all headers without options, with the longer kind of outer header. `number`: the service's. */
+static __always_inline __u32 encapsulated_headers(const struct segment *segment, __u32 number)
 {
-	__u32 inner = segment->family == ADDRESS_FAMILY_IPV6 ? sizeof(struct ipv6_header) : sizeof(struct iphdr);
-
-	/* The longer one of the outer headers, GUE's. */
-	return GUE_OVERHEAD + inner + sizeof(struct tcphdr);
+	return outer_header_length(FORWARDING_GUE, number & SERVER_NUMBER_OUTER_IPV6) +
+	       ip_header_length(segment->family == ADDRESS_FAMILY_IPV6) + sizeof(struct tcphdr);
 }
 
 /*
@@ -35,9 +33,9 @@ static __always_inline __u32 encapsulated_headers(const struct segment *segment)
  * net/ipv4/tcp_output.c); a SYN-ACK with another first option is left as it is. Returns TC_ACT_SHOT if the packet could
  * not change.
  */
-static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment *segment)
+static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment *segment, __u32 number)
 {
-	__u32 mtu = 0, headers = encapsulated_headers(segment), option;
+	__u32 mtu = 0, headers = encapsulated_headers(segment, number), option;
 	__be32 old;
 
 	if (bpf_check_mtu(skb, 0, &mtu, 0, 0) < 0 || mtu < headers ||

@@ -206,7 +206,7 @@ int server_egress(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (segment.syn)
 		note_handshake(word, forwarded);
-	if (segment.syn && number & SERVER_NUMBER_ENCAPSULATED && clamp_mss(skb, &segment) != TC_ACT_UNSPEC)
+	if (segment.syn && number & SERVER_NUMBER_ENCAPSULATED && clamp_mss(skb, &segment, number) != TC_ACT_UNSPEC)
 		return TC_ACT_SHOT;
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;

@@ -255,12 +255,13 @@ impl Agent {
         if old.is_none_or(|old| old.servers_before != new.servers_before) {
             self.daisy_chain.set(&new.servers_before, &mut self.programs)?;
         }
-        if old.is_none_or(|old| old.services != new.services) {
+        if old.is_none_or(|old| old.services != new.services || old.address != new.address) {
             if self.config.manage_timestamps && is_stamped(new) {
                 timestamps::manage(stamps_new_connections(new), &mut self.memory)?;
             }
             let services: Vec<_> =
                 new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
+            new.address.into_iter().for_each(|address| self.programs.set_outer_family(address));
             self.programs.set_services(&services)?;
             self.decapsulator.set_services(&new.services)?;
             // Workers are listening sockets.

@@ -1,6 +1,6 @@
 //! The agent's file; docs/config.md is the reference for users.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use coreward_config::{AbsolutePath, Diagnostics, Interface, Name, Source, config_enum, config_struct, string_enum};
@@ -29,7 +29,7 @@ config_struct! {
         /// Source of the RSS key and table.
         pub rss: Rss = Rss::Ethtool {},
         /// Addresses of the load balancers whose encapsulated packets are accepted; without it nothing is decapsulated.
-        pub decapsulate_from: Option<Vec<Ipv4Addr>>,
+        pub decapsulate_from: Option<Vec<IpAddr>>,
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.

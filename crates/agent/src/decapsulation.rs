@@ -1,6 +1,6 @@
 //! Decapsulation of packets from the load balancers that the file names (`decapsulate_from`).
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::IpAddr;
 
 use coreward_dataplane::decap::{self, Decapsulation};
 use coreward_wire::StampedService;
@@ -30,7 +30,7 @@ impl Decapsulator {
     pub fn set_services(&mut self, services: &[StampedService]) -> anyhow::Result<()> {
         let encapsulating = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
         self.services = encapsulating().map(|service| service.name.clone()).collect();
-        let vips: Vec<Ipv4Addr> = encapsulating().filter_map(vip).collect();
+        let vips: Vec<IpAddr> = encapsulating().map(|service| service.address.socket.ip()).collect();
         self.program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
     }
 
@@ -57,11 +57,4 @@ impl Decapsulator {
 /// Detaches the program, if there is any.
 pub fn remove(config: &Config) -> anyhow::Result<()> {
     decap::remove(&config.pin_directory)
-}
-
-fn vip(service: &StampedService) -> Option<Ipv4Addr> {
-    match service.address.socket {
-        SocketAddr::V4(vip) => Some(*vip.ip()),
-        SocketAddr::V6(_) => None,
-    }
 }

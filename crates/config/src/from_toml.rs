@@ -1,7 +1,7 @@
 //! Types of values: parsing, expectation, JSON schema.
 
 use std::fmt::Display;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -342,6 +342,20 @@ impl FromToml for Ipv4Addr {
 
     fn schema() -> Value {
         json!({ "type": "string", "pattern": r"^[0-9]+(\.[0-9]+){3}$" })
+    }
+}
+
+impl FromToml for IpAddr {
+    fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
+        from_text(value, reader)
+    }
+
+    fn expected() -> String {
+        "an address, as \"10.2.0.1\" or \"2001:db8::1\"".to_owned()
+    }
+
+    fn schema() -> Value {
+        json!({ "type": "string", "pattern": r"^([0-9]+(\.[0-9]+){3}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$" })
     }
 }
 

@@ -145,10 +145,10 @@ impl Case<'_> {
 
     /// Returns the source port that load balancers draw from the connection.
     fn outer_source_port(&self) -> Option<u16> {
-        let SocketAddr::V4(client) = self.tuple.client() else { return None };
+        let client = self.tuple.client();
         let [source, destination] = [client.port(), self.tuple.vip().port()].map(u16::to_be_bytes);
         let ports = [source[0], source[1], destination[0], destination[1]];
-        (self.view.service.mode.forwarding == Forwarding::Gue).then(|| flow_port(*client.ip(), ports))
+        (self.view.service.mode.forwarding == Forwarding::Gue).then(|| flow_port(client.ip(), ports))
     }
 
     fn name(&self, id: ServerId) -> &str {

@@ -11,12 +11,13 @@
 
 use std::collections::BTreeSet;
 use std::mem::MaybeUninit;
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
+use coreward_model::tuple::address_words;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
@@ -30,6 +31,8 @@ use crate::skeleton::decap::DecapSkelBuilder;
 pub const COUNTERS: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAPS: [&str; 3] = ["sources", "vips", "counters"];
+/// Size of a map's key: an address, IPv4 as in `struct service_key`.
+const ADDRESS_BYTES: usize = 16;
 
 /// Program and its maps. An attached program stays after a drop.
 #[derive(Debug)]
@@ -57,6 +60,7 @@ impl Decapsulation {
             pinned = None;
         }
         std::fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
+        remove_other_layout(&pins)?;
         let decapsulation = Self::load(Some(&pins))?;
         let program = decapsulation.program();
         match pinned {
@@ -95,14 +99,14 @@ impl Decapsulation {
     }
 
     /// Sets the load balancers whose packets are taken.
-    pub fn set_sources(&self, sources: &[Ipv4Addr]) -> anyhow::Result<()> {
+    pub fn set_sources(&self, sources: &[IpAddr]) -> anyhow::Result<()> {
         let limit = intf::MAX_DECAP_SOURCES as usize;
         ensure!(sources.len() <= limit, "{} sources of encapsulated packets: expected at most {limit}", sources.len());
         set_addresses(&self.sources, sources)
     }
 
     /// Sets the VIPs whose packets are taken.
-    pub fn set_vips(&self, vips: &[Ipv4Addr]) -> anyhow::Result<()> {
+    pub fn set_vips(&self, vips: &[IpAddr]) -> anyhow::Result<()> {
         set_addresses(&self.vips, vips)
     }
 
@@ -130,8 +134,9 @@ fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<X
 }
 
 /// Puts these addresses, and no others, into the map.
-fn set_addresses(map: &MapHandle, wanted: &[Ipv4Addr]) -> anyhow::Result<()> {
-    let wanted: BTreeSet<[u8; 4]> = wanted.iter().map(Ipv4Addr::octets).collect();
+fn set_addresses(map: &MapHandle, wanted: &[IpAddr]) -> anyhow::Result<()> {
+    let key = |address: &IpAddr| -> [u8; ADDRESS_BYTES] { zerocopy::transmute!(address_words(*address)) };
+    let wanted: BTreeSet<[u8; ADDRESS_BYTES]> = wanted.iter().map(key).collect();
     let known: Vec<Vec<u8>> = map.keys().collect();
     for key in known.iter().filter(|key| !wanted.iter().any(|address| address[..] == key[..])) {
         map.delete(key).context("removing an address")?;
@@ -140,6 +145,16 @@ fn set_addresses(map: &MapHandle, wanted: &[Ipv4Addr]) -> anyhow::Result<()> {
         map.update(&address, &[1], MapFlags::ANY).context("adding an address")?;
     }
     Ok(())
+}
+
+/// Removes the pins of maps of a version with IPv4 addresses only. Its program keeps them until it is replaced.
+fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
+    match MapHandle::from_pinned_path(pins.join(MAPS[0])) {
+        Ok(sources) if sources.key_size() as usize != ADDRESS_BYTES => {
+            MAPS.iter().try_for_each(|name| link::unpin(&pins.join(name)))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Detaches the program and removes its pins, if there are any.

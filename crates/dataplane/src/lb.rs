@@ -54,7 +54,7 @@ pub use lb_stamping::{ClockState, IdTooLarge, ServerClock};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};
 pub use services::ModeError;
 pub use tables::TableError;
-pub use tunnels::Tunnel;
+pub use tunnels::{OuterSources, Tunnel};
 
 use crate::mac::MacAddress;
 use crate::rcu::{GracePeriods, GraceTicket};

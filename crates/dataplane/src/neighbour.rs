@@ -22,6 +22,7 @@ use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::socket::{MsgFlags, recv};
 use parking_lot::Mutex;
 
+use crate::lb::OuterSources;
 use crate::mac::MacAddress;
 
 /// Probe interval of a resolved neighbour.
@@ -344,6 +345,13 @@ pub fn own_address(interface: &str) -> Option<Ipv4Addr> {
     OwnAddresses::of(interface).map(|own| own.ipv4).filter(|address| !address.is_unspecified())
 }
 
+/// Returns the device's first IPv4 address and its first IPv6 address that routers forward packets from.
+pub fn outer_sources(interface: &str) -> OuterSources {
+    let own = OwnAddresses::of(interface);
+    let (ipv4, ipv6) = own.map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |own| (own.ipv4, own.routable_ipv6));
+    OuterSources { ipv4, ipv6 }
+}
+
 /// MAC address of a device, and the sources of its probes.
 struct OwnAddresses {
     mac: MacAddress,
@@ -351,22 +359,29 @@ struct OwnAddresses {
     ipv4: Ipv4Addr,
     /// The first address; without one, the unspecified address, as in duplicate address detection.
     ipv6: Ipv6Addr,
+    /// The first address that is not link-local.
+    routable_ipv6: Ipv6Addr,
 }
 
 impl OwnAddresses {
     fn of(interface: &str) -> Option<Self> {
-        let (mut mac, mut ipv4, mut ipv6) = (None, Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED);
+        let (mut mac, mut ipv4) = (None, Ipv4Addr::UNSPECIFIED);
+        let mut all_ipv6: Vec<Ipv6Addr> = Vec::new();
         for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
             let Some(storage) = entry.address else { continue };
             if let Some(link) = storage.as_link_addr() {
                 mac = link.addr().map(MacAddress);
             } else if let Some(found) = storage.as_sockaddr_in().filter(|_| ipv4.is_unspecified()) {
                 ipv4 = found.ip();
-            } else if let Some(found) = storage.as_sockaddr_in6().filter(|_| ipv6.is_unspecified()) {
-                ipv6 = found.ip();
+            } else if let Some(found) = storage.as_sockaddr_in6() {
+                all_ipv6.push(found.ip());
             }
         }
-        mac.map(|mac| Self { mac, ipv4, ipv6 })
+        let first =
+            |addresses: &mut dyn Iterator<Item = &Ipv6Addr>| addresses.next().copied().unwrap_or(Ipv6Addr::UNSPECIFIED);
+        let ipv6 = first(&mut all_ipv6.iter());
+        let routable_ipv6 = first(&mut all_ipv6.iter().filter(|address| !address.is_unicast_link_local()));
+        mac.map(|mac| Self { mac, ipv4, ipv6, routable_ipv6 })
     }
 }
 

@@ -4,7 +4,7 @@
 //! and neighbours. Routes change seldom, so the kernel is asked when it has reported a change.
 
 use std::io;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::ops::Range;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 
@@ -22,12 +22,15 @@ const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
 /// struct nlmsghdr and struct rtmsg.
 const HEADER: usize = 16 + 12;
+/// struct rtattr.
+const ATTRIBUTE_HEADER: usize = 4;
 /// `nlmsg_seq` in struct nlmsghdr.
 const SEQUENCE: Range<usize> = 8..12;
 /// `rtm_type` in struct rtmsg.
 const TYPE_AT: usize = 16 + 7;
-/// Links, IPv4 addresses, routes and rules: RTMGRP_* of include/uapi/linux/rtnetlink.h.
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80;
+/// Links, and addresses, routes and rules of IPv4 and of IPv6: RTMGRP_* of include/uapi/linux/rtnetlink.h; the last one
+/// is 1 << (RTNLGRP_IPV6_RULE - 1).
+const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// Reason for which the device does not reach a server.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -83,7 +86,7 @@ impl Routes {
 
     /// Returns the neighbour at the device of index `interface` that packets to `server` go to: a gateway, or the
     /// server. Fails when packets to it do not leave by that device.
-    pub fn next_hop(&mut self, interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
+    pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
         self.send_query(server).map_err(RouteError::None)?;
         let mut answer = [0; 4096];
         loop {
@@ -99,26 +102,30 @@ impl Routes {
     }
 
     /// Sends the query for `server` under the next sequence number.
-    fn send_query(&mut self, server: Ipv4Addr) -> Result<(), Errno> {
+    fn send_query(&mut self, server: IpAddr) -> Result<(), Errno> {
         self.sequence = self.sequence.wrapping_add(1);
+        let (family, destination) = match server {
+            IpAddr::V4(address) => (libc::AF_INET, address.octets().to_vec()),
+            IpAddr::V6(address) => (libc::AF_INET6, address.octets().to_vec()),
+        };
         let mut request = Vec::new();
-        request.extend(((HEADER + 8) as u32).to_ne_bytes());
+        request.extend(((HEADER + ATTRIBUTE_HEADER + destination.len()) as u32).to_ne_bytes());
         request.extend(libc::RTM_GETROUTE.to_ne_bytes());
         request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
         request.extend(self.sequence.to_ne_bytes());
         // Port.
         request.extend([0; 4]);
         // Family, length of the destination; the rest of struct rtmsg.
-        request.extend([libc::AF_INET as u8, 32, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-        request.extend(8u16.to_ne_bytes());
+        request.extend([family as u8, destination.len() as u8 * 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        request.extend(((ATTRIBUTE_HEADER + destination.len()) as u16).to_ne_bytes());
         request.extend(RTA_DST.to_ne_bytes());
-        request.extend(server.octets());
+        request.extend(destination);
         send(self.queries.as_raw_fd(), &request, MsgFlags::empty())?;
         Ok(())
     }
 }
 
-fn read_route(answer: &[u8], interface: u32, server: Ipv4Addr) -> Result<Ipv4Addr, RouteError> {
+fn read_route(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
     let number = |bytes: &[u8]| bytes.try_into().map(u32::from_ne_bytes).unwrap_or_default();
     let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
     if kind != Some(libc::RTM_NEWROUTE) {
@@ -134,8 +141,13 @@ fn read_route(answer: &[u8], interface: u32, server: Ipv4Addr) -> Result<Ipv4Add
     if found != interface {
         return Err(RouteError::OtherInterface { found, expected: interface });
     }
-    let gateway = attribute(attributes, RTA_GATEWAY).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
-    Ok(gateway.map_or(server, Ipv4Addr::from))
+    Ok(attribute(attributes, RTA_GATEWAY).and_then(read_address).unwrap_or(server))
+}
+
+fn read_address(bytes: &[u8]) -> Option<IpAddr> {
+    let ipv4 = || <[u8; 4]>::try_from(bytes).ok().map(|octets| Ipv4Addr::from(octets).into());
+    let ipv6 = || <[u8; 16]>::try_from(bytes).ok().map(|octets| Ipv6Addr::from(octets).into());
+    ipv4().or_else(ipv6)
 }
 
 #[cfg(test)]
@@ -145,26 +157,30 @@ mod tests {
     #[test]
     fn late_answer_to_an_earlier_query_is_discarded() {
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        let broadcast = Routes::open().unwrap().next_hop(index, Ipv4Addr::BROADCAST);
+        let broadcast = Routes::open().unwrap().next_hop(index, Ipv4Addr::BROADCAST.into());
         let mut routes = Routes::open().unwrap();
         // Its answer waits in the socket, as after a timeout.
-        routes.send_query(Ipv4Addr::LOCALHOST).unwrap();
+        routes.send_query(Ipv4Addr::LOCALHOST.into()).unwrap();
         assert_ne!(broadcast, Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
-        assert_eq!(routes.next_hop(index, Ipv4Addr::BROADCAST), broadcast);
+        assert_eq!(routes.next_hop(index, Ipv4Addr::BROADCAST.into()), broadcast);
     }
 
     #[test]
     fn loopback_is_no_way_to_a_server() {
         let mut routes = Routes::open().unwrap();
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        assert_eq!(routes.next_hop(index, Ipv4Addr::LOCALHOST), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+        for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
+            assert_eq!(routes.next_hop(index, loopback), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
+        }
         assert!(!routes.changed(), "a query changes nothing");
     }
 
     #[test]
     fn gateway_interface_and_missing_route_are_read() {
-        let server = Ipv4Addr::new(10, 9, 0, 1);
-        let attribute = |kind: u16, value: [u8; 4]| [&8u16.to_ne_bytes()[..], &kind.to_ne_bytes(), &value].concat();
+        let server = IpAddr::from([10, 9, 0, 1]);
+        let attribute = |kind: u16, value: &[u8]| {
+            [&((ATTRIBUTE_HEADER + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
+        };
         let answer = |kind: u16, attributes: &[Vec<u8>]| {
             let mut answer = vec![0; HEADER];
             answer[4..6].copy_from_slice(&kind.to_ne_bytes());
@@ -172,10 +188,15 @@ mod tests {
             answer.extend(attributes.concat());
             answer
         };
-        let by = attribute(RTA_OIF, 3u32.to_ne_bytes());
-        let gateway = attribute(RTA_GATEWAY, [10, 2, 0, 1]);
-        let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), gateway]);
-        assert_eq!(read_route(&routed, 3, server), Ok(Ipv4Addr::new(10, 2, 0, 1)));
+        let by = attribute(RTA_OIF, &3u32.to_ne_bytes());
+        let gateway_ipv6: Ipv6Addr = "fe80::1".parse().unwrap();
+        for (gateway, bytes) in
+            [(IpAddr::from([10, 2, 0, 1]), &[10, 2, 0, 1][..]), (gateway_ipv6.into(), &gateway_ipv6.octets())]
+        {
+            let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_GATEWAY, bytes)]);
+            assert_eq!(read_route(&routed, 3, server), Ok(gateway));
+        }
+        let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
         assert_eq!(read_route(&routed, 4, server), Err(RouteError::OtherInterface { found: 3, expected: 4 }));
         assert_eq!(read_route(&answer(libc::RTM_NEWROUTE, &[by]), 3, server), Ok(server));
         let mut error = vec![0; 16];

@@ -14,6 +14,7 @@
 
 use std::fs;
 use std::mem::{MaybeUninit, offset_of};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -68,6 +69,8 @@ pub struct ServerPrograms {
     counter_rows: usize,
     rss: MmapArray<intf::rss_mapping>,
     chained_servers: MmapArray<ChainedServers>,
+    /// Whether encapsulated packets have IPv6 outer headers.
+    outer_ipv6: bool,
     /// Maps that are pinned once the services are known; programs of another version work until then.
     pending_upgrade: Option<[OwnedFd; MAPS.len()]>,
 }
@@ -196,6 +199,7 @@ impl ServerPrograms {
             counter_rows: libbpf_rs::num_possible_cpus()?.min(intf::MAX_CPUS as usize),
             rss: MmapArray::new(&maps.rss_mapping).context("mapping rss_mapping")?,
             chained_servers: MmapArray::new(&maps.bss_chained).context("mapping chained_servers")?,
+            outer_ipv6: false,
             pending_upgrade: None,
         })
     }
@@ -223,9 +227,16 @@ impl ServerPrograms {
         self.rss_map.as_fd()
     }
 
+    /// Sets the family of outer headers, which is that of this server's address, for the next
+    /// [`set_services`](Self::set_services). IPv4 at first.
+    pub fn set_outer_family(&mut self, address: IpAddr) {
+        self.outer_ipv6 = address.is_ipv6();
+    }
+
     /// Sets the services of this server, each with its id there and its mode, all at once. Fails when there are too
     /// many, or one is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
+        let number = |id, mode| number(id, mode, self.outer_ipv6);
         let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
         let directory = service_slots::directory(&numbered)?;
         let idle = self.active_half() ^ 1;
@@ -421,13 +432,15 @@ fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
 }
 
 /// Returns `number` of a service's slot for the programs.
-fn number(id: ServerId, mode: ServiceMode) -> u32 {
+fn number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
+    let encapsulates = mode.forwarding.encapsulates();
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
     u32::from(id.get())
         | flag(mode.is_stamped() && mode.consistency == Consistency::Stateful, intf::SERVER_NUMBER_STATEFUL)
         | flag(!mode.is_stamped(), intf::SERVER_NUMBER_TIMESTAMPS_OFF)
         | flag(mode.marks_previous_server(), intf::SERVER_NUMBER_CHAINED)
-        | flag(mode.forwarding.encapsulates(), intf::SERVER_NUMBER_ENCAPSULATED)
+        | flag(encapsulates, intf::SERVER_NUMBER_ENCAPSULATED)
+        | flag(encapsulates && outer_ipv6, intf::SERVER_NUMBER_OUTER_IPV6)
 }
 
 fn remove_maps(pins: &Path) -> anyhow::Result<()> {

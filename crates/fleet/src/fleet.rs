@@ -318,6 +318,7 @@ impl Fleet {
             server_id: id,
             servers_before: before.iter().filter_map(server_before).chain(others).collect(),
             draining: self.drains(id),
+            address: self.servers.get(&id).map(|server| server.address),
         }
     }
 }

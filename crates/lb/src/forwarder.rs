@@ -8,7 +8,7 @@ mod symptoms;
 mod table_ages;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
@@ -54,7 +54,7 @@ pub struct Forwarder {
     /// The kernel's routing table.
     routes: Routes,
     /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
-    next_hops: HashMap<Ipv4Addr, Ipv4Addr>,
+    next_hops: HashMap<IpAddr, IpAddr>,
     /// Servers without a route, in words.
     unrouted: BTreeSet<String>,
     /// Services' servers by the address of their neighbour: the server, or a router.
@@ -515,13 +515,5 @@ impl Forwarder {
             warnings: self.problems(),
             refused: self.refusals.list(),
         }
-    }
-}
-
-/// Returns the address for what is for IPv4 only: encapsulation and LB-side stamping.
-fn ipv4(address: IpAddr) -> Option<Ipv4Addr> {
-    match address {
-        IpAddr::V4(address) => Some(address),
-        IpAddr::V6(_) => None,
     }
 }

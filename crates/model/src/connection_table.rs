@@ -189,7 +189,7 @@ impl ConnectionHash {
 }
 
 /// Returns a client's address in one word: `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`, for IPv4 the address itself.
-fn client_word(key: &CookieKey, client: IpAddr) -> u32 {
+pub(crate) fn client_word(key: &CookieKey, client: IpAddr) -> u32 {
     let address = match client {
         IpAddr::V4(address) => return u32::from_le_bytes(address.octets()),
         IpAddr::V6(address) => u128::from_le_bytes(address.octets()),

@@ -111,9 +111,6 @@ impl Transfer {
 /// A setting that a service with an IPv6 VIP cannot have yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotForIpv6 {
-    /// Forwarding by an outer header.
-    #[error("forwarding {:?}: expected \"l2\"", .0.name())]
-    Forwarding(Forwarding),
     /// LB-side stamping.
     #[error("timestamps by \"lb\": expected \"server\" or \"off\"")]
     LbTimestamps,
@@ -181,7 +178,6 @@ impl ServiceMode {
     /// Returns the settings that a service with an IPv6 VIP cannot have.
     pub fn not_for_ipv6(self) -> impl Iterator<Item = NotForIpv6> {
         let settings = [
-            (self.forwarding.encapsulates(), NotForIpv6::Forwarding(self.forwarding)),
             (self.timestamps == Timestamps::LoadBalancer, NotForIpv6::LbTimestamps),
             (self.transfer.is_some(), NotForIpv6::Migration),
         ];

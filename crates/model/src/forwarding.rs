@@ -1,8 +1,11 @@
 //! How a service's packets reach its servers.
 
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 
 use coreward_intf as intf;
+
+use crate::connection_table::client_word;
+use crate::cookie::CookieKey;
 
 /// `enum forwarding` of `bpf/include/intf.h`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -10,9 +13,9 @@ pub enum Forwarding {
     /// With the server's MAC address: it is on the load balancer's segment.
     #[default]
     L2,
-    /// IPv4 in IPv4 (RFC 2003).
+    /// In another IP packet (RFC 2003, RFC 2473, RFC 4213).
     Ipip,
-    /// IPv4 in UDP (GUE variant 1).
+    /// In UDP (GUE variant 1).
     Gue,
 }
 
@@ -39,12 +42,13 @@ impl Forwarding {
         self != Forwarding::L2
     }
 
-    /// Bytes of the outer header.
-    pub fn overhead(self) -> usize {
+    /// Returns the length of the outer header of packets to `server`, in bytes.
+    pub fn overhead(self, server: IpAddr) -> usize {
+        let ip = if server.is_ipv4() { 20 } else { 40 };
         match self {
             Forwarding::L2 => 0,
-            Forwarding::Ipip => 20,
-            Forwarding::Gue => 28,
+            Forwarding::Ipip => ip,
+            Forwarding::Gue => ip + 8,
         }
     }
 }
@@ -63,16 +67,20 @@ impl std::str::FromStr for Forwarding {
     }
 }
 
-/// The source port of GUE for a flow: flow_port() of `bpf/lb/emit_gue.h`. Ports in the packet's byte order, 0 where
-/// unknown (later fragments, ICMP).
-pub fn flow_port(client: Ipv4Addr, ports: [u8; 4]) -> u16 {
+/// Returns the source port of GUE for a flow, and its flow label in an IPv6 outer header: flow_port() of
+/// `bpf/lb/emit_gue.h`. Ports in the packet's byte order, 0 where unknown (later fragments, ICMP).
+pub fn flow_port(client: IpAddr, ports: [u8; 4]) -> u16 {
     const FIRST: u16 = 0xc000;
-    let word = u64::from(u32::from_ne_bytes(client.octets())) | u64::from(u32::from_ne_bytes(ports)) << 32;
-    FIRST | (word.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 50) as u16
+    const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+    let client = client_word(&CookieKey { k0: FACTOR, k1: FACTOR }, client);
+    let word = u64::from(client) | u64::from(u32::from_ne_bytes(ports)) << 32;
+    FIRST | (word.wrapping_mul(FACTOR) >> 50) as u16
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::{Ipv4Addr, Ipv6Addr};
+
     use super::*;
 
     #[test]
@@ -86,13 +94,23 @@ mod tests {
 
     #[test]
     fn flows_of_one_client_and_of_many_are_spread_evenly() {
-        let port = |client: u32, source: u16| {
+        let port = |client: IpAddr, source: u16| {
             let [high, low] = source.to_be_bytes();
-            flow_port(Ipv4Addr::from(0x0a00_0000 + client), [high, low, 0, 80])
+            flow_port(client, [high, low, 0, 80])
         };
-        let one_client: Vec<u16> = (32_768..60_960).map(|source| port(1, source)).collect();
-        let many_clients: Vec<u16> = (0..28_192).map(|client| port(client, 40_000)).collect();
-        for ports in [one_client, many_clients] {
+        let ipv4 = |client: u32| IpAddr::from(Ipv4Addr::from(0x0a00_0000 + client));
+        let prefix = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0).to_bits();
+        let (low, high) = (
+            |client: u32| IpAddr::from(Ipv6Addr::from_bits(prefix + u128::from(client))),
+            |client: u32| IpAddr::from(Ipv6Addr::from_bits(prefix + (u128::from(client) << 64))),
+        );
+        let one_client = |client: IpAddr| (32_768..60_960).map(|source| port(client, source)).collect::<Vec<u16>>();
+        let many_clients = |client: &dyn Fn(u32) -> IpAddr| {
+            (0..28_192).map(|number| port(client(number), 40_000)).collect::<Vec<u16>>()
+        };
+        let flows =
+            [one_client(ipv4(1)), one_client(low(1)), many_clients(&ipv4), many_clients(&low), many_clients(&high)];
+        for ports in flows {
             let mut groups = [0u32; 16];
             ports.iter().for_each(|port| groups[usize::from(port % 16)] += 1);
             assert!(ports.iter().all(|port| *port >= 0xc000));

@@ -149,6 +149,8 @@ pub struct AgentConfiguration {
     pub servers_before: Vec<PreviousServer>,
     /// Whether an operator waits for the remaining connections: they are counted more often.
     pub draining: bool,
+    /// This server's address, to which load balancers send; `None`: from a controller of an older version.
+    pub address: Option<IpAddr>,
 }
 
 /// A server to which packets may be forwarded.
@@ -250,6 +252,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             server_id: configuration.server_id.get().into(),
             servers_before: configuration.servers_before.iter().map(before).collect(),
             draining: configuration.draining,
+            address: configuration.address.map(address_bytes).unwrap_or_default(),
         }
     }
 }
@@ -484,6 +487,7 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
             server_id: parse_server_id("server_id", message.server_id)?,
             servers_before: parse_each("servers_before", &message.servers_before)?,
             draining: message.draining,
+            address: parse_optional_address("address", &message.address)?,
         })
     }
 }

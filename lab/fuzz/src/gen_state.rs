@@ -173,7 +173,7 @@ impl GenState {
             return mode;
         }
         let timestamps = if mode.timestamps == Timestamps::Off { Timestamps::Off } else { Timestamps::Server };
-        ServiceMode { forwarding: Forwarding::L2, transfer: None, timestamps, ..mode }
+        ServiceMode { transfer: None, timestamps, ..mode }
     }
 
     fn mode_of_ipv4(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{self as dataplane, PacketRate, ServiceIndex};
+use coreward_dataplane::lb::{self as dataplane, OuterSources, PacketRate, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
@@ -53,14 +53,22 @@ pub struct Setup {
     pub outer: Outer,
 }
 
-/// Address of the load balancer in outer headers.
-const OWN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-const ETHERNET_MTU: usize = 1500;
+/// Parts of outer headers.
+const OUTER: Outer = Outer {
+    address: Ipv4Addr::new(10, 2, 0, 1),
+    address_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
+    mtu: 1500,
+};
 
 /// The outer header of a server's packets, from its id.
 fn tunnel_of(id: ServerId) -> Tunnel {
     let [high, low] = id.get().to_be_bytes();
-    Tunnel { address: Ipv4Addr::new(10, 9, high, low), source_port: id.get().is_multiple_of(3).then_some(40_000) }
+    let address = if id.get().is_multiple_of(2) {
+        Ipv4Addr::new(10, 9, high, low).into()
+    } else {
+        Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, id.get()).into()
+    };
+    Tunnel { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
 }
 
 impl Setup {
@@ -68,8 +76,7 @@ impl Setup {
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
         let (connection_table, flow_sets) = (TableSize::default(), 1 << 15);
-        let outer = Outer { address: OWN_ADDRESS, mtu: ETHERNET_MTU };
-        Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets, outer }
+        Self { own_mac, keys, count_traffic: false, connection_table, connection_key, flow_sets, outer: OUTER }
     }
 }
 
@@ -96,7 +103,8 @@ impl Instance {
         let mut lb = dataplane::LoadBalancer::load(options)?;
         lb.set_own_mac(MacAddress(setup.own_mac));
         lb.set_keys(&setup.keys);
-        lb.set_outer(setup.outer.address, setup.outer.mtu as u32);
+        let sources = OuterSources { ipv4: setup.outer.address, ipv6: setup.outer.address_ipv6 };
+        lb.set_outer(sources, setup.outer.mtu as u32);
         lb.count_traffic(setup.count_traffic)?;
         let memory = Memory::of(lb.program())?;
         memory.set_connection_key(&setup.connection_key);
@@ -130,7 +138,7 @@ impl Instance {
                 let server = dataplane::Server { mac: server.mac.map(MacAddress), eligible: server.eligible };
                 self.lb.set_server(self.service(*service_slot), *id, server);
                 let Tunnel { address, source_port } = tunnel_of(*id);
-                self.lb.set_tunnel(*id, dataplane::Tunnel { address, source_port });
+                self.lb.set_tunnel(*id, dataplane::Tunnel { address, source_port })?;
             }
             Change::Server(service_slot, id, None) => self.lb.remove_server(self.service(*service_slot), *id),
             Change::Masked(service_slot, id, is_masked) => {
@@ -170,8 +178,9 @@ fn differ<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> 
 /// Whether an IP header whose checksum was right is wrong afterwards, in both.
 fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
     let right = |frame: &[u8]| ones_complement_sum(&frame[ETHERNET..ETHERNET + 20], 0) == 0xffff;
-    // Without options in the header; they are never changed.
-    let changed = before.len() >= ETHERNET + 20 && before[ETHERNET] == 0x45 && before[ETHERNET..] != after[ETHERNET..];
+    // Without options in the header; they are never changed. An outer IPv6 header has no checksum.
+    let plain = |frame: &[u8]| frame.len() >= ETHERNET + 20 && frame[ETHERNET] == 0x45;
+    let changed = plain(before) && plain(after) && before[ETHERNET..] != after[ETHERNET..];
     (changed && right(before) && !right(after)).then(|| Difference {
         what: "an IP header checksum was right and is not any more".to_owned(),
         expected: hex(before),

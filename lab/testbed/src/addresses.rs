@@ -13,6 +13,10 @@ pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1)
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Least MTU of an IPv4 link (RFC 791).
 pub(crate) const MTU_MIN: u16 = 68;
+/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+pub(crate) const IPV6_MTU_MIN: u16 = 1280;
+/// Length of the IPv4 prefix of the segment.
+pub(crate) const SEGMENT: u8 = 16;
 /// MTU of Ethernet, and of all devices here.
 pub(crate) const MTU_MAX: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
@@ -24,12 +28,20 @@ pub enum Family {
     #[default]
     #[value(name = "4")]
     Ipv4,
-    /// VIPs from 2001:db8:c8::1 on; hosts have an address in 2001:db8::/64, too.
+    /// VIPs from 2001:db8:c8::1 on; hosts have an address in 2001:db8::/64, too, as they have with routed servers.
     #[value(name = "6")]
     Ipv6,
 }
 
 impl Family {
+    /// The address of this family of the host with this IPv4 address.
+    pub fn address(self, host: Ipv4Addr) -> IpAddr {
+        match self {
+            Family::Ipv4 => host.into(),
+            Family::Ipv6 => ipv6_address(host).into(),
+        }
+    }
+
     /// The VIP `index`, counted from 0.
     pub fn vip(self, index: u8) -> IpAddr {
         match self {
@@ -70,7 +82,18 @@ pub fn rack_name(number: u16) -> String {
     format!("rack{number}")
 }
 
-/// The direct way to a client behind a router, as a line for `ip`.
-pub(crate) fn route_by_router() -> String {
-    format!("route add 10.2.0.0/16 via {ROUTER_ADDRESS}\n")
+/// An IPv4 prefix; [`ipv6_prefix`] is its counterpart.
+pub(crate) type Prefix = (Ipv4Addr, u8);
+
+/// Every address.
+pub(crate) const DEFAULT: Prefix = (Ipv4Addr::UNSPECIFIED, 0);
+/// The clients behind a router.
+pub(crate) const ROUTED_CLIENTS: Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
+
+/// The IPv6 prefix of the hosts in an IPv4 prefix, in words for `ip`.
+pub(crate) fn ipv6_prefix((network, length): Prefix) -> String {
+    match length {
+        0 => "::/0".to_owned(),
+        _ => format!("{}/{}", ipv6_address(network), 96 + length),
+    }
 }

@@ -20,8 +20,9 @@ use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
 use crate::addresses::{
-    CONTROLLER_ADDRESS, DEVICE, Family, MTU_MAX, MTU_MIN, SERVICE, ipv6_address, load_balancer_address,
-    load_balancer_name, rack_address, rack_name, route_by_router, server_address,
+    CONTROLLER_ADDRESS, DEVICE, Family, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS, ROUTER_ADDRESS,
+    SEGMENT, SERVICE, ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name, rack_address, rack_name,
+    server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
@@ -67,7 +68,7 @@ pub struct TestbedOptions {
     pub routed_servers: bool,
     /// VIPs on the servers (1 to 250).
     pub vips: u8,
-    /// Address family of the VIPs, and of the client's packets. IPv6 is not for testbeds with routers.
+    /// Address family of the VIPs, and of the client's packets.
     pub family: Family,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
     pub indirection_entries: usize,
@@ -168,8 +169,8 @@ impl Testbed {
                 "answers by a load balancer without a router: expected `router_mtu`, so that there is something to route"
             );
         }
-        if options.family == Family::Ipv6 && (options.router_mtu.is_some() || options.routed_servers) {
-            bail!("IPv6 in a testbed with a router: expected neither `router_mtu` nor `routed_servers`");
+        if options.family == Family::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
+            bail!("IPv6 by a router with `router_mtu` below {IPV6_MTU_MIN}: expected at least that");
         }
         if let Some(missing) = missing_privilege() {
             bail!(missing);
@@ -215,7 +216,7 @@ impl Testbed {
         make_namespaces(&[&self.controller])?;
         self.connect(&self.controller, "controller", 1, 1)?;
         let routes = self.route_to_servers();
-        ip_batch(Some(&self.controller), &(self.address_lines(CONTROLLER_ADDRESS) + &routes))?;
+        ip_batch(Some(&self.controller), &(self.address_lines(CONTROLLER_ADDRESS, SEGMENT, DEVICE) + &routes))?;
         self.make_server_router()?;
         self.make_client_side()
     }
@@ -225,7 +226,7 @@ impl Testbed {
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
-        ip_batch(Some(&namespace), &self.address_lines(rack_address(number)))?;
+        ip_batch(Some(&namespace), &self.address_lines(rack_address(number), SEGMENT, DEVICE))?;
         self.racks.push(namespace);
         Ok(())
     }
@@ -242,9 +243,11 @@ impl Testbed {
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
         let address = load_balancer_address(number);
-        let mut routes = if self.options.answers_by_load_balancer { route_by_router() } else { String::new() };
-        routes += &self.route_to_servers();
-        ip_batch(Some(&namespace), &(self.address_lines(address) + &routes))?;
+        let mut routes = self.route_to_servers();
+        if self.options.answers_by_load_balancer {
+            routes += &self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS);
+        }
+        ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT, DEVICE) + &routes))?;
         if self.options.answers_by_load_balancer {
             namespace.set_sysctls(&[
                 ("ipv4/ip_forward", "1"),
@@ -328,9 +331,7 @@ impl Testbed {
         queues: u16,
         port_transmit_queues: u16,
     ) -> anyhow::Result<()> {
-        if self.options.family == Family::Ipv6 {
-            enable_ipv6(host)?;
-        }
+        self.enable_ipv6(host)?;
         let (host_name, switch) = (host.name(), self.switch.name());
         ip_batch(
             None,
@@ -433,13 +434,48 @@ impl Testbed {
         SocketAddr::new(self.options.family.vip(0), SERVICE.port())
     }
 
-    /// Addresses of a host on the segment, as lines for `ip`.
-    pub(crate) fn address_lines(&self, address: Ipv4Addr) -> String {
-        let ipv4 = format!("address add {address}/16 dev {DEVICE}\n");
-        match self.options.family {
-            Family::Ipv4 => ipv4,
-            Family::Ipv6 => ipv4 + &format!("address add {}/64 dev {DEVICE} nodad\n", ipv6_address(address)),
+    /// Whether hosts have IPv6 addresses, too.
+    fn has_ipv6(&self) -> bool {
+        self.options.family == Family::Ipv6 || self.options.routed_servers
+    }
+
+    /// Addresses of a host's device in a prefix of this length, as lines for `ip`.
+    pub(crate) fn address_lines(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
+        let ipv4 = format!("address add {address}/{length} dev {device}\n");
+        match self.has_ipv6() {
+            false => ipv4,
+            true => ipv4 + &format!("address add {} dev {device} nodad\n", ipv6_prefix((address, length))),
         }
+    }
+
+    /// The way to a prefix by a router, as lines for `ip`.
+    pub(crate) fn route_lines(&self, prefix: Prefix, router: Ipv4Addr) -> String {
+        let ipv4 = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
+        match self.has_ipv6() {
+            false => ipv4,
+            true => ipv4 + &format!("route add {} via {}\n", ipv6_prefix(prefix), ipv6_address(router)),
+        }
+    }
+
+    /// Lets a host forward packets.
+    pub(crate) fn make_forward(&self, host: &Namespace) -> anyhow::Result<()> {
+        host.set_sysctls(&[("ipv4/ip_forward", "1")])?;
+        if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
+    }
+
+    /// Enables IPv6 for future devices, if hosts have it: their link-local addresses are usable at once, and routers
+    /// configure nothing.
+    pub(crate) fn enable_ipv6(&self, host: &Namespace) -> anyhow::Result<()> {
+        if !self.has_ipv6() {
+            return Ok(());
+        }
+        for device in ["all", "default"] {
+            for (setting, value) in [("disable_ipv6", "0"), ("accept_dad", "0"), ("accept_ra", "0"), ("autoconf", "0")]
+            {
+                host.set_sysctls(&[(&format!("ipv6/conf/{device}/{setting}"), value)])?;
+            }
+        }
+        Ok(())
     }
 
     /// A directory for configurations, logs and results; goes with the testbed.
@@ -486,16 +522,6 @@ fn numbered(hosts: &[Option<Namespace>], number: u16) -> Option<&Namespace> {
 
 fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
-}
-
-/// Enables IPv6 for future devices: their link-local addresses are usable at once, and routers configure nothing.
-fn enable_ipv6(host: &Namespace) -> anyhow::Result<()> {
-    for device in ["all", "default"] {
-        for (setting, value) in [("disable_ipv6", "0"), ("accept_dad", "0"), ("accept_ra", "0"), ("autoconf", "0")] {
-            host.set_sysctls(&[(&format!("ipv6/conf/{device}/{setting}"), value)])?;
-        }
-    }
-    Ok(())
 }
 
 /// Makes namespaces in which nothing speaks unasked: no IPv6, so no neighbour discovery and no multicast reports.

@@ -17,7 +17,9 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use anyhow::ensure;
 
-use crate::addresses::{DEVICE, Family, MTU_MAX, ROUTER_ADDRESS, ipv6_address, load_balancer_address, route_by_router};
+use crate::addresses::{
+    DEFAULT, DEVICE, Family, MTU_MAX, ROUTED_CLIENTS, ROUTER_ADDRESS, SEGMENT, load_balancer_address,
+};
 use crate::namespace::{Namespace, ip_batch};
 use crate::topology::{Testbed, make_namespaces};
 
@@ -31,11 +33,7 @@ const FIRST_CLIENT_ADDRESS: u8 = 7;
 impl Testbed {
     /// The client's address `index`, counted from 0, of the services' family.
     pub fn client_address(&self, index: u16) -> IpAddr {
-        let address = self.client_ipv4_address(index);
-        match self.options().family {
-            Family::Ipv4 => address.into(),
-            Family::Ipv6 => ipv6_address(address).into(),
-        }
+        self.options().family.address(self.client_ipv4_address(index))
     }
 
     /// The client's IPv4 address `index`, counted from 0.
@@ -53,13 +51,14 @@ impl Testbed {
     /// kernel refuses the route.
     pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
-        let route = |vips: &str, address: &dyn Fn(u16) -> IpAddr| {
-            let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", address(*number)));
+        let route = |vips: &str, family: Family| {
+            let address = |number: &u16| family.address(load_balancer_address(*number));
+            let hops = load_balancers.iter().map(|number| format!(" nexthop via {}", address(number)));
             format!("route replace {vips}{}\n", hops.collect::<String>())
         };
-        let mut routes = route(VIPS, &|number| load_balancer_address(number).into());
+        let mut routes = route(VIPS, Family::Ipv4);
         if self.options().family == Family::Ipv6 {
-            routes += &route(VIPS_IPV6, &|number| ipv6_address(load_balancer_address(number)).into());
+            routes += &route(VIPS_IPV6, Family::Ipv6);
         }
         ip_batch(Some(self.chooser()), &routes)
     }
@@ -73,10 +72,10 @@ impl Testbed {
         }
         let mut client = String::new();
         for index in 0..self.options().client_addresses {
-            client += &self.address_lines(self.client_ipv4_address(index));
+            client += &self.address_lines(self.client_ipv4_address(index), SEGMENT, DEVICE);
         }
         if self.router().is_some() {
-            client += &format!("route add default via {ROUTER_ADDRESS_AT_CLIENT}\n");
+            client += &self.route_lines(DEFAULT, ROUTER_ADDRESS_AT_CLIENT);
         }
         ip_batch(Some(self.client()), &client)?;
         let setting = "fib_multipath_hash_policy";
@@ -85,6 +84,7 @@ impl Testbed {
 
     fn make_router(&self, router: &Namespace) -> anyhow::Result<()> {
         make_namespaces(&[router])?;
+        self.enable_ipv6(self.client())?;
         self.connect(router, "router", 1, 1)?;
         let mtu = self.options().router_mtu.unwrap_or(MTU_MAX);
         let (client_name, router_name) = (self.client().name(), router.name());
@@ -93,21 +93,17 @@ impl Testbed {
             &format!("link add {DEVICE} netns {client_name} type veth peer name {CLIENT_LINK} netns {router_name}\n"),
         )?;
         ip_batch(Some(self.client()), &format!("link set lo up\nlink set {DEVICE} up\n"))?;
-        ip_batch(
-            Some(router),
-            &format!(
-                "link set {CLIENT_LINK} mtu {mtu} up\naddress add {ROUTER_ADDRESS}/16 dev {DEVICE}\n\
-                 address add {ROUTER_ADDRESS_AT_CLIENT}/16 dev {CLIENT_LINK}\n"
-            ),
-        )?;
-        router.set_sysctls(&[("ipv4/ip_forward", "1")])
+        let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT, DEVICE)
+            + &self.address_lines(ROUTER_ADDRESS_AT_CLIENT, ROUTED_CLIENTS.1, CLIENT_LINK);
+        ip_batch(Some(router), &format!("link set {CLIENT_LINK} mtu {mtu} up\n{addresses}"))?;
+        self.make_forward(router)
     }
 
-    /// A server's route to the client, as a line for `ip`.
+    /// A server's route to the client, as lines for `ip`.
     pub(crate) fn route_to_client(&self) -> String {
         if self.options().answers_by_load_balancer {
-            return format!("route add default via {}\n", load_balancer_address(1));
+            return self.route_lines(DEFAULT, load_balancer_address(1));
         }
-        self.router().map_or_else(String::new, |_| route_by_router())
+        self.router().map_or_else(String::new, |_| self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS))
     }
 }

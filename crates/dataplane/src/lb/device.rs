@@ -1,7 +1,6 @@
 //! Attaching the program to a device: replacement of an earlier one, and the device's own MAC address.
 
 use std::mem::offset_of;
-use std::net::Ipv4Addr;
 use std::os::fd::AsFd as _;
 use std::path::{Path, PathBuf};
 
@@ -136,9 +135,9 @@ impl LoadBalancer {
             Err(_) => no_such_interface(interface),
         })?;
         let mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
-        let own_address = neighbour::own_address(interface).unwrap_or(Ipv4Addr::UNSPECIFIED);
+        let sources = neighbour::outer_sources(interface);
         self.set_own_mac(mac);
-        self.set_outer(own_address, mtu);
+        self.set_outer(sources, mtu);
         Ok(())
     }
 

@@ -67,7 +67,6 @@ impl Sizes {
 
 pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 /// Outer headers of encapsulated packets, by server id.
-pub(super) type Tunnels = [intf::server_tunnel; intf::SERVER_ID_COUNT as usize];
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
 /// The maps of the program, in the order of [`MAP_NAMES`], and the memory of the mapped ones.
@@ -87,7 +86,7 @@ pub(super) struct Maps {
     /// Entries of the connection table that packets took.
     pub takes: MmapArray<intf::connection_takes>,
     /// By server id.
-    pub tunnels: MmapArray<Tunnels>,
+    pub tunnels: MmapArray<intf::server_tunnels>,
 }
 
 const MAP_NAMES: [&str; 16] = [

@@ -1,6 +1,6 @@
 //! `bpf/server/decap.bpf.c` (`BPF_PROG_TEST_RUN`): outer headers at a server.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, SocketAddr};
 
 use coreward_dataplane::decap::{COUNTER_NAMES, Decapsulation};
 use coreward_dataplane::lb::{Options, Tunnel};
@@ -11,44 +11,55 @@ use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 
-use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, random_table, service};
-use crate::support::{MORE, SYN, Tcp, Udp, aligned_timestamp, may_load_bpf, ones_complement_sum};
+use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
+use crate::support::tunnel::{ETHERNET, Form, OWN, client, ip_header, own, server_address, set_traffic_class, vip};
+use crate::support::{
+    ExtensionHeader, Family, MORE, SYN, Tcp, aligned_timestamp, ipv4_frame, ipv6_frame, may_load_bpf,
+};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 7), 40_000);
-const LOAD_BALANCER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-const SERVER: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
-const ETHERNET: usize = 14;
-const KINDS: [Forwarding; 2] = [Forwarding::Ipip, Forwarding::Gue];
 const CONGESTION_EXPERIENCED: u8 = 3;
+const UDP: u8 = 17;
+const FRAGMENT_HEADER: u8 = 44;
 
 fn loaded() -> Decapsulation {
     let decapsulation = Decapsulation::load_only().unwrap();
-    decapsulation.set_sources(&[LOAD_BALANCER]).unwrap();
-    decapsulation.set_vips(&[VIP.0]).unwrap();
+    decapsulation.set_sources(&Family::BOTH.map(own)).unwrap();
+    decapsulation.set_vips(&Family::BOTH.map(|family| vip(family).ip())).unwrap();
     decapsulation
 }
 
-fn client_packet() -> Vec<u8> {
-    Tcp::new(CLIENT, VIP).frame()
+fn client_packet(family: Family) -> Vec<u8> {
+    Tcp::between(client(family), vip(family)).frame()
 }
 
-/// `frame` behind an outer header from `source`.
-fn encapsulated(forwarding: Forwarding, source: Ipv4Addr, frame: &[u8]) -> Vec<u8> {
+/// A packet of these addresses with `transport` behind its headers.
+fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
+    match (source, destination) {
+        (IpAddr::V4(source), IpAddr::V4(destination)) => {
+            ipv4_frame(protocol, [source, destination], &[], [0, fragment], transport)
+        }
+        (IpAddr::V6(source), IpAddr::V6(destination)) => ipv6_frame([source, destination], &[], protocol, transport),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A UDP datagram from a client to the VIP's address.
+fn datagram(family: Family, port: u16) -> Vec<u8> {
+    let transport = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
+    packet(client(family).ip(), vip(family).ip(), UDP, 0, &transport)
+}
+
+/// `frame` behind an outer header of this form from a load balancer.
+fn encapsulated(form: Form, frame: &[u8]) -> Vec<u8> {
     let inner = &frame[ETHERNET..];
-    let length = inner.len() + forwarding.overhead();
-    let mut outer = vec![0x45, 0];
-    outer.extend((length as u16).to_be_bytes());
-    outer.extend([0, 0, 0x40, 0, 64, if forwarding == Forwarding::Ipip { 4 } else { 17 }, 0, 0]);
-    outer.extend([source.octets(), SERVER.octets()].concat());
-    let checksum = !ones_complement_sum(&outer);
-    outer[10..12].copy_from_slice(&checksum.to_be_bytes());
-    if forwarding == Forwarding::Gue {
-        for word in [50_000, intf::GUE_PORT as u16, (length - 20) as u16, 0] {
-            outer.extend(word.to_be_bytes());
+    let mut transport = Vec::new();
+    if form.forwarding == Forwarding::Gue {
+        for word in [50_000, intf::GUE_PORT as u16, (inner.len() + 8) as u16, 0] {
+            transport.extend(word.to_be_bytes());
         }
     }
-    [&frame[..ETHERNET], &outer, inner].concat()
+    transport.extend(inner);
+    packet(own(form.outer), server_address(form.outer, id(1)), form.protocol(), 0x4000, &transport)
 }
 
 /// Runs the program on `frame`, of which the one counter that has risen must be `counter`; `None`: none has.
@@ -62,16 +73,16 @@ fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i
     (outcome.verdict, outcome.packet)
 }
 
-/// Each kind's encapsulated packet of a client, changed by `change`, is dropped and counted as `counter`.
-fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, Forwarding)) {
+/// Each form's encapsulated packet of a client, changed by `change`, is dropped and counted as `counter`.
+fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, Form)) {
     if !may_load_bpf(std::thread::current().name().unwrap_or(counter)) {
         return;
     }
     let decapsulation = loaded();
-    for forwarding in KINDS {
-        let mut frame = encapsulated(forwarding, LOAD_BALANCER, &client_packet());
-        change(&mut frame, forwarding);
-        assert_eq!(run(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{}", forwarding.name());
+    for form in Form::all() {
+        let mut frame = encapsulated(form, &client_packet(form.inner));
+        change(&mut frame, form);
+        assert_eq!(run(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{form:?}");
     }
 }
 
@@ -81,12 +92,22 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
         return;
     }
     let decapsulation = loaded();
-    let with_options = Tcp { ip_options: vec![1, 1, 1, 0], ..Tcp::new(CLIENT, VIP) }.frame();
-    let fragment = Udp { fragment: MORE, ..Udp::new(CLIENT, VIP) }.frame();
-    for forwarding in KINDS {
-        for inner in [&client_packet(), &with_options, &fragment] {
-            let frame = encapsulated(forwarding, LOAD_BALANCER, inner);
-            assert_eq!(run(&decapsulation, &frame, Some("decapsulated")), (XDP_PASS, inner.clone()));
+    for form in Form::all() {
+        let (client, vip) = (client(form.inner), vip(form.inner));
+        let fragment = packet(client.ip(), vip.ip(), UDP, MORE, &datagram(form.inner, 53)[ETHERNET + 20..]);
+        let mut inner = vec![client_packet(form.inner), fragment];
+        match (client, vip) {
+            (SocketAddr::V4(_), _) => {
+                inner.push(Tcp { ip_options: vec![1, 1, 1, 0], ..Tcp::between(client, vip) }.frame());
+            }
+            _ => {
+                let headers: Vec<ExtensionHeader> = vec![(60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
+                inner.push(Tcp { extension_headers: headers, ..Tcp::between(client, vip) }.frame());
+            }
+        }
+        for inner in inner {
+            let frame = encapsulated(form, &inner);
+            assert_eq!(run(&decapsulation, &frame, Some("decapsulated")), (XDP_PASS, inner), "{form:?}");
         }
     }
 }
@@ -96,9 +117,11 @@ fn padding_behind_the_outer_packet_is_no_error() {
     if !may_load_bpf("padding_behind_the_outer_packet_is_no_error") {
         return;
     }
-    let inner = client_packet();
-    let frame = [encapsulated(Forwarding::Gue, LOAD_BALANCER, &inner), vec![0; 9]].concat();
-    assert_eq!(run(&loaded(), &frame, Some("decapsulated")), (XDP_PASS, [inner, vec![0; 9]].concat()));
+    for form in Form::all() {
+        let inner = client_packet(form.inner);
+        let frame = [encapsulated(form, &inner), vec![0; 9]].concat();
+        assert_eq!(run(&loaded(), &frame, Some("decapsulated")), (XDP_PASS, [inner, vec![0; 9]].concat()));
+    }
 }
 
 #[test]
@@ -107,65 +130,99 @@ fn other_packets_pass_unchanged() {
         return;
     }
     let decapsulation = loaded();
-    let mut ipv6 = encapsulated(Forwarding::Ipip, LOAD_BALANCER, &client_packet());
-    ipv6[12..14].copy_from_slice(&[0x86, 0xdd]);
-    let mut later_fragment = encapsulated(Forwarding::Gue, LOAD_BALANCER, &client_packet());
+    let mut frames = vec![vec![0; 60]];
+    for form in Form::all() {
+        let mut other_family = encapsulated(form, &client_packet(form.inner));
+        other_family[12..14].copy_from_slice(if form.outer == Family::Ipv4 { &[0x86, 0xdd] } else { &[8, 0] });
+        frames.extend([client_packet(form.inner), datagram(form.inner, 6081), other_family]);
+    }
+    let gue = Form { forwarding: Forwarding::Gue, inner: Family::Ipv4, outer: Family::Ipv4 };
+    let mut later_fragment = encapsulated(gue, &client_packet(gue.inner));
     later_fragment[ETHERNET + 7] = 5;
-    let other_port = Udp::new((LOAD_BALANCER, 53), (SERVER, 6081)).frame();
-    for frame in [client_packet(), ipv6, later_fragment, other_port, vec![0; 60]] {
+    let of_ipv6 = Form { outer: Family::Ipv6, ..gue };
+    let mut fragment = encapsulated(of_ipv6, &client_packet(gue.inner));
+    fragment[ETHERNET + 6] = FRAGMENT_HEADER;
+    for frame in frames.into_iter().chain([later_fragment, fragment]) {
         assert_eq!(run(&decapsulation, &frame, None), (XDP_PASS, frame));
     }
 }
 
 #[test]
 fn source_that_is_no_load_balancer_is_dropped() {
-    expect_drop("drop_decap_foreign_source", |frame, _| frame[ETHERNET + 15] ^= 1);
-}
-
-#[test]
-fn inner_destination_that_is_no_vip_is_dropped() {
-    expect_drop("drop_decap_foreign_destination", |frame, forwarding| {
-        frame[ETHERNET + forwarding.overhead() + 19] ^= 1
+    expect_drop("drop_decap_foreign_source", |frame, form| {
+        frame[ETHERNET + if form.outer == Family::Ipv4 { 15 } else { 23 }] ^= 1;
     });
 }
 
 #[test]
-fn fragment_of_an_encapsulated_packet_is_dropped() {
-    expect_drop("drop_decap_fragment", |frame, _| frame[ETHERNET + 6] = 0x20);
+fn inner_destination_that_is_no_vip_is_dropped() {
+    expect_drop("drop_decap_foreign_destination", |frame, form| {
+        frame[ETHERNET + form.overhead() + ip_header(form.inner) - 1] ^= 1
+    });
 }
 
 #[test]
-fn later_fragment_of_ip_in_ip_is_dropped() {
-    if !may_load_bpf("later_fragment_of_ip_in_ip_is_dropped") {
+fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
+    if !may_load_bpf("fragment_of_an_encapsulated_ipv4_packet_is_dropped") {
         return;
     }
-    let mut frame = encapsulated(Forwarding::Ipip, LOAD_BALANCER, &client_packet());
-    frame[ETHERNET + 7] = 5;
-    assert_eq!(run(&loaded(), &frame, Some("drop_decap_fragment")).0, XDP_DROP);
+    let decapsulation = loaded();
+    for form in Form::all().filter(|form| form.outer == Family::Ipv4) {
+        let mut first = encapsulated(form, &client_packet(form.inner));
+        first[ETHERNET + 6] = 0x20;
+        let mut later = encapsulated(form, &client_packet(form.inner));
+        later[ETHERNET + 7] = 5;
+        // Ports of a later fragment are not known.
+        let fragments = if form.forwarding == Forwarding::Ipip { vec![first, later] } else { vec![first] };
+        for frame in fragments {
+            assert_eq!(run(&decapsulation, &frame, Some("drop_decap_fragment")).0, XDP_DROP);
+        }
+    }
 }
 
 #[test]
 fn tunnel_inside_is_dropped() {
     for protocol in [4, 41, 47] {
-        expect_drop("drop_decap_nested", |frame, forwarding| frame[ETHERNET + forwarding.overhead() + 9] = protocol);
+        expect_drop("drop_decap_nested", |frame, form| {
+            let inner = packet(client(form.inner).ip(), vip(form.inner).ip(), protocol, 0, b"packet");
+            *frame = encapsulated(form, &inner);
+        });
     }
-    expect_drop("drop_decap_nested", |frame, forwarding| {
-        let nested = Udp::new(CLIENT, (VIP.0, intf::GUE_PORT as u16)).frame();
-        *frame = encapsulated(forwarding, LOAD_BALANCER, &nested);
+    expect_drop("drop_decap_nested", |frame, form| {
+        *frame = encapsulated(form, &datagram(form.inner, intf::GUE_PORT as u16));
+    });
+}
+
+#[test]
+fn tunnel_behind_extension_headers_is_dropped() {
+    expect_drop("drop_decap_nested", |frame, form| {
+        let form = Form { inner: Family::Ipv6, ..form };
+        let (IpAddr::V6(client), IpAddr::V6(vip)) = (client(form.inner).ip(), vip(form.inner).ip()) else { panic!() };
+        let headers: Vec<ExtensionHeader> = vec![(0, vec![0, 0, 1, 4, 0, 0, 0, 0]), (60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
+        *frame = encapsulated(form, &ipv6_frame([client, vip], &headers, 4, b"packet"));
     });
 }
 
 #[test]
 fn contradicting_lengths_are_dropped() {
-    // Each change alone: total lengths of both headers, header length and version of the inner one.
-    let changes: [(bool, usize, u8); 4] = [(false, 3, 1), (true, 3, 1), (true, 0, 0x01), (true, 0, 0x20)];
-    for (is_inner, at, flipped) in changes {
-        expect_drop("drop_decap_truncated", |frame, forwarding| {
-            frame[ETHERNET + at + if is_inner { forwarding.overhead() } else { 0 }] ^= flipped;
-        });
+    let low_length = |family| if family == Family::Ipv4 { 3 } else { 5 };
+    expect_drop("drop_decap_truncated", |frame, form| frame[ETHERNET + low_length(form.outer)] ^= 1);
+    expect_drop("drop_decap_truncated", |frame, form| {
+        frame[ETHERNET + form.overhead() + low_length(form.inner)] ^= 1;
+    });
+    // The other version, and none.
+    for flipped in [0x20, 0x80] {
+        expect_drop("drop_decap_truncated", |frame, form| frame[ETHERNET + form.overhead()] ^= flipped);
     }
     expect_drop("drop_decap_truncated", |frame, _| frame.truncate(frame.len() - 1));
-    expect_drop("drop_decap_truncated", |frame, forwarding| frame.truncate(ETHERNET + forwarding.overhead() + 19));
+    expect_drop("drop_decap_truncated", |frame, form| {
+        frame.truncate(ETHERNET + form.overhead() + ip_header(form.inner) - 1);
+    });
+    expect_drop("drop_decap_truncated", |frame, form| match form.inner {
+        // A header of four words.
+        Family::Ipv4 => frame[ETHERNET + form.overhead()] ^= 1,
+        Family::Ipv6 => frame.truncate(ETHERNET + form.overhead()),
+    });
 }
 
 #[test]
@@ -173,9 +230,11 @@ fn length_of_the_datagram_must_fit_that_of_the_packet() {
     if !may_load_bpf("length_of_the_datagram_must_fit_that_of_the_packet") {
         return;
     }
-    let mut frame = encapsulated(Forwarding::Gue, LOAD_BALANCER, &client_packet());
-    frame[ETHERNET + 25] -= 1;
-    assert_eq!(run(&loaded(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
+    for form in Form::all().filter(|form| form.forwarding == Forwarding::Gue) {
+        let mut frame = encapsulated(form, &client_packet(form.inner));
+        frame[ETHERNET + ip_header(form.outer) + 5] -= 1;
+        assert_eq!(run(&loaded(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
+    }
 }
 
 #[test]
@@ -184,20 +243,16 @@ fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
         return;
     }
     let decapsulation = loaded();
-    for (forwarding, inner_ecn) in KINDS.into_iter().flat_map(|kind| [1, 2, 3].map(|ecn| (kind, ecn))) {
-        let mut inner = client_packet();
+    for (form, inner_ecn) in Form::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
+        let mut inner = client_packet(form.inner);
         // DSCP 46.
-        inner[ETHERNET + 1] = 0xb8 | inner_ecn;
-        inner[ETHERNET + 10..ETHERNET + 12].fill(0);
-        let checksum = !ones_complement_sum(&inner[ETHERNET..ETHERNET + 20]);
-        inner[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
-        let mut frame = encapsulated(forwarding, LOAD_BALANCER, &inner);
-        frame[ETHERNET + 1] = CONGESTION_EXPERIENCED;
-        let (verdict, packet) = run(&decapsulation, &frame, Some("decapsulated"));
-        assert_eq!((verdict, packet[ETHERNET + 1]), (XDP_PASS, 0xb8 | CONGESTION_EXPERIENCED));
-        assert_eq!(ones_complement_sum(&packet[ETHERNET..ETHERNET + 20]), 0xffff, "checksum of the inner header");
+        set_traffic_class(&mut inner, 0xb8 | inner_ecn);
+        let mut frame = encapsulated(form, &inner);
+        set_traffic_class(&mut frame, CONGESTION_EXPERIENCED);
+        set_traffic_class(&mut inner, 0xb8 | CONGESTION_EXPERIENCED);
+        assert_eq!(run(&decapsulation, &frame, Some("decapsulated")), (XDP_PASS, inner), "{form:?} {inner_ecn}");
     }
-    expect_drop("drop_decap_congestion", |frame, _| frame[ETHERNET + 1] = CONGESTION_EXPERIENCED);
+    expect_drop("drop_decap_congestion", |frame, _| set_traffic_class(frame, CONGESTION_EXPERIENCED));
 }
 
 #[test]
@@ -205,13 +260,18 @@ fn removed_sources_and_vips_are_foreign() {
     if !may_load_bpf("removed_sources_and_vips_are_foreign") {
         return;
     }
-    let decapsulation = loaded();
-    let frame = encapsulated(Forwarding::Gue, LOAD_BALANCER, &client_packet());
-    decapsulation.set_vips(&[Ipv4Addr::new(10, 200, 0, 2)]).unwrap();
-    assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
-    decapsulation.set_vips(&[VIP.0]).unwrap();
-    decapsulation.set_sources(&[]).unwrap();
-    assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
+    for form in Form::all() {
+        let decapsulation = loaded();
+        let frame = encapsulated(form, &client_packet(form.inner));
+        let (other_family, of_form) = Family::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != form.inner);
+        assert_eq!(of_form, [form.inner]);
+        decapsulation.set_vips(&other_family.iter().map(|family| vip(*family).ip()).collect::<Vec<_>>()).unwrap();
+        assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
+        decapsulation.set_vips(&[vip(form.inner).ip()]).unwrap();
+        assert_eq!(run(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
+        decapsulation.set_sources(&[]).unwrap();
+        assert_eq!(run(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
+    }
 }
 
 #[test]
@@ -220,17 +280,19 @@ fn packet_that_a_load_balancer_encapsulated_arrives_as_it_was() {
         return;
     }
     let mut rng = seeded_rng(35, 0);
-    for forwarding in KINDS {
-        let mode = ServiceMode { forwarding, ..ServiceMode::default() };
-        let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
-        balancer.lb.set_outer(LOAD_BALANCER, 1500);
+    for form in Form::all() {
+        let mode = ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() };
+        let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], Options::default(), &mut rng);
+        balancer.lb.set_outer(OWN, 1500);
         let servers = balancer.replace_servers(0, 1, &mut rng);
-        balancer.lb.set_tunnel(servers[0], Tunnel { address: SERVER, source_port: None });
+        let address = server_address(form.outer, servers[0]);
+        balancer.lb.set_tunnel(servers[0], Tunnel { address, source_port: None }).unwrap();
         balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
-        let syn = Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::new(CLIENT, VIP) }.frame();
+        let options = aligned_timestamp(7, 0);
+        let syn = Tcp { flags: SYN, options, ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
         let (verdict, packet) = balancer.run(&syn);
         assert_eq!(verdict, XDP_TX);
         let arrived = run(&loaded(), &packet, Some("decapsulated"));
-        assert_eq!(arrived, (XDP_PASS, [&packet[..ETHERNET], &syn[ETHERNET..]].concat()));
+        assert_eq!(arrived, (XDP_PASS, [&packet[..ETHERNET - 2], &syn[ETHERNET - 2..]].concat()), "{form:?}");
     }
 }

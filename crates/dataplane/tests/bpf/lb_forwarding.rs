@@ -1,71 +1,100 @@
-//! `bpf/lb/emit.h` (`BPF_PROG_TEST_RUN`): outer headers of packets to servers behind routers.
-
-use std::net::Ipv4Addr;
+//! `bpf/lb/encapsulate.h` (`BPF_PROG_TEST_RUN`): outer headers of packets to servers behind routers.
 
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Tunnel};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
+use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::{Forwarding, flow_port};
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 
 use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_table, service};
-use crate::support::{ACK, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, ones_complement_sum};
+use crate::support::tunnel::{
+    ETHERNET, Form, OWN, client, ip_header, octets, own, server_address, set_traffic_class, vip,
+};
+use crate::support::{ACK, Family, RST, SYN, TIME_KEY, Tcp, aligned_timestamp, may_load_bpf, ones_complement_sum};
 
-const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 7), 40_000);
-const OWN: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-const ETHERNET: usize = 14;
+const MTU: usize = 1500;
 
-fn outer_address(server: ServerId) -> Ipv4Addr {
-    let [high, low] = server.get().to_be_bytes();
-    Ipv4Addr::new(10, 9, high, low)
+fn mode(form: Form) -> ServiceMode {
+    ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() }
 }
 
-fn balancer(mode: ServiceMode, mtu: u32) -> (Balancer, PlacementTable) {
-    balancer_with(mode, mtu, Options::default())
+fn balancer(form: Form) -> (Balancer, PlacementTable) {
+    balancer_with(form, mode(form), MTU, Options::default())
 }
 
-fn balancer_with(mode: ServiceMode, mtu: u32, options: Options) -> (Balancer, PlacementTable) {
+fn balancer_with(form: Form, mode: ServiceMode, mtu: usize, options: Options) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
-    let mut balancer = Balancer::with(&[(service(VIP), mode)], options, &mut rng);
-    balancer.lb.set_outer(OWN, mtu);
+    let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], options, &mut rng);
+    balancer.lb.set_outer(OWN, mtu as u32);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     for id in &ids {
-        balancer.lb.set_tunnel(*id, Tunnel { address: outer_address(*id), source_port: None });
+        set_tunnel(&mut balancer, form.outer, *id, None);
     }
     let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
     (balancer, table)
 }
 
-fn chosen(table: &PlacementTable) -> ServerId {
-    let mut state = coreward_model::placement::PlacementState::for_table(table);
-    table.choose(&mut state, &FourTuple::ipv4(CLIENT, VIP)).unwrap()
+fn set_tunnel(balancer: &mut Balancer, outer: Family, server: ServerId, source_port: Option<u16>) {
+    let address = server_address(outer, server);
+    balancer.lb.set_tunnel(server, Tunnel { address, source_port }).unwrap();
 }
 
-fn syn() -> Vec<u8> {
-    Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::new(CLIENT, VIP) }.frame()
+fn chosen(family: Family, table: &PlacementTable) -> ServerId {
+    let mut state = coreward_model::placement::PlacementState::for_table(table);
+    table.choose(&mut state, &FourTuple::new(client(family), vip(family)).unwrap()).unwrap()
+}
+
+fn syn(family: Family) -> Tcp {
+    Tcp { flags: SYN, options: aligned_timestamp(7, 0), ..Tcp::between(client(family), vip(family)) }
+}
+
+/// The source port and flow label of a client's packets.
+fn flow(family: Family) -> u16 {
+    let [[a, b], [c, d]] = [client(family).port(), vip(family).port()].map(u16::to_be_bytes);
+    flow_port(client(family).ip(), [a, b, c, d])
+}
+
+fn word(bytes: &[u8], at: usize) -> u16 {
+    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn check_outer_ipv4(outer: &[u8], form: Form, server: ServerId, class: u8) {
+    assert_eq!(ones_complement_sum(&outer[..20]), 0xffff, "checksum of the outer header");
+    assert_eq!((outer[0], outer[1], usize::from(word(outer, 2))), (0x45, class, outer.len()));
+    assert_eq!(outer[4..10], [0, 0, 0x40, 0, 64, form.protocol()], "identification 0, DF, TTL 64");
+    let addresses = [octets(own(form.outer)), octets(server_address(form.outer, server))];
+    assert_eq!(outer[12..20], addresses.concat());
+}
+
+fn check_outer_ipv6(outer: &[u8], form: Form, server: ServerId, class: u8) {
+    let [a, b] = flow(form.inner).to_be_bytes();
+    assert_eq!(outer[..4], [0x60 | class >> 4, class << 4, a, b]);
+    assert_eq!((usize::from(word(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.protocol(), 64));
+    let addresses = [octets(own(form.outer)), octets(server_address(form.outer, server))];
+    assert_eq!(outer[8..40], addresses.concat());
 }
 
 /// The inner packet of `packet`, whose outer header is checked.
-fn inner(packet: &[u8], forwarding: Forwarding, server: ServerId, type_of_service: u8) -> Vec<u8> {
+fn inner(packet: &[u8], form: Form, server: ServerId, class: u8) -> Vec<u8> {
     let outer = &packet[ETHERNET..];
-    assert_eq!(ones_complement_sum(&outer[..20]), 0xffff, "checksum of the outer header");
-    assert_eq!((outer[0], outer[1]), (0x45, type_of_service));
-    assert_eq!(usize::from(u16::from_be_bytes([outer[2], outer[3]])), outer.len());
-    assert_eq!(outer[4..9], [0, 0, 0x40, 0, 64], "identification 0, DF, TTL 64");
-    assert_eq!((&outer[12..16], &outer[16..20]), (&OWN.octets()[..], &outer_address(server).octets()[..]));
-    match forwarding {
-        Forwarding::Ipip => assert_eq!(outer[9], 4),
-        _ => {
-            assert_eq!(outer[9], 17);
-            let word = |at: usize| u16::from_be_bytes([outer[at], outer[at + 1]]);
-            assert_eq!((word(22), usize::from(word(24)), word(26)), (6080, outer.len() - 20, 0));
-        }
+    match form.outer {
+        Family::Ipv4 => check_outer_ipv4(outer, form, server, class),
+        Family::Ipv6 => check_outer_ipv6(outer, form, server, class),
     }
-    outer[forwarding.overhead()..].to_vec()
+    if form.forwarding == Forwarding::Gue {
+        let header = &outer[ip_header(form.outer)..];
+        let expected = (flow(form.inner), 6080, header.len(), 0);
+        assert_eq!((word(header, 0), word(header, 2), usize::from(word(header, 4)), word(header, 6)), expected);
+    }
+    outer[form.overhead()..].to_vec()
+}
+
+fn ethertype(family: Family) -> [u8; 2] {
+    if family == Family::Ipv4 { [8, 0] } else { [0x86, 0xdd] }
 }
 
 #[test]
@@ -73,17 +102,35 @@ fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
     if !may_load_bpf("packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged") {
         return;
     }
-    for forwarding in [Forwarding::Ipip, Forwarding::Gue] {
-        let (balancer, table) = balancer(ServiceMode { forwarding, ..ServiceMode::default() }, 1500);
-        let server = chosen(&table);
-        let mut frame = syn();
+    for form in Form::all() {
+        let (balancer, table) = balancer(form);
+        let server = chosen(form.inner, &table);
+        let mut frame = syn(form.inner).frame();
         // DSCP 46 and ECT(0).
-        frame[ETHERNET + 1] = 0xba;
+        set_traffic_class(&mut frame, 0xba);
         let (verdict, packet) = balancer.counted(&frame, Some(0), "new_connection");
-        assert_eq!(verdict, XDP_TX);
+        assert_eq!(verdict, XDP_TX, "{form:?}");
         assert_eq!(packet[..6], balancer.macs[&(0, server)].0);
-        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &[8, 0]].concat());
-        assert_eq!(inner(&packet, forwarding, server, 0xba), frame[ETHERNET..]);
+        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(form.outer)].concat());
+        assert_eq!(inner(&packet, form, server, 0xba), frame[ETHERNET..], "{form:?}");
+    }
+}
+
+#[test]
+fn established_packets_of_the_fast_path_get_the_same_outer_header() {
+    if !may_load_bpf("established_packets_of_the_fast_path_get_the_same_outer_header") {
+        return;
+    }
+    for form in Form::all() {
+        let (balancer, table) = balancer(form);
+        let server = chosen(form.inner, &table);
+        let tuple = FourTuple::new(client(form.inner), vip(form.inner)).unwrap();
+        let cookie = cookie::stamp(&balancer.keys, &TIME_KEY, &tuple, Cookie::Server(server), 9);
+        let frame =
+            Tcp { options: aligned_timestamp(7, cookie), ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
+        let (verdict, packet) = balancer.counted(&frame, Some(0), "established");
+        assert_eq!(verdict, XDP_TX, "{form:?}");
+        assert_eq!(inner(&packet, form, server, 0), frame[ETHERNET..], "{form:?}");
     }
 }
 
@@ -92,50 +139,92 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
     if !may_load_bpf("source_port_is_that_of_the_flow_or_of_the_server") {
         return;
     }
-    let mode = ServiceMode { forwarding: Forwarding::Gue, ..ServiceMode::default() };
-    let (mut balancer, table) = balancer(mode, 1500);
-    let server = chosen(&table);
-    let source_port = |balancer: &Balancer| {
-        let packet = balancer.run(&syn()).1;
-        u16::from_be_bytes([packet[ETHERNET + 20], packet[ETHERNET + 21]])
-    };
-    let [[a, b], [c, d]] = [CLIENT.1, VIP.1].map(u16::to_be_bytes);
-    assert_eq!(source_port(&balancer), flow_port(CLIENT.0, [a, b, c, d]));
-    balancer.lb.set_tunnel(server, Tunnel { address: outer_address(server), source_port: Some(50_123) });
-    assert_eq!(source_port(&balancer), 50_123);
-}
-
-/// A SYN of `length` bytes in IP.
-fn syn_of(length: usize) -> Vec<u8> {
-    let payload = vec![7; length - (syn().len() - ETHERNET - b"payload".len())];
-    Tcp { flags: SYN, options: aligned_timestamp(7, 0), payload, ..Tcp::new(CLIENT, VIP) }.frame()
-}
-
-fn longest(forwarding: Forwarding) -> usize {
-    1500 - forwarding.overhead()
+    for form in Form::all().filter(|form| form.forwarding == Forwarding::Gue) {
+        let (mut balancer, table) = balancer(form);
+        let server = chosen(form.inner, &table);
+        let source_port =
+            |balancer: &Balancer| word(&balancer.run(&syn(form.inner).frame()).1, ETHERNET + ip_header(form.outer));
+        assert_eq!(source_port(&balancer), flow(form.inner));
+        set_tunnel(&mut balancer, form.outer, server, Some(50_123));
+        assert_eq!(source_port(&balancer), 50_123);
+    }
 }
 
 #[test]
-fn packet_too_long_with_its_outer_header_is_answered_by_fragmentation_needed() {
-    if !may_load_bpf("packet_too_long_with_its_outer_header_is_answered_by_fragmentation_needed") {
+fn server_with_another_address_gets_its_packets_there() {
+    if !may_load_bpf("server_with_another_address_gets_its_packets_there") {
         return;
     }
-    for forwarding in [Forwarding::Ipip, Forwarding::Gue] {
-        let (balancer, _) = balancer(ServiceMode { forwarding, ..ServiceMode::default() }, 1500);
-        let mtu = longest(forwarding);
-        assert_eq!(balancer.counted(&syn_of(mtu), Some(0), "new_connection").0, XDP_TX);
-        let frame = syn_of(mtu + 1);
-        let (verdict, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
-        assert_eq!(verdict, XDP_TX);
-        assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &[8, 0]].concat());
-        let (header, message) = packet[ETHERNET..].split_at(20);
-        assert_eq!(header[..10], [0x45, 0xc0, 0, 96, 0, 0, 0x40, 0, 64, 1]);
-        assert_eq!(header[12..], [VIP.0.octets(), CLIENT.0.octets()].concat());
-        assert_eq!((ones_complement_sum(header), ones_complement_sum(message)), (0xffff, 0xffff));
-        let [high, low] = (mtu as u16).to_be_bytes();
-        assert_eq!((&message[..2], &message[4..8]), (&[3, 4][..], &[0, 0, high, low][..]));
-        assert_eq!(message[8..], frame[ETHERNET..][..68]);
+    let form = Form { forwarding: Forwarding::Ipip, inner: Family::Ipv4, outer: Family::Ipv6 };
+    let (mut balancer, table) = balancer(form);
+    let server = chosen(form.inner, &table);
+    let other = id(u64::from(server.get() ^ 1));
+    for (outer, other) in [(Family::Ipv6, other), (Family::Ipv4, server), (Family::Ipv6, server)] {
+        let tunnel = Tunnel { address: server_address(outer, other), source_port: None };
+        balancer.lb.set_tunnel(server, tunnel).unwrap();
+        let packet = balancer.run(&syn(form.inner).frame()).1;
+        inner(&packet, Form { outer, ..form }, other, 0);
     }
+}
+
+/// A SYN of `length` bytes in IP.
+fn syn_of(family: Family, length: usize) -> Vec<u8> {
+    let headers = syn(family).frame().len() - ETHERNET - b"payload".len();
+    Tcp { payload: vec![7; length - headers], ..syn(family) }.frame()
+}
+
+/// Checks the answer to `frame`, and returns its ICMP message.
+fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
+    assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype(family)].concat());
+    let (header, message) = packet[ETHERNET..].split_at(ip_header(family));
+    let addresses = [octets(vip(family).ip()), octets(client(family).ip())].concat();
+    match family {
+        Family::Ipv4 => {
+            assert_eq!(header[..10], [0x45, 0xc0, 0, 96, 0, 0, 0x40, 0, 64, 1]);
+            assert_eq!(header[12..], addresses);
+            assert_eq!((ones_complement_sum(header), ones_complement_sum(message)), (0xffff, 0xffff));
+            assert_eq!((&message[..2], &message[8..]), (&[3, 4][..], &frame[ETHERNET..][..68]));
+        }
+        Family::Ipv6 => {
+            let length = (message.len() as u16).to_be_bytes();
+            assert_eq!(header[..8], [0x6c, 0, 0, 0, length[0], length[1], 58, 64]);
+            assert_eq!(header[8..], addresses);
+            let pseudo_header = [&addresses[..], &[0, 0], &length, &[0, 0, 0, 58]].concat();
+            assert_eq!(ones_complement_sum(&[&pseudo_header, message].concat()), 0xffff);
+            assert_eq!((&message[..2], &message[8..]), (&[2, 0][..], &frame[ETHERNET..][..504]));
+        }
+    }
+    message
+}
+
+#[test]
+fn packet_too_long_with_its_outer_header_is_answered_with_the_longest_length() {
+    if !may_load_bpf("packet_too_long_with_its_outer_header_is_answered_with_the_longest_length") {
+        return;
+    }
+    for form in Form::all() {
+        let (balancer, _) = balancer(form);
+        let mtu = MTU - form.overhead();
+        assert_eq!(balancer.counted(&syn_of(form.inner, mtu), Some(0), "new_connection").0, XDP_TX);
+        let frame = syn_of(form.inner, mtu + 1);
+        let (verdict, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
+        assert_eq!(verdict, XDP_TX, "{form:?}");
+        let [high, low] = (mtu as u16).to_be_bytes();
+        assert_eq!(error_to(&packet, &frame, form.inner)[4..8], [0, 0, high, low]);
+    }
+}
+
+#[test]
+fn ipv6_packet_that_every_link_must_take_gets_no_error() {
+    if !may_load_bpf("ipv6_packet_that_every_link_must_take_gets_no_error") {
+        return;
+    }
+    let form = Form { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
+    let (balancer, _) = balancer_with(form, mode(form), 1300, Options::default());
+    assert_eq!(balancer.counted(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
+    let frame = syn_of(form.inner, 1281);
+    let (_, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
+    assert_eq!(error_to(&packet, &frame, form.inner)[4..8], 1280u32.to_be_bytes());
 }
 
 #[test]
@@ -143,11 +232,19 @@ fn source_that_is_no_host_gets_no_error() {
     if !may_load_bpf("source_that_is_no_host_gets_no_error") {
         return;
     }
-    let forwarding = Forwarding::Gue;
-    let (balancer, _) = balancer(ServiceMode { forwarding, ..ServiceMode::default() }, 1500);
-    let mut multicast = syn_of(longest(forwarding) + 1);
-    multicast[ETHERNET + 12] = 239;
-    assert_eq!(balancer.counted(&multicast, Some(0), "drop_exceeds_mtu").0, XDP_DROP);
+    for (inner, sources) in [
+        (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
+        (Family::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
+    ] {
+        let form = Form { forwarding: Forwarding::Gue, inner, outer: Family::Ipv4 };
+        let (balancer, _) = balancer(form);
+        let at = ETHERNET + if inner == Family::Ipv4 { 12 } else { 8 };
+        for source in sources {
+            let mut frame = syn_of(inner, MTU);
+            frame[at..at + source.len()].copy_from_slice(&source);
+            assert_eq!(balancer.counted(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
+        }
+    }
 }
 
 #[test]
@@ -155,14 +252,16 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
     if !may_load_bpf("errors_to_a_flood_of_long_packets_are_limited") {
         return;
     }
-    let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
-    let options = Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() };
-    let mode = ServiceMode { forwarding: Forwarding::Ipip, ..ServiceMode::default() };
-    let (balancer, _) = balancer_with(mode, 1500, options);
-    let frame = syn_of(1500);
-    let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
-    assert!((8..=11).contains(&answered), "{answered}");
-    balancer.counted(&frame, Some(0), "drop_exceeds_mtu");
+    for inner in Family::BOTH {
+        let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
+        let options = Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() };
+        let form = Form { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
+        let (balancer, _) = balancer_with(form, mode(form), MTU, options);
+        let frame = syn_of(inner, MTU);
+        let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
+        assert!((8..=11).contains(&answered), "{answered}");
+        balancer.counted(&frame, Some(0), "drop_exceeds_mtu");
+    }
 }
 
 #[test]
@@ -171,11 +270,13 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
         return;
     }
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        let mode = ServiceMode { forwarding: Forwarding::Gue, consistency, ..ServiceMode::default() };
-        let (balancer, _) = balancer(mode, 1500);
-        let reset = Tcp { flags: RST, options: vec![], ..Tcp::new(CLIENT, VIP) }.frame();
-        let (verdict, _) = balancer.counted(&reset, Some(0), "drop_not_broadcast");
-        assert_eq!(verdict, XDP_DROP);
+        for form in Form::all() {
+            let mode = ServiceMode { consistency, ..mode(form) };
+            let (balancer, _) = balancer_with(form, mode, MTU, Options::default());
+            let reset = Tcp { flags: RST, options: vec![], ..syn(form.inner) }.frame();
+            let (verdict, _) = balancer.counted(&reset, Some(0), "drop_not_broadcast");
+            assert_eq!(verdict, XDP_DROP);
+        }
     }
 }
 
@@ -185,26 +286,34 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         return;
     }
     let mut rng = seeded_rng(33, 0);
-    let services: Vec<_> = Forwarding::ALL
-        .into_iter()
-        .map(|forwarding| {
-            let mode = ServiceMode { consistency: Consistency::HashTable, forwarding, ..ServiceMode::default() };
-            (service((VIP.0, 80 + forwarding.number() as u16)), mode)
+    let kinds: Vec<(Forwarding, Family)> =
+        Forwarding::ALL.into_iter().flat_map(|kind| Family::BOTH.map(|family| (kind, family))).collect();
+    let vip_of = |(forwarding, family): (Forwarding, Family)| {
+        let mut vip = vip(family);
+        vip.set_port(80 + forwarding.number() as u16);
+        vip
+    };
+    let services: Vec<_> = kinds
+        .iter()
+        .map(|kind| {
+            let mode =
+                ServiceMode { consistency: Consistency::HashTable, forwarding: kind.0, ..ServiceMode::default() };
+            (service(vip_of(*kind)), mode)
         })
         .collect();
     let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
-    balancer.lb.set_outer(OWN, 1500);
+    balancer.lb.set_outer(OWN, MTU as u32);
     let server = id(7);
     let known = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), eligible: true };
-    balancer.lb.set_tunnel(server, Tunnel { address: outer_address(server), source_port: None });
-    for (place, forwarding) in Forwarding::ALL.into_iter().enumerate() {
+    set_tunnel(&mut balancer, Family::Ipv6, server, None);
+    for (place, kind) in kinds.into_iter().enumerate() {
         balancer.lb.set_server(balancer.services[place], server, known);
         balancer.install(place, &random_table(Rule::Table, 1, 1, &[server], &mut rng));
         for flags in [SYN, ACK] {
-            let vip = (VIP.0, 80 + forwarding.number() as u16);
-            let frame = Tcp { flags, options: vec![], ..Tcp::new(CLIENT, vip) }.frame();
+            let frame = Tcp { flags, options: vec![], ..Tcp::between(client(kind.1), vip_of(kind)) }.frame();
             let (verdict, packet) = balancer.run(&frame);
-            assert_eq!((verdict, packet.len()), (XDP_TX, frame.len() + forwarding.overhead()), "{forwarding:?}");
+            let overhead = kind.0.overhead(own(Family::Ipv6));
+            assert_eq!((verdict, packet.len()), (XDP_TX, frame.len() + overhead), "{kind:?}");
         }
     }
 }

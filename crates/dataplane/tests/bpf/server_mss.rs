@@ -1,6 +1,7 @@
 //! `bpf/server/mss.h`: the MSS that a server announces, seen by the client's kernel.
 
 use std::io::{Read as _, Write as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd as _;
 
 use coreward_intf as intf;
@@ -8,7 +9,7 @@ use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::support::server_bed::Bed;
+use crate::support::server_bed::{Bed, set_services};
 use crate::support::{Family, may_load_bpf};
 
 /// Returns Ethernet's MTU less the headers of IP and TCP and the timestamp option with its padding.
@@ -16,12 +17,17 @@ fn longest_segment(family: Family) -> u32 {
     let ip_header = if family == Family::Ipv4 { 20 } else { 40 };
     1500 - ip_header - 20 - 12
 }
-/// GUE's, the longer one.
-const OUTER_HEADER: u32 = 28;
 
-/// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs.
-fn segment_size(family: Family, mode: ServiceMode) -> (u32, u64) {
-    let bed = Bed::of(family, mode);
+/// Addresses of servers, and the length of GUE's outer header to them, the longer kind.
+const OUTER_HEADERS: [(IpAddr, u32); 2] =
+    [(IpAddr::V4(Ipv4Addr::new(10, 9, 0, 1)), 28), (IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, 1)), 48)];
+
+/// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs. `server`: its
+/// address in outer headers.
+fn segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
+    let mut bed = Bed::of(family, mode);
+    bed.programs.set_outer_family(server);
+    set_services(&mut bed.programs, mode);
     let listener = bed.listen();
     let (mut client, mut server) = bed.connection(&listener);
     client.write_all(&[7; 100_000]).unwrap();
@@ -41,9 +47,11 @@ fn syn_ack_leaves_room_for_the_outer_header() {
     {
         for family in Family::BOTH {
             let mode = ServiceMode { timestamps, forwarding, ..ServiceMode::default() };
-            let (size, clamped) = segment_size(family, mode);
-            assert_eq!(size, longest_segment(family) - OUTER_HEADER, "{family:?} {mode:?}");
-            assert!(clamped >= 1);
+            for (server, outer_header) in OUTER_HEADERS {
+                let (size, clamped) = segment_size(family, mode, server);
+                assert_eq!(size, longest_segment(family) - outer_header, "{family:?} {mode:?} {server}");
+                assert!(clamped >= 1);
+            }
         }
     }
 }
@@ -54,6 +62,8 @@ fn syn_ack_on_one_segment_is_unchanged() {
         return;
     }
     for family in Family::BOTH {
-        assert_eq!(segment_size(family, ServiceMode::default()), (longest_segment(family), 0));
+        for (server, _) in OUTER_HEADERS {
+            assert_eq!(segment_size(family, ServiceMode::default(), server), (longest_segment(family), 0));
+        }
     }
 }

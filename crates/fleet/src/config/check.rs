@@ -176,21 +176,21 @@ impl Services<'_> {
         services
     }
 
-    /// An outer header, and LB-side stamping, hold IPv4 addresses of servers.
+    /// LB-side stamping is for servers with IPv4 addresses.
     fn needs_ipv4(&self, service: &Service, pool: &[usize], mode: ServiceMode, reader: &mut Reader<'_>) {
-        let lb_stamped = mode.timestamps == Timestamps::LoadBalancer;
-        let (setting, span) = match (&service.forwarding, &service.timestamps) {
-            (Some(written), _) if mode.forwarding.encapsulates() => (mode.forwarding.name(), written.span()),
-            (_, Some(written)) if lb_stamped => (mode.timestamps.name(), written.span()),
-            _ => return,
-        };
+        let Some(written) = &service.timestamps else { return };
+        if mode.timestamps != Timestamps::LoadBalancer {
+            return;
+        }
         let ipv6 = pool.iter().map(|position| &self.servers[*position]).find(|server| server.address.is_ipv6());
         if let Some(server) = ipv6 {
             let message = format!(
-                "{setting:?} with server {:?} at {}: expected servers with IPv4 addresses",
-                server.name, server.address
+                "{:?} with server {:?} at {}: expected servers with IPv4 addresses",
+                mode.timestamps.name(),
+                server.name,
+                server.address
             );
-            reader.mistake(span, message);
+            reader.mistake(written.span(), message);
         }
     }
 

@@ -1,4 +1,5 @@
 use coreward_config::Source;
+use coreward_model::forwarding::Forwarding;
 use coreward_model::health::ProbeAddress;
 
 use super::FleetConfig;
@@ -57,10 +58,6 @@ fn vip_that_no_client_reaches_is_rejected_with_its_kind() {
 fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
     for (keys, message) in [
         (
-            "forwarding = \"gue\"",
-            "7:14: key `service.forwarding`: an IPv6 VIP with forwarding \"gue\": expected \"l2\"",
-        ),
-        (
             "timestamps = \"lb\"",
             "7:14: key `service.timestamps`: an IPv6 VIP with timestamps by \"lb\": expected \"server\" or \"off\"",
         ),
@@ -102,13 +99,23 @@ fn server_may_have_an_ipv6_address() {
 }
 
 #[test]
-fn ipv6_server_is_rejected_where_a_header_holds_its_ipv4_address() {
-    for (keys, at) in [
-        ("forwarding = \"ipip\"", "7:14: key `service.forwarding`: \"ipip\""),
-        ("timestamps = \"lb\"", "7:14: key `service.timestamps`: \"lb\""),
-    ] {
-        let expected =
-            format!("fleet.toml:{at} with server \"s1\" at 2001:db8::11: expected servers with IPv4 addresses");
-        assert_eq!(parse_server("2001:db8::11", keys).unwrap_err(), expected);
+fn ipv6_server_is_rejected_where_the_load_balancer_stamps() {
+    let expected = "fleet.toml:7:14: key `service.timestamps`: \"lb\" with server \"s1\" at 2001:db8::11: expected \
+                    servers with IPv4 addresses";
+    assert_eq!(parse_server("2001:db8::11", "timestamps = \"lb\"").unwrap_err(), expected);
+}
+
+#[test]
+fn outer_header_may_be_of_either_family() {
+    for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
+        for address in ["10.2.0.11", "2001:db8::11"] {
+            for forwarding in Forwarding::ALL {
+                let server = format!("[[server]]\nname = \"s1\"\naddress = \"{address}\"\n");
+                let service = format!("[[service]]\nname = \"web\"\nvip = \"{vip}\"\n");
+                let text = format!("{server}{service}forwarding = \"{}\"\n", forwarding.name());
+                let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
+                assert_eq!(config.services[0].mode.forwarding, forwarding, "{vip} {address}");
+            }
+        }
     }
 }

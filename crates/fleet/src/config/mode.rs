@@ -33,7 +33,6 @@ pub fn check_ipv6(service: &Service, mode: ServiceMode, reader: &mut Reader<'_>)
     let settings = mode.not_for_ipv6().chain(migration.as_ref().map(|_| NotForIpv6::Migration));
     for setting in settings {
         let span = match setting {
-            NotForIpv6::Forwarding(_) => service.forwarding.as_ref().map(Spanned::span),
             NotForIpv6::LbTimestamps => service.timestamps.as_ref().map(Spanned::span),
             NotForIpv6::Migration => migration.clone(),
         };

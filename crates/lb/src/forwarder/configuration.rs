@@ -13,9 +13,9 @@ use coreward_model::policy::TelemetryLevel;
 use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
+use super::Forwarder;
 use super::next_hops::neighbour_of;
 use super::refusals::Subject;
-use super::{Forwarder, ipv4};
 
 /// Returns the fields that determine MAC addresses, and positions in lists.
 fn identity(server: &Server) -> (ServerId, IpAddr) {
@@ -254,8 +254,14 @@ impl Forwarder {
             let neighbour = self.neighbour_of(service, server);
             let mac = neighbour.and_then(|address| self.macs.get(&address).copied());
             let mac = mac.or_else(|| before.and_then(|before| before.mac)).filter(|_| neighbour.is_some());
-            if let Some(address) = ipv4(server.address) {
-                self.balancer.set_tunnel(server.id, lb::Tunnel { address, source_port: None });
+            let tunnel = lb::Tunnel { address: server.address, source_port: None };
+            if let Err(error) = self.balancer.set_tunnel(server.id, tunnel) {
+                tracing::error!(
+                    event = "server-address-not-set",
+                    server = server.name,
+                    error = format!("{error:#}"),
+                    "packets are not encapsulated for a server's new address"
+                );
             }
             let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
             // With LB-side stamping, the address may be new to an old server.

@@ -1,21 +1,20 @@
 //! Neighbours that servers' packets go to: the server, or the router that the kernel's routes name.
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
-use coreward_dataplane::neighbour;
+use coreward_dataplane::{device, neighbour};
 use coreward_wire::{Server, Service};
 
-use super::{Forwarder, ipv4};
+use super::Forwarder;
+
+/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+const IPV6_MIN_MTU: usize = 1280;
 
 /// Returns the neighbour that packets of `service` to `server` go to; `None`: there is no route.
-pub(super) fn neighbour_of(
-    next_hops: &HashMap<Ipv4Addr, Ipv4Addr>,
-    service: &Service,
-    server: &Server,
-) -> Option<IpAddr> {
+pub(super) fn neighbour_of(next_hops: &HashMap<IpAddr, IpAddr>, service: &Service, server: &Server) -> Option<IpAddr> {
     if service.mode.forwarding.encapsulates() {
-        return next_hops.get(&ipv4(server.address)?).copied().map(IpAddr::V4);
+        return next_hops.get(&server.address).copied();
     }
     Some(server.address)
 }
@@ -32,8 +31,7 @@ impl Forwarder {
     /// Reads the kernel's next hops of all servers of services that encapsulate.
     pub(super) fn find_next_hops(&mut self) {
         let servers = self.encapsulating().flat_map(|service| &service.servers);
-        let servers: HashMap<Ipv4Addr, String> =
-            servers.filter_map(|server| Some((ipv4(server.address)?, server.name.clone()))).collect();
+        let servers: HashMap<IpAddr, String> = servers.map(|server| (server.address, server.name.clone())).collect();
         let interface = nix::net::if_::if_nametoindex(self.interface.as_str()).unwrap_or(0);
         (self.next_hops, self.unrouted) = (HashMap::new(), BTreeSet::new());
         for (address, name) in servers {
@@ -63,16 +61,39 @@ impl Forwarder {
 
     /// Returns warnings of causes for which encapsulated packets do not leave.
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
-        if self.encapsulating().next().is_none() {
-            return Vec::new();
-        }
+        let servers = || self.encapsulating().flat_map(|service| &service.servers).map(|server| server.address);
         let mut problems: Vec<String> = self.unrouted.iter().cloned().collect();
-        if neighbour::own_address(&self.interface).is_none() {
-            problems.push(format!(
-                "interface {:?} has no IPv4 address: expected one, the source of encapsulated packets",
-                self.interface
-            ));
+        let sources = neighbour::outer_sources(&self.interface);
+        for (needed, source, family) in [
+            (servers().any(|address| address.is_ipv4()), IpAddr::from(sources.ipv4), "IPv4"),
+            (servers().any(|address| address.is_ipv6()), sources.ipv6.into(), "routable IPv6"),
+        ] {
+            if needed && source.is_unspecified() {
+                problems.push(format!(
+                    "interface {:?} has no {family} address: expected one, the source of encapsulated packets to \
+                     servers with such addresses",
+                    self.interface
+                ));
+            }
         }
+        problems.extend(self.mtu_problem());
         problems
+    }
+
+    /// Returns the warning when packets that every IPv6 link must take do not fit with their outer headers.
+    fn mtu_problem(&self) -> Option<String> {
+        let ipv6 = self.encapsulating().filter(|service| service.address.socket.is_ipv6());
+        let lengths = ipv6.flat_map(|service| {
+            service.servers.iter().map(|server| IPV6_MIN_MTU + service.mode.forwarding.overhead(server.address))
+        });
+        let needed = lengths.max()?;
+        let mtu = device::mtu(&self.interface).ok()? as usize;
+        (mtu < needed).then(|| {
+            format!(
+                "interface {:?} has an MTU of {mtu}: expected at least {needed}, an IPv6 packet of {IPV6_MIN_MTU} \
+                 bytes in its outer header, or such packets of services with IPv6 VIPs are dropped",
+                self.interface
+            )
+        })
     }
 }

@@ -73,11 +73,12 @@ impl LoadBalancer {
         if let Some((place, server)) = to_server {
             let forwarding = self.service(place).mode.forwarding;
             if forwarding.encapsulates() {
-                let mtu = self.constants.outer.mtu - forwarding.overhead();
-                if usize::from(packet::u16_at(&frame[packet::ETHERNET_HEADER..], 2)) > mtu {
+                let tunnel = *self.tunnels.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
+                let mtu = self.constants.outer.mtu - forwarding.overhead(tunnel.address);
+                if packet::ip_length(frame) > mtu {
                     return Err(self.drop_exceeding(frame, place, mtu, now_ns));
                 }
-                self.encapsulate(frame, forwarding, server)?;
+                self.encapsulate(frame, forwarding, tunnel);
             }
         }
         set_macs(frame, decision.destination, self.own_mac);

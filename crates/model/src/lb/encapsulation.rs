@@ -1,25 +1,27 @@
-//! Outer headers of packets to servers behind routers: `bpf/lb/emit.h`.
+//! Outer headers of packets to servers behind routers: `bpf/lb/encapsulate.h`.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use coreward_intf as intf;
 
-use super::packet::{self, ETHERNET_HEADER, IPV4_HEADER};
+use super::packet::{self, ETHERNET_HEADER, ETHERTYPE_IPV4};
+use super::packet_ipv6::{ETHERTYPE_IPV6, IPV6_HEADER};
 use super::{LoadBalancer, Mac};
 use crate::ServerId;
 use crate::forwarding::{Forwarding, flow_port};
 
-/// TTL of outer headers.
+/// TTL and hop limit of outer headers.
 const TTL: u8 = 64;
 const DONT_FRAGMENT: u8 = 0x40;
-const PROTOCOL_IPIP: u8 = 4;
+const PROTOCOL_IPV4: u8 = 4;
+const PROTOCOL_IPV6: u8 = 41;
 const PROTOCOL_UDP: u8 = 17;
 
 /// Outer header of a server's packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Destination of the outer header.
-    pub address: Ipv4Addr,
+    /// Destination of the outer header, which decides its family.
+    pub address: IpAddr,
     /// Source port of GUE; `None`: by the flow.
     pub source_port: Option<u16>,
 }
@@ -27,10 +29,24 @@ pub struct Tunnel {
 /// Parts that all outer headers share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outer {
-    /// Their source.
+    /// Source of IPv4 headers.
     pub address: Ipv4Addr,
+    /// Source of IPv6 headers.
+    pub address_ipv6: Ipv6Addr,
     /// Longest packet that leaves, its outer header included.
     pub mtu: usize,
+}
+
+/// Fields of an IP header that differ between packets.
+pub(super) struct Header {
+    /// IPv4: type of service.
+    pub traffic_class: u8,
+    /// IPv6 only.
+    pub flow_label: u16,
+    /// Length of the packet.
+    pub length: usize,
+    /// Protocol, or next header.
+    pub protocol: u8,
 }
 
 impl LoadBalancer {
@@ -39,51 +55,58 @@ impl LoadBalancer {
         self.tunnels.insert(id, tunnel);
     }
 
-    /// Puts an outer header around the packet of `frame`, which fits with it. Fails with the counter of the
-    /// drop.
-    pub(super) fn encapsulate(
-        &self,
-        frame: &mut Vec<u8>,
-        forwarding: Forwarding,
-        id: ServerId,
-    ) -> Result<(), intf::lb_counter> {
-        let length = usize::from(packet::u16_at(&frame[ETHERNET_HEADER..], 2)) + forwarding.overhead();
-        let tunnel = self.tunnels.get(&id).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
-        let protocol = if forwarding == Forwarding::Ipip { PROTOCOL_IPIP } else { PROTOCOL_UDP };
+    /// Puts an outer header around the packet of `frame`, which fits with it.
+    pub(super) fn encapsulate(&self, frame: &mut Vec<u8>, forwarding: Forwarding, tunnel: Tunnel) {
         let (client, ports) = packet::flow(frame);
-        let type_of_service = frame[ETHERNET_HEADER + 1];
-        let mut outer = ip_header(type_of_service, length, protocol, self.constants.outer.address, tunnel.address);
+        let flow = flow_port(client, ports);
+        let inner_protocol = if client.is_ipv4() { PROTOCOL_IPV4 } else { PROTOCOL_IPV6 };
+        let header = Header {
+            traffic_class: packet::traffic_class(frame),
+            flow_label: flow,
+            length: packet::ip_length(frame) + forwarding.overhead(tunnel.address),
+            protocol: if forwarding == Forwarding::Ipip { inner_protocol } else { PROTOCOL_UDP },
+        };
+        let own = self.constants.outer;
+        let (ethertype, mut outer) = match tunnel.address {
+            IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4(own.address, address)),
+            IpAddr::V6(address) => (ETHERTYPE_IPV6, header.ipv6(own.address_ipv6, address)),
+        };
         if forwarding == Forwarding::Gue {
-            let port = tunnel.source_port.unwrap_or_else(|| flow_port(client, ports));
-            for word in [port, intf::GUE_PORT as u16, (length - IPV4_HEADER) as u16, 0] {
+            let port = tunnel.source_port.unwrap_or(flow);
+            for word in [port, intf::GUE_PORT as u16, (header.length - outer.len()) as u16, 0] {
                 outer.extend(word.to_be_bytes());
             }
         }
-        frame.splice(ETHERNET_HEADER..ETHERNET_HEADER, outer);
-        Ok(())
+        frame.splice(ETHERNET_HEADER - 2..ETHERNET_HEADER, [&ethertype.to_be_bytes()[..], &outer].concat());
     }
 }
 
-pub(super) fn ip_header(
-    type_of_service: u8,
-    length: usize,
-    protocol: u8,
-    source: Ipv4Addr,
-    destination: Ipv4Addr,
-) -> Vec<u8> {
-    let [high, low] = (length as u16).to_be_bytes();
-    let mut header = vec![0x45, type_of_service, high, low, 0, 0, DONT_FRAGMENT, 0, TTL, protocol, 0, 0];
-    header.extend(source.octets());
-    header.extend(destination.octets());
-    let checksum = packet::checksum(&header);
-    header[10..12].copy_from_slice(&checksum.to_be_bytes());
-    header
+impl Header {
+    pub(super) fn ipv4(&self, source: Ipv4Addr, destination: Ipv4Addr) -> Vec<u8> {
+        let [high, low] = (self.length as u16).to_be_bytes();
+        let mut header = vec![0x45, self.traffic_class, high, low, 0, 0, DONT_FRAGMENT, 0, TTL, self.protocol, 0, 0];
+        header.extend(source.octets());
+        header.extend(destination.octets());
+        let checksum = packet::checksum(&header);
+        header[10..12].copy_from_slice(&checksum.to_be_bytes());
+        header
+    }
+
+    pub(super) fn ipv6(&self, source: Ipv6Addr, destination: Ipv6Addr) -> Vec<u8> {
+        let first = 6 << 28 | u32::from(self.traffic_class) << 20 | u32::from(self.flow_label);
+        let mut header = first.to_be_bytes().to_vec();
+        header.extend(((self.length - IPV6_HEADER) as u16).to_be_bytes());
+        header.extend([self.protocol, TTL]);
+        header.extend(source.octets());
+        header.extend(destination.octets());
+        header
+    }
 }
 
 /// No address, and no limit: of load balancers whose services do not encapsulate.
 impl Default for Outer {
     fn default() -> Self {
-        Self { address: Ipv4Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
+        Self { address: Ipv4Addr::UNSPECIFIED, address_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }
 }
 
@@ -95,12 +118,14 @@ pub(super) fn set_macs(frame: &mut [u8], destination: Mac, source: Mac) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::packet::IPV4_HEADER;
     use super::*;
 
     #[test]
     fn header_checksum_is_that_of_an_example() {
         // The header of a captured packet: 10.0.0.1 to 10.9.0.2, 60 bytes of TCP in IP-in-IP.
-        let header = ip_header(0, 80, PROTOCOL_IPIP, Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
+        let header = Header { traffic_class: 0, flow_label: 0, length: 80, protocol: PROTOCOL_IPV4 };
+        let header = header.ipv4(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
         let sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
         assert_eq!((sum & 0xffff) + (sum >> 16), 0xffff);
         assert_eq!(header.len(), IPV4_HEADER);

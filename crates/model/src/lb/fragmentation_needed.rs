@@ -1,17 +1,24 @@
-//! ICMP "fragmentation needed" for packets that do not fit with their outer header: `bpf/lb/fragmentation_needed.h`.
+//! ICMP "fragmentation needed" and ICMPv6 "packet too big" for packets that do not fit with their outer header:
+//! `bpf/lb/fragmentation_needed.h` and `bpf/lb/packet_too_big.h`.
+
+use std::net::{IpAddr, Ipv6Addr};
 
 use coreward_intf as intf;
 
 use super::LoadBalancer;
-use super::encapsulation::{ip_header, set_macs};
-use super::packet::{self, ETHERNET_HEADER, FRAGMENT_OFFSET, IPV4_HEADER, PROTOCOL_ICMP};
+use super::encapsulation::{Header, set_macs};
+use super::packet::{self, ETHERNET_HEADER, FRAGMENT_OFFSET, ICMP_HEADER, IPV4_HEADER, PROTOCOL_ICMP};
+use super::packet_ipv6::{self, IPV6_HEADER, PROTOCOL_ICMPV6};
 
 /// Bytes of the packet that an error quotes.
 const QUOTED: usize = 68;
-const ICMP_HEADER: usize = 8;
+const QUOTED_IPV6: usize = 504;
 const INTERNETWORK_CONTROL: u8 = 0xc0;
 const DESTINATION_UNREACHABLE: u8 = 3;
 const FRAGMENTATION_NEEDED: u8 = 4;
+const PACKET_TOO_BIG: u8 = 2;
+/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {
     /// Drops the packet of `frame`, of the service at `slot`, which is longer than `mtu`. Makes `frame` the error to
@@ -23,15 +30,19 @@ impl LoadBalancer {
         mtu: usize,
         now_ns: u64,
     ) -> intf::lb_counter {
-        let source = packet::address_at(frame, ETHERNET_HEADER + 12);
+        let is_ipv6 = packet_ipv6::is_ipv6(frame);
+        let (source, may_answer) = match is_ipv6 {
+            true => (packet_ipv6::address_at(frame, ETHERNET_HEADER + 8), may_answer_ipv6(frame)),
+            false => (packet::address_at(frame, ETHERNET_HEADER + 12), may_answer(frame)),
+        };
         let reason = intf::BROADCAST_FRAGMENTATION_NEEDED;
-        let is_sent = may_answer(frame)
+        let is_sent = may_answer
             && self.broadcast.take(&self.stateful.key, (slot, source), reason, &self.constants.broadcast, now_ns);
         if !is_sent {
             return intf::LB_COUNTER_DROP_EXCEEDS_MTU;
         }
         let sender = packet::source_mac(frame);
-        *frame = error(frame, mtu);
+        *frame = if is_ipv6 { error_ipv6(frame, mtu) } else { error(frame, mtu) };
         set_macs(frame, sender, self.own_mac);
         intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED
     }
@@ -45,6 +56,14 @@ fn may_answer(frame: &[u8]) -> bool {
         && packet::u16_at(packet, 6) & FRAGMENT_OFFSET == 0
 }
 
+fn may_answer_ipv6(frame: &[u8]) -> bool {
+    let IpAddr::V6(source) = packet_ipv6::address_at(frame, ETHERNET_HEADER + 8) else { return false };
+    packet_ipv6::length(frame) > IPV6_MIN_MTU
+        && frame[ETHERNET_HEADER + 6] != PROTOCOL_ICMPV6
+        && !source.is_multicast()
+        && source != Ipv6Addr::UNSPECIFIED
+}
+
 /// Returns the error about the packet of `frame`, without MAC addresses.
 fn error(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER..][..QUOTED];
@@ -55,6 +74,23 @@ fn error(frame: &[u8], mtu: usize) -> Vec<u8> {
     let checksum = packet::checksum(&message);
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
     let length = IPV4_HEADER + ICMP_HEADER + QUOTED;
-    let header = ip_header(INTERNETWORK_CONTROL, length, PROTOCOL_ICMP, vip, client);
-    [&frame[..ETHERNET_HEADER], &header, &message].concat()
+    let header = Header { traffic_class: INTERNETWORK_CONTROL, flow_label: 0, length, protocol: PROTOCOL_ICMP };
+    [&frame[..ETHERNET_HEADER], &header.ipv4(vip, client), &message].concat()
+}
+
+/// The same in IPv6.
+fn error_ipv6(frame: &[u8], mtu: usize) -> Vec<u8> {
+    let quoted = &frame[ETHERNET_HEADER..][..QUOTED_IPV6];
+    let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted[at..at + 16]).expect("16 bytes"));
+    let (client, vip) = (address(8), address(24));
+    let mut message = vec![PACKET_TOO_BIG, 0, 0, 0];
+    message.extend((mtu.max(IPV6_MIN_MTU) as u32).to_be_bytes());
+    message.extend(quoted);
+    let pseudo_header =
+        [&vip.octets()[..], &client.octets(), &(message.len() as u32).to_be_bytes(), &[0, 0, 0, PROTOCOL_ICMPV6]];
+    let checksum = packet::checksum(&[&pseudo_header.concat()[..], &message].concat());
+    message[2..4].copy_from_slice(&checksum.to_be_bytes());
+    let length = IPV6_HEADER + message.len();
+    let header = Header { traffic_class: INTERNETWORK_CONTROL, flow_label: 0, length, protocol: PROTOCOL_ICMPV6 };
+    [&frame[..ETHERNET_HEADER], &header.ipv6(vip, client), &message].concat()
 }

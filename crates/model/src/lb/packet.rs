@@ -4,14 +4,14 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
 use coreward_intf as intf;
 
-use super::packet_ipv6;
+use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
 pub(super) const ETHERNET_HEADER: usize = 14;
 pub(super) const IPV4_HEADER: usize = 20;
 const TCP_HEADER: usize = 20;
-const ETHERTYPE_IPV4: u16 = 0x0800;
+pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
 pub(super) const ICMP_HEADER: usize = 8;
 /// RFC 791, Sect. 3.1.
@@ -344,14 +344,29 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
     frame[6..12].try_into().expect("six bytes")
 }
 
-/// Client and ports of an IPv4 packet that is forwarded, as far as its outer header depends on them: ports are 0 where
-/// a decision reads none.
-pub(super) fn flow(frame: &[u8]) -> (Ipv4Addr, [u8; 4]) {
-    let packet = &frame[ETHERNET_HEADER..];
-    let has_ports = packet[9] != PROTOCOL_ICMP && part(packet) != Part::Later;
-    let header = header_length(packet).unwrap_or(IPV4_HEADER);
-    let ports = packet.get(header..header + 4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
-    (Ipv4Addr::from(u32_at(packet, 12)), ports.unwrap_or_default())
+/// Returns the length of the packet in bytes.
+pub(super) fn ip_length(frame: &[u8]) -> usize {
+    if packet_ipv6::is_ipv6(frame) {
+        return packet_ipv6::length(frame);
+    }
+    usize::from(u16_at(frame, ETHERNET_HEADER + 2))
+}
+
+/// Returns the type of service; of IPv6 the traffic class.
+pub(super) fn traffic_class(frame: &[u8]) -> u8 {
+    if packet_ipv6::is_ipv6(frame) {
+        return (u16_at(frame, ETHERNET_HEADER) >> 4) as u8;
+    }
+    frame[ETHERNET_HEADER + 1]
+}
+
+/// Returns client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0
+/// where a decision reads none.
+pub(super) fn flow(frame: &[u8]) -> (IpAddr, [u8; 4]) {
+    let packet = ip(frame).expect("a packet that is forwarded");
+    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != Part::Later;
+    let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
+    (packet.client, ports.unwrap_or_default())
 }
 
 /// Sets the IP identification; of IPv6 the flow label.

@@ -9,8 +9,8 @@ use super::packet::{
 };
 use crate::tuple::Protocol;
 
-const ETHERTYPE_IPV6: u16 = 0x86dd;
-const IPV6_HEADER: usize = 40;
+pub(super) const ETHERTYPE_IPV6: u16 = 0x86dd;
+pub(super) const IPV6_HEADER: usize = 40;
 /// Types of ICMPv6 errors (RFC 4443).
 const ICMPV6_ERRORS: std::ops::RangeInclusive<u8> = 1..=4;
 pub(super) const PROTOCOL_ICMPV6: u8 = 58;
@@ -27,7 +27,7 @@ pub(super) fn is_ipv6(frame: &[u8]) -> bool {
     frame.len() >= ETHERNET_HEADER + IPV6_HEADER && u16_at(frame, 12) == ETHERTYPE_IPV6
 }
 
-fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
+pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
     Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[offset..offset + 16]).expect("16 bytes")).into()
 }
 
@@ -125,6 +125,10 @@ pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, Ended> {
         vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
         value: if protocol == Protocol::Tcp.number() { quoted_value(segment) } else { None },
     })
+}
+
+pub(super) fn length(frame: &[u8]) -> usize {
+    IPV6_HEADER + usize::from(u16_at(frame, ETHERNET_HEADER + 4))
 }
 
 pub(super) fn set_flow_label(frame: &mut [u8], label: u16) {

@@ -93,6 +93,7 @@ fn configurations_come_back() {
         server_id: 7.try_into().unwrap(),
         servers_before: vec![PreviousServer { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
         draining: true,
+        address: Some("2001:db8::7".parse().unwrap()),
     };
     assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
 }

@@ -2,11 +2,13 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::lb::{COUNTER_NAMES, Counters, LoadBalancer, Options, Server, ServiceIndex, Tunnel, XdpMode};
+use coreward_dataplane::lb::{
+    COUNTER_NAMES, Counters, LoadBalancer, Options, OuterSources, Server, ServiceIndex, Tunnel, XdpMode,
+};
 use coreward_intf as intf;
 use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
@@ -25,8 +27,9 @@ use super::workload::{Case, Direction, FIRST_SERVER_MAC, First, OWN_MAC, VIP, cl
 /// A pool like a small fleet's.
 const SERVERS: u64 = 64;
 const CORES: u16 = 16;
-/// Source of outer headers.
-const OWN_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
+/// Sources of outer headers.
+const OWN_ADDRESSES: OuterSources =
+    OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 const ETHERNET_MTU: u32 = 1500;
 
 /// Enough entries for all connections: a set of eight has half a connection in the mean, so in 150 runs of 151 none of
@@ -106,7 +109,7 @@ impl Balancer {
         let timestamps = if case.is_lb_stamped() { Timestamps::LoadBalancer } else { Timestamps::Server };
         let (consistency, forwarding) = (case.consistency(), case.forwarding());
         let mode = ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() };
-        lb.set_outer(OWN_ADDRESS, ETHERNET_MTU);
+        lb.set_outer(OWN_ADDRESSES, ETHERNET_MTU);
         let service = lb.set_services(&[(address, mode)])?[0];
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
@@ -124,8 +127,7 @@ impl Balancer {
             let mut mac = FIRST_SERVER_MAC;
             mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
             lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
-            let [high, low] = server.get().to_be_bytes();
-            lb.set_tunnel(*server, Tunnel { address: Ipv4Addr::new(10, 9, high, low), source_port: None });
+            lb.set_tunnel(*server, Tunnel { address: case.server_address(*server), source_port: None })?;
         }
         lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
         let balancer = Self { case, lb: RefCell::new(lb), service, keys, servers, owner };

@@ -1,15 +1,15 @@
 //! The packets that are measured.
 
 use std::fmt;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::FourTuple;
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
+use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use super::runner::{Feed, Frame, PACKETS};
@@ -44,6 +44,8 @@ pub enum Case {
     Established(Consistency, usize),
     /// The same, with an outer header afterwards.
     Encapsulated(Forwarding, usize),
+    /// The same by IPv6 in IPv6.
+    EncapsulatedIpv6(Forwarding, usize),
     /// SYNs of different connections.
     First(First),
     /// Packets of that many open connections of IPv6, with cookies.
@@ -101,6 +103,11 @@ impl Case {
                     .flat_map(|forwarding| [1, PACKETS].map(|connections| Case::Encapsulated(forwarding, connections))),
             )
             .chain([1, PACKETS].map(Case::EstablishedIpv6))
+            .chain(
+                [Forwarding::Ipip, Forwarding::Gue].into_iter().flat_map(|forwarding| {
+                    [1, PACKETS].map(|connections| Case::EncapsulatedIpv6(forwarding, connections))
+                }),
+            )
             .chain([Case::FirstIpv6])
             .chain([Direction::ToServer, Direction::ToClient].map(Case::LbStamped))
             .chain([Case::NotForAVip])
@@ -110,6 +117,7 @@ impl Case {
         match self {
             Case::Established(_, connections)
             | Case::Encapsulated(_, connections)
+            | Case::EncapsulatedIpv6(_, connections)
             | Case::EstablishedIpv6(connections)
             | Case::First(First { connections, .. }) => connections,
             Case::FirstIpv6 | Case::LbStamped(_) | Case::NotForAVip => PACKETS,
@@ -120,6 +128,7 @@ impl Case {
         match self {
             Case::Established(consistency, _) | Case::First(First { consistency, .. }) => consistency,
             Case::Encapsulated(..)
+            | Case::EncapsulatedIpv6(..)
             | Case::EstablishedIpv6(_)
             | Case::FirstIpv6
             | Case::LbStamped(_)
@@ -129,15 +138,24 @@ impl Case {
 
     pub fn forwarding(self) -> Forwarding {
         match self {
-            Case::Encapsulated(forwarding, _) => forwarding,
+            Case::Encapsulated(forwarding, _) | Case::EncapsulatedIpv6(forwarding, _) => forwarding,
             _ => Forwarding::L2,
+        }
+    }
+
+    /// Returns a server's address in outer headers.
+    pub fn server_address(self, server: ServerId) -> IpAddr {
+        let [high, low] = server.get().to_be_bytes();
+        match self {
+            Case::EncapsulatedIpv6(..) => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
+            _ => Ipv4Addr::new(10, 9, high, low).into(),
         }
     }
 
     /// Feed of the packets.
     pub fn feed(self) -> Feed {
         match self {
-            Case::Encapsulated(..) => Feed::Shortened,
+            Case::Encapsulated(..) | Case::EncapsulatedIpv6(..) => Feed::Shortened,
             _ => Feed::Packet,
         }
     }
@@ -160,6 +178,7 @@ impl Case {
             }
             Case::Established(..)
             | Case::Encapsulated(..)
+            | Case::EncapsulatedIpv6(..)
             | Case::EstablishedIpv6(_)
             | Case::LbStamped(Direction::ToServer) => intf::LB_COUNTER_ESTABLISHED,
             Case::LbStamped(Direction::ToClient) => intf::LB_COUNTER_REPLY_STAMPED,
@@ -183,7 +202,7 @@ impl Case {
     pub fn destination(self) -> SocketAddr {
         match self {
             Case::NotForAVip => (VIP.0, OTHER_PORT).into(),
-            Case::EstablishedIpv6(_) | Case::FirstIpv6 => VIP_IPV6.into(),
+            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(..) | Case::FirstIpv6 => VIP_IPV6.into(),
             _ => VIP.into(),
         }
     }
@@ -207,7 +226,7 @@ impl Case {
         match self {
             Case::First(_) => syn(),
             Case::LbStamped(Direction::ToClient) => response(),
-            Case::EstablishedIpv6(_) => in_ipv6(&established(VIP)),
+            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(..) => in_ipv6(&established(VIP)),
             Case::FirstIpv6 => in_ipv6(&syn()),
             Case::NotForAVip => established((VIP.0, OTHER_PORT)),
             _ => established(VIP),
@@ -231,6 +250,9 @@ impl fmt::Display for Case {
                     write!(f, ", {groups} RSS groups")?;
                 }
                 if *connections < PACKETS { write!(f, ", {connections} entries") } else { Ok(()) }
+            }
+            Case::EncapsulatedIpv6(forwarding, connections) => {
+                write!(f, "IPv6 in IPv6, stateless by {}, {connections} connections", forwarding.name())
             }
             Case::EstablishedIpv6(connections) => write!(f, "IPv6, stateless, {connections} connections"),
             Case::FirstIpv6 => f.write_str("first, IPv6, stateless, table"),

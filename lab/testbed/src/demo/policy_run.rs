@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, ensure};
-use coreward_model::forwarding::Forwarding;
 
-use crate::addresses::{SERVICE, load_balancer_address};
+use crate::addresses::SERVICE;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use crate::instance;
 use crate::load::LoadReport;
@@ -35,12 +34,6 @@ pub struct PolicyTestbed {
     testbed: Testbed,
 }
 
-/// Lines of agents' files.
-fn decapsulation(forwarding: Forwarding) -> String {
-    let from = || format!("decapsulate_from = [\"{}\"]\n", load_balancer_address(1));
-    forwarding.encapsulates().then(from).unwrap_or_default()
-}
-
 impl PolicyTestbed {
     /// Starts everything: one server more than the pool has, which waits to join. Fails when a testbed or a daemon does
     /// not start.
@@ -63,7 +56,6 @@ impl PolicyTestbed {
             load: LoadSource::PacedServer,
             tables_by_interval: options.tables == Tables::Interval,
             forwarding: options.forwarding,
-            agents_more: decapsulation(options.forwarding),
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;

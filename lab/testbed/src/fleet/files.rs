@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
@@ -14,7 +14,7 @@ use coreward_tls::{Files, Identity, Name, Role};
 
 use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
 use super::options::{AdminState, FleetOptions, LoadSource};
-use crate::addresses::{DEVICE, Family, SERVICE, ipv6_address, load_balancer_name, rack_name, server_address};
+use crate::addresses::{DEVICE, SERVICE, load_balancer_address, load_balancer_name, rack_name, server_address};
 use crate::topology::Testbed;
 
 /// File in which the paced server of a server publishes the busy time of its workers.
@@ -64,10 +64,7 @@ pub(super) fn write_controller_files(
     }
     for (number, standing) in pool {
         let state = if *standing == AdminState::Active { "active" } else { "draining" };
-        let address = match options.servers_family {
-            Family::Ipv4 => IpAddr::from(server_address(*number)),
-            Family::Ipv6 => IpAddr::from(ipv6_address(server_address(*number))),
-        };
+        let address = options.servers_family.address(server_address(*number));
         write!(text, "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\n")?;
         text += options.servers_more.get(number).map_or("", String::as_str);
     }
@@ -107,6 +104,16 @@ pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number:
     write(&configuration(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
 }
 
+/// Load balancers whose packets agents take, if they encapsulate, as a line of agents' files.
+fn decapsulation(testbed: &Testbed, options: &FleetOptions) -> String {
+    if !options.forwarding.encapsulates() {
+        return String::new();
+    }
+    let address = |number| options.servers_family.address(load_balancer_address(number)).to_string();
+    let sources: Vec<String> = testbed.load_balancer_numbers().into_iter().map(address).collect();
+    format!("decapsulate_from = {sources:?}\n")
+}
+
 pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let load = match options.load {
         LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
@@ -118,10 +125,11 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
     let text = format!(
         "server = \"s{number}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
-         rss = {{ source = \"testbed\", path = \"{}\" }}\n{}",
+         rss = {{ source = \"testbed\", path = \"{}\" }}\n{}{}",
         options.controllers_of_agent(number),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss(number).display(),
+        decapsulation(testbed, options),
         tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agents_more,
     );
     write(&configuration(testbed, &format!("agent-s{number}")), &text)

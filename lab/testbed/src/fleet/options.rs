@@ -20,7 +20,7 @@ pub struct FleetOptions {
     pub timestamps: Timestamps,
     /// Forwarding of the services.
     pub forwarding: Forwarding,
-    /// Family of the servers' addresses in the fleet's file; IPv6 needs a testbed of that family.
+    /// Family of the servers' addresses in the fleet's file; IPv6 needs a testbed of that family, or routed servers.
     pub servers_family: Family,
     /// Time between two reports.
     pub report_interval_ms: u32,

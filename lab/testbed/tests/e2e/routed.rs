@@ -1,25 +1,28 @@
 //! Servers in another subnet, behind a router: load balancers encapsulate, servers decapsulate and answer the client
-//! directly.
+//! directly. Families of the service and of the servers' addresses are independent.
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::load_balancer_address;
+use coreward_testbed::addresses::Family;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 
 use crate::support::{TestEnv, eventually, unbroken};
 
-fn site(instance: &str, forwarding: Forwarding) -> TestEnv {
-    let options =
-        TestbedOptions { instance: instance.to_owned(), servers: 3, routed_servers: true, ..TestbedOptions::default() };
-    let agents_more = format!("decapsulate_from = [\"{}\"]\n", load_balancer_address(1));
-    TestEnv::start(
-        options,
-        FleetOptions { forwarding, agents_more, policy: "rr".to_owned(), ..FleetOptions::default() },
-    )
+fn site(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) -> TestEnv {
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 3,
+        routed_servers: true,
+        family,
+        ..TestbedOptions::default()
+    };
+    let policy = "rr".to_owned();
+    TestEnv::start(options, FleetOptions { forwarding, servers_family, policy, ..FleetOptions::default() })
 }
 
-fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding) {
-    let mut site = site(instance, forwarding);
+/// `family`: of the service; `servers_family`: of the servers' addresses, so of the outer headers.
+fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) {
+    let mut site = site(instance, forwarding, family, servers_family);
     let client = site.streams(20.0);
     site.connections(60);
     site.set(1, Some(AdminState::Draining));
@@ -36,16 +39,56 @@ fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding) {
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_ipip() {
-    if skip_without_privilege("streams_survive_changes_of_a_routed_pool_by_ipip") {
-        return;
+    if !skip_without_privilege("streams_survive_changes_of_a_routed_pool_by_ipip") {
+        streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
     }
-    streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_gue() {
-    if skip_without_privilege("streams_survive_changes_of_a_routed_pool_by_gue") {
-        return;
+    if !skip_without_privilege("streams_survive_changes_of_a_routed_pool_by_gue") {
+        streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue, Family::Ipv4, Family::Ipv4);
     }
-    streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue);
+}
+
+#[test]
+fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
+    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip") {
+        streams_survive_changes_of_the_pool("routed66ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv6);
+    }
+}
+
+#[test]
+fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
+    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue") {
+        streams_survive_changes_of_the_pool("routed66gue", Forwarding::Gue, Family::Ipv6, Family::Ipv6);
+    }
+}
+
+#[test]
+fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip() {
+    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip") {
+        streams_survive_changes_of_the_pool("routed64ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv4);
+    }
+}
+
+#[test]
+fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue() {
+    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue") {
+        streams_survive_changes_of_the_pool("routed64gue", Forwarding::Gue, Family::Ipv6, Family::Ipv4);
+    }
+}
+
+#[test]
+fn streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
+    if !skip_without_privilege("streams_survive_changes_of_a_routed_ipv6_pool_by_ipip") {
+        streams_survive_changes_of_the_pool("routed46ipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv6);
+    }
+}
+
+#[test]
+fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
+    if !skip_without_privilege("streams_survive_changes_of_a_routed_ipv6_pool_by_gue") {
+        streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, Family::Ipv4, Family::Ipv6);
+    }
 }

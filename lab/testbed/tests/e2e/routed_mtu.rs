@@ -2,18 +2,17 @@
 //! by UDP, in packets that do not fit with their outer header until the client has learnt so.
 
 use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{DEVICE, SERVICE, load_balancer_address};
+use coreward_testbed::addresses::{DEVICE, Family, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::uplink::CLIENT_LINK;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
-use nix::sys::socket::{getsockopt, sockopt};
 
 use crate::support::eventually;
 
@@ -31,7 +30,8 @@ impl Echoes {
     fn start(testbed: &Testbed) -> Self {
         let done = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
-            let bind = || Ok((TcpListener::bind(SERVICE)?, UdpSocket::bind(SERVICE)?));
+            let service = testbed.service();
+            let bind = || Ok((TcpListener::bind(service)?, UdpSocket::bind(service)?));
             let (listener, socket) = testbed.server(number).unwrap().within(bind).unwrap();
             listener.set_nonblocking(true).unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
@@ -74,8 +74,8 @@ fn answer(socket: &UdpSocket, done: &AtomicBool) {
 }
 
 /// 1 MB there and back by one connection.
-fn exchange_by_tcp() -> anyhow::Result<()> {
-    let mut stream = TcpStream::connect_timeout(&SERVICE.into(), *TIMEOUT)?;
+fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
+    let mut stream = TcpStream::connect_timeout(&service, *TIMEOUT)?;
     stream.set_read_timeout(Some(*TIMEOUT))?;
     stream.set_write_timeout(Some(*TIMEOUT))?;
     let sent: Vec<u8> = (0..MEGABYTE).map(|index| (index % 251) as u8).collect();
@@ -91,11 +91,10 @@ fn is_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
 
-/// Sends 1 MB there and back in datagrams of `length`, one after the other. Returns how many were sent again, and the
-/// MTU that the client has learnt.
-fn exchange_by_udp(length: usize) -> anyhow::Result<(usize, i32)> {
-    let socket = UdpSocket::bind("0.0.0.0:0")?;
-    socket.connect(SERVICE)?;
+/// Sends 1 MB there and back in datagrams of `length`, one after the other. Returns how many were sent again.
+fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
+    let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
+    socket.connect(service)?;
     socket.set_read_timeout(Some(INTERVAL))?;
     let (mut repeats, mut buffer) = (0, vec![0; 65_536]);
     for number in 0..MEGABYTE / length {
@@ -116,7 +115,16 @@ fn exchange_by_udp(length: usize) -> anyhow::Result<(usize, i32)> {
             }
         }
     }
-    Ok((repeats, getsockopt(&socket, sockopt::IpMtu)?))
+    Ok(repeats)
+}
+
+/// The MTU that the client's kernel has learnt for the service; `None`: its device's.
+fn learnt_mtu(testbed: &Testbed) -> Option<usize> {
+    let mut ip = Command::new("ip");
+    ip.args(["route", "get", &testbed.service().ip().to_string()]);
+    let route = String::from_utf8(testbed.run(testbed.client(), ip).unwrap().stdout).unwrap();
+    let mut words = route.split_whitespace().skip_while(|word| *word != "mtu");
+    words.nth(1).map(|mtu| mtu.parse().unwrap())
 }
 
 /// `arguments`: of ip(8).
@@ -126,9 +134,13 @@ fn configure(testbed: &Testbed, namespace: &Namespace, arguments: &str) {
     testbed.run(namespace, ip).unwrap();
 }
 
-fn started(instance: &str, forwarding: Forwarding) -> (Fleet, Echoes, Testbed) {
+/// Kind of outer headers, and families of the service and of the servers' addresses.
+type Form = (Forwarding, Family, Family);
+
+fn started(instance: &str, (forwarding, family, servers_family): Form) -> (Fleet, Echoes, Testbed) {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
+        family,
         servers: 2,
         routed_servers: true,
         router_mtu: Some(ETHERNET_MTU as u16),
@@ -137,13 +149,13 @@ fn started(instance: &str, forwarding: Forwarding) -> (Fleet, Echoes, Testbed) {
     .unwrap();
     let echoes = Echoes::start(&testbed);
     let datagrams = format!(
-        "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\npolicy = \"rr\"\n\
+        "\n[[service]]\nname = \"datagrams\"\nvip = \"{}\"\nprotocol = \"udp\"\npolicy = \"rr\"\n\
          forwarding = \"{}\"\n",
+        testbed.service(),
         forwarding.name()
     );
-    let agents_more = format!("decapsulate_from = [\"{}\"]\n", load_balancer_address(1));
-    let options =
-        FleetOptions { forwarding, agents_more, policy: "rr".to_owned(), more: datagrams, ..FleetOptions::default() };
+    let policy = "rr".to_owned();
+    let options = FleetOptions { forwarding, servers_family, policy, more: datagrams, ..FleetOptions::default() };
     (Fleet::start(&testbed, options).unwrap(), echoes, testbed)
 }
 
@@ -153,31 +165,33 @@ fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
 }
 
 /// `client_mtu`: MTU of both ends of the client's link, or with `from_router` of the router's end only.
-fn megabytes_pass(instance: &str, forwarding: Forwarding, client_mtu: u16, from_router: bool) {
-    let (fleet, _echoes, testbed) = started(instance, forwarding);
+fn megabytes_pass(instance: &str, form: Form, client_mtu: u16, from_router: bool) {
+    let (fleet, _echoes, testbed) = started(instance, form);
     let router = testbed.router().unwrap();
     if from_router {
-        configure(&testbed, router, &format!("route replace 10.2.0.0/16 dev {CLIENT_LINK} mtu {client_mtu}"));
+        let clients = if form.1 == Family::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
+        configure(&testbed, router, &format!("route replace {clients} dev {CLIENT_LINK} mtu {client_mtu}"));
     } else {
         configure(&testbed, testbed.client(), &format!("link set {DEVICE} mtu {client_mtu}"));
         configure(&testbed, router, &format!("link set {CLIENT_LINK} mtu {client_mtu}"));
     }
-    let longest = ETHERNET_MTU - forwarding.overhead();
+    let longest = ETHERNET_MTU - form.0.overhead(form.2.address(server_address(1)));
     let leaves_client = if from_router { ETHERNET_MTU } else { client_mtu.into() };
+    let service = testbed.service();
     testbed
         .client()
         .within(|| {
-            (0..4).try_for_each(|_| exchange_by_tcp())?;
+            (0..4).try_for_each(|_| exchange_by_tcp(service))?;
             for length in DATAGRAMS {
-                let (repeats, mtu) = exchange_by_udp(length)?;
-                println!("{length} bytes: {repeats} sent again, MTU {mtu}");
+                let repeats = exchange_by_udp(service, length)?;
+                println!("{length} bytes: {repeats} sent again");
                 anyhow::ensure!(repeats <= 10, "{repeats} of {} sent again", MEGABYTE / length);
-                // The kernel keeps an MTU by destination.
-                anyhow::ensure!(mtu as usize == longest.min(leaves_client), "an MTU of {mtu}");
             }
             Ok(())
         })
         .unwrap();
+    // The kernel keeps an MTU by destination.
+    assert_eq!(learnt_mtu(&testbed), (leaves_client > longest).then_some(longest));
     if leaves_client > longest {
         let answered = || counter(&fleet, &testbed, "drop_fragmentation_needed");
         eventually(*TIMEOUT, "the load balancer reports its ICMP errors", || answered() > 0);
@@ -187,34 +201,62 @@ fn megabytes_pass(instance: &str, forwarding: Forwarding, client_mtu: u16, from_
 #[test]
 fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
     if !skip_without_privilege("megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280") {
-        megabytes_pass("mtuipipsmall", Forwarding::Ipip, 1_280, true);
+        megabytes_pass("mtuipipsmall", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 1_280, true);
     }
 }
 
 #[test]
 fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     if !skip_without_privilege("megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280") {
-        megabytes_pass("mtuguesmall", Forwarding::Gue, 1_280, true);
+        megabytes_pass("mtuguesmall", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, true);
     }
 }
 
 #[test]
 fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
     if !skip_without_privilege("megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtuipiplarge", Forwarding::Ipip, 9_000, false);
+        megabytes_pass("mtuipiplarge", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 9_000, false);
     }
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     if !skip_without_privilege("megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtuguelarge", Forwarding::Gue, 9_000, false);
+        megabytes_pass("mtuguelarge", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 9_000, false);
     }
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
     if !skip_without_privilege("megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280") {
-        megabytes_pass("mtugueclient", Forwarding::Gue, 1_280, false);
+        megabytes_pass("mtugueclient", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, false);
+    }
+}
+
+#[test]
+fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
+    if !skip_without_privilege("ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280") {
+        megabytes_pass("mtugue66small", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 1_280, true);
+    }
+}
+
+#[test]
+fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
+    if !skip_without_privilege("ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000") {
+        megabytes_pass("mtugue66large", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 9_000, false);
+    }
+}
+
+#[test]
+fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
+    if !skip_without_privilege("ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000") {
+        megabytes_pass("mtuipip64large", (Forwarding::Ipip, Family::Ipv6, Family::Ipv4), 9_000, false);
+    }
+}
+
+#[test]
+fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
+    if !skip_without_privilege("megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000") {
+        megabytes_pass("mtuipip46large", (Forwarding::Ipip, Family::Ipv4, Family::Ipv6), 9_000, false);
     }
 }

@@ -78,6 +78,7 @@ pub fn configuration() -> AgentConfiguration {
         server_id: server_id(),
         servers_before: Vec::new(),
         draining: false,
+        address: None,
     }
 }
 

@@ -7,6 +7,7 @@ pub mod network;
 pub mod packet_socket;
 pub mod server_bed;
 pub mod stateful;
+pub mod tunnel;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 

@@ -1,0 +1,26 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
+/* Layouts of outer headers, for services that encapsulate. Included by intf.h. */
+#ifndef COREWARD_INCLUDE_SERVER_TUNNELS_H
+#define COREWARD_INCLUDE_SERVER_TUNNELS_H
+
+/* Port of GUE (IANA: gue). */
+#define GUE_PORT 6080
+
+/* Outer header of a server's packets. */
+struct server_tunnel {
+	/* Its IPv4 destination; IPv6: 1. 0: not known. */
+	__u32 address;
+	/* Source port of GUE, in network byte order; 0: by the flow's hash. */
+	__u16 source_port;
+	/* ADDRESS_FAMILY_*. */
+	__u16 family;
+};
+
+/* By server id, for services that encapsulate. IPv4 needs the first array only: one load. */
+struct server_tunnels {
+	struct server_tunnel entry[SERVER_ID_COUNT];
+	/* Never changed while a program may read it. */
+	__u64 address_ipv6[SERVER_ID_COUNT][2];
+};
+
+#endif

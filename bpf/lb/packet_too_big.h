@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/*
+ * ICMPv6 "packet too big" (RFC 4443, Sect. 3.2) to the sender of a packet that its outer header makes longer than the
+ * MTU: fragmentation_needed.h in IPv6.
+ *
+ * Only packets of more than 1280 bytes are answered: every link takes those that long (RFC 8200, Sect. 5), and hosts
+ * ignore a smaller MTU (RFC 8201, Sect. 4). ICMPv6 and sources that are no host get no error (RFC 4443, Sect. 2.4). The
+ * quote is shorter than allowed: bpf_csum_diff() takes 512 bytes.
+ */
+#ifndef COREWARD_LB_PACKET_TOO_BIG_H
+#define COREWARD_LB_PACKET_TOO_BIG_H
+
+#include <stdbool.h>
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#include "intf.h"
+#include "broadcast.h"
+#include "ipv6_header.h"
+#include "outer_header.h"
+#include "parse.h"
+#include "parse_ipv6.h"
+
+#define ICMPV6_PACKET_TOO_BIG 2
+#define ICMPV6_HEADER_LENGTH 8
+#define IPV6_MIN_MTU 1280
+/* Headers with all extension headers that are read, and a TCP header with its options. */
+#define QUOTED_IPV6_LENGTH 504
+#define ICMPV6_MESSAGE_LENGTH (ICMPV6_HEADER_LENGTH + QUOTED_IPV6_LENGTH)
+#define ICMPV6_TOO_BIG_LENGTH (sizeof(struct ipv6_header) + ICMPV6_MESSAGE_LENGTH)
+/* Internetwork control, as in IPv4's errors. */
+#define ICMPV6_TRAFFIC_CLASS 0xc0
+#define IPV6_MULTICAST_BYTE 0xff
+
+/* The packet may be answered by an error. */
+static __always_inline bool may_answer_ipv6(const void *data, const void *data_end)
+{
+	const void *source = data + IPV6_AT(source);
+
+	if (data + ETH_HLEN + QUOTED_IPV6_LENGTH > data_end)
+		return false;
+	return bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length))) + sizeof(struct ipv6_header) > IPV6_MIN_MTU &&
+	       PACKET_U8(data, IPV6_AT(next_header)) != NEXT_ICMPV6 && PACKET_U8(source, 0) != IPV6_MULTICAST_BYTE &&
+	       (PACKET_U64(source, 0) || PACKET_U64(source, 8));
+}
+
+/* Writes the ICMPv6 message about the quoted packet behind it. `data`: ETH_HLEN and ICMPV6_TOO_BIG_LENGTH are there. */
+static __always_inline void write_too_big_message(void *data, __u32 mtu)
+{
+	__s64 sum;
+
+	PACKET_U32(data, IPV6_TRANSPORT) = ICMPV6_PACKET_TOO_BIG;
+	PACKET_U32(data, IPV6_TRANSPORT + 4) = bpf_htonl(mtu < IPV6_MIN_MTU ? IPV6_MIN_MTU : mtu);
+	/* The pseudo-header: addresses, length and next header (RFC 8200, Sect. 8.1). */
+	sum = bpf_csum_diff(0, 0, data + IPV6_AT(source), 2 * IPV6_ADDRESS_BYTES,
+			    bpf_htonl(ICMPV6_MESSAGE_LENGTH) + bpf_htonl(NEXT_ICMPV6));
+	sum = bpf_csum_diff(0, 0, data + IPV6_TRANSPORT, ICMPV6_MESSAGE_LENGTH, sum);
+	sum = (sum & 0xffff) + (sum >> 16 & 0xffff);
+	PACKET_U16(data, IPV6_TRANSPORT + 2) = ~((sum & 0xffff) + (sum >> 16));
+}
+
+/* Makes the frame an error about its packet, back to its neighbour. Returns false if the frame could not change. */
+static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
+{
+	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
+	struct outer outer = {
+		.length = ICMPV6_TOO_BIG_LENGTH,
+		.traffic_class = ICMPV6_TRAFFIC_CLASS,
+		.protocol = NEXT_ICMPV6,
+	};
+	__u64 client[2], vip[2], sender;
+
+	if (data + ETH_HLEN + QUOTED_IPV6_LENGTH > data_end)
+		return false;
+	client[0] = PACKET_U64(data, IPV6_AT(source));
+	client[1] = PACKET_U64(data, IPV6_AT(source) + 8);
+	vip[0] = PACKET_U64(data, IPV6_AT(destination));
+	vip[1] = PACKET_U64(data, IPV6_AT(destination) + 8);
+	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
+	if (bpf_xdp_adjust_tail(ctx, ETH_HLEN + QUOTED_IPV6_LENGTH - (int)(data_end - data)) ||
+	    bpf_xdp_adjust_head(ctx, -(int)(ICMPV6_TOO_BIG_LENGTH - QUOTED_IPV6_LENGTH)))
+		return false;
+	data = (void *)(long)ctx->data;
+	data_end = (void *)(long)ctx->data_end;
+	if (data + ETH_HLEN + ICMPV6_TOO_BIG_LENGTH > data_end)
+		return false;
+	write_headers_ipv6(data, sender, &outer, 0, vip, client);
+	write_too_big_message(data, mtu);
+	return true;
+}
+
+/* Answers the packet, if rates allow it. `mtu`: the longest packet that fits. */
+static __always_inline bool answer_packet_too_big(struct xdp_md *ctx, __u32 service, __u32 mtu)
+{
+	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
+	__u32 source;
+
+	if (!may_answer_ipv6(data, data_end) || data + IPV6_TRANSPORT > data_end)
+		return false;
+	source = client_word_ipv6(data + IPV6_AT(source));
+	return may_broadcast(service, source, BROADCAST_FRAGMENTATION_NEEDED) && write_packet_too_big(ctx, mtu);
+}
+
+#endif

@@ -1,0 +1,99 @@
+//! Forms of encapsulation, and addresses of either family.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use coreward_dataplane::lb::OuterSources;
+use coreward_model::ServerId;
+use coreward_model::forwarding::Forwarding;
+
+use super::Family;
+
+pub const ETHERNET: usize = 14;
+/// Addresses of the load balancer.
+pub const OWN: OuterSources =
+    OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
+
+/// A kind of outer header, and the families of both packets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Form {
+    pub forwarding: Forwarding,
+    pub inner: Family,
+    pub outer: Family,
+}
+
+impl Form {
+    pub fn all() -> impl Iterator<Item = Self> {
+        let of_inner = |inner| Family::BOTH.into_iter().map(move |outer| (inner, outer));
+        let families = Family::BOTH.into_iter().flat_map(of_inner);
+        families.flat_map(|(inner, outer)| {
+            [Forwarding::Ipip, Forwarding::Gue].map(|forwarding| Self { forwarding, inner, outer })
+        })
+    }
+
+    pub fn overhead(self) -> usize {
+        self.forwarding.overhead(own(self.outer))
+    }
+
+    /// Protocol behind the outer IP header.
+    pub fn protocol(self) -> u8 {
+        match (self.forwarding, self.inner) {
+            (Forwarding::Gue, _) => 17,
+            (_, Family::Ipv4) => 4,
+            (_, Family::Ipv6) => 41,
+        }
+    }
+}
+
+pub fn ip_header(family: Family) -> usize {
+    if family == Family::Ipv4 { 20 } else { 40 }
+}
+
+pub fn vip(family: Family) -> SocketAddr {
+    match family {
+        Family::Ipv4 => ([10, 200, 0, 1], 80).into(),
+        Family::Ipv6 => ([0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1], 80).into(),
+    }
+}
+
+pub fn client(family: Family) -> SocketAddr {
+    match family {
+        Family::Ipv4 => ([192, 0, 2, 7], 40_000).into(),
+        Family::Ipv6 => ([0x2001, 0xdb8, 7, 0, 0, 0, 0, 7], 40_000).into(),
+    }
+}
+
+pub fn own(family: Family) -> IpAddr {
+    match family {
+        Family::Ipv4 => OWN.ipv4.into(),
+        Family::Ipv6 => OWN.ipv6.into(),
+    }
+}
+
+/// The address of a server in the outer header.
+pub fn server_address(family: Family, server: ServerId) -> IpAddr {
+    let [high, low] = server.get().to_be_bytes();
+    match family {
+        Family::Ipv4 => Ipv4Addr::new(10, 9, high, low).into(),
+        Family::Ipv6 => Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, server.get()).into(),
+    }
+}
+
+pub fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    }
+}
+
+/// Sets DSCP and ECN of a frame without IP options, with its checksum.
+pub fn set_traffic_class(frame: &mut [u8], class: u8) {
+    if super::is_ipv6(frame) {
+        frame[ETHERNET] = 0x60 | class >> 4;
+        frame[ETHERNET + 1] = frame[ETHERNET + 1] & 0xf | class << 4;
+        return;
+    }
+    frame[ETHERNET + 1] = class;
+    frame[ETHERNET + 10..ETHERNET + 12].fill(0);
+    let checksum = !super::ones_complement_sum(&frame[ETHERNET..ETHERNET + 20]);
+    frame[ETHERNET + 10..ETHERNET + 12].copy_from_slice(&checksum.to_be_bytes());
+}
