@@ -1,5 +1,6 @@
 //! One check of one server.
 
+use std::fmt::Display;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use http_body_util::Empty;
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
 use hyper::header::{CONNECTION, HOST, USER_AGENT};
+use hyper::http::uri::Authority;
 use hyper::{Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use nix::errno::Errno;
@@ -144,9 +146,11 @@ impl Prober {
         let Some(host) = &http.host else {
             return Ok(ServerName::from(self.address(server).ip()));
         };
-        // "www.example.org:8443"
-        let name = host.rsplit_once(':').map_or(host.as_str(), |(name, _)| name);
-        ServerName::try_from(name.to_owned()).map_err(|error| ProbeError::Tls(format!("{name:?}: {error}")))
+        let invalid = |error: &dyn Display| ProbeError::Tls(format!("{host:?}: {error}"));
+        let authority: Authority = host.parse().map_err(|error| invalid(&error))?;
+        // An IPv6 address is in brackets (RFC 3986, section 3.2.2).
+        let name = authority.host().trim_start_matches('[').trim_end_matches(']');
+        ServerName::try_from(name.to_owned()).map_err(|error| invalid(&error))
     }
 
     /// Opens a connection that ends with a reset, so neither end keeps state.

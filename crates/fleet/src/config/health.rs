@@ -1,5 +1,7 @@
 //! Health checks of a service's servers: its table `[service.health]`.
 
+use std::net::Ipv6Addr;
+
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
     FromToml, HOUR, MILLISECOND, MINUTE, Number, Period, Reader, Span, Spanned, config_struct, parsed, serde_json,
@@ -104,27 +106,38 @@ impl FromToml for HttpPath {
     }
 }
 
+/// Returns whether this is a host, perhaps with a port (RFC 3986, section 3.2).
+fn is_authority(text: &str) -> bool {
+    let (is_host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((address, port)) => (address.parse::<Ipv6Addr>().is_ok(), port),
+        None => {
+            let (name, port) = text.split_at(text.find(':').unwrap_or(text.len()));
+            let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+            (!name.is_empty() && name.bytes().all(allowed), port)
+        }
+    };
+    let is_port = |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit()) && digits.parse::<u16>().is_ok();
+    is_host && (port.is_empty() || port.strip_prefix(':').is_some_and(is_port))
+}
+
 /// A host's name, perhaps with a port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host(String);
 
 impl FromToml for Host {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |host| {
-            let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte);
-            match !host.is_empty() && host.bytes().all(allowed) {
-                true => Ok(Self(host.to_owned())),
-                false => Err(format!("host {host:?}: expected {}", Self::expected())),
-            }
+        parsed(value, reader, |host| match is_authority(host) {
+            true => Ok(Self(host.to_owned())),
+            false => Err(format!("host {host:?}: expected {}", Self::expected())),
         })
     }
 
     fn expected() -> String {
-        "the name of a host, as \"www.example.org\"".to_owned()
+        "a host, perhaps with a port, as \"www.example.org\" or \"[2001:db8::1]:8443\"".to_owned()
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "pattern": r"^[A-Za-z0-9._:\[\]-]+$" })
+        json!({ "type": "string", "pattern": r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?$" })
     }
 }
 

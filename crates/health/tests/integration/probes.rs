@@ -139,7 +139,7 @@ fn certificates() {
     let authority = parameters.self_signed(&authority_key).unwrap();
     let issuer = rcgen::Issuer::new(parameters, authority_key);
     let key = rcgen::KeyPair::generate().unwrap();
-    let names = vec!["www.example.org".to_owned(), "127.0.0.1".to_owned()];
+    let names = vec!["www.example.org".to_owned(), "127.0.0.1".to_owned(), "2001:db8::1".to_owned()];
     let certificate = rcgen::CertificateParams::new(names).unwrap().signed_by(&key, &issuer).unwrap();
     let server = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
@@ -157,6 +157,8 @@ fn certificates() {
     let ours = Verification::Authorities(authority.pem());
     assert_eq!(https(None, ours.clone()), Ok(()));
     assert_eq!(https(Some("www.example.org:8443"), ours.clone()), Ok(()));
+    assert_eq!(https(Some("[2001:db8::1]"), ours.clone()), Ok(()));
+    assert_eq!(https(Some("[2001:db8::1]:8443"), ours.clone()), Ok(()));
     let other_name = https(Some("www.example.net"), ours).unwrap_err().to_string();
     assert!(other_name.starts_with("TLS: invalid peer certificate: certificate not valid for name"), "{other_name}");
     let (other_key, parameters) = (rcgen::KeyPair::generate().unwrap(), rcgen::CertificateParams::default());

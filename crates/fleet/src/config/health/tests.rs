@@ -35,6 +35,19 @@ fn an_empty_table_is_a_check_of_tcp() {
 }
 
 #[test]
+fn hosts_are_names_or_addresses_perhaps_with_a_port() {
+    let host = |host: &str| parse(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"));
+    for valid in ["www.example.org", "www.example.org:8443", "10.0.0.1:80", "[2001:db8::1]", "[2001:db8::1]:8443"] {
+        let service = host(valid).unwrap_or_else(|error| panic!("{error}"));
+        let Probe::Http(http) = service.check.unwrap().probe else { panic!("{valid}") };
+        assert_eq!(http.host.as_deref(), Some(valid));
+    }
+    for invalid in ["2001:db8::1", "[2001:db8::1", "[10.0.0.1]", "www:http", "www:65536", "www:+80", ":80", ""] {
+        assert!(host(invalid).unwrap_err().contains("expected a host, perhaps with a port"), "{invalid}");
+    }
+}
+
+#[test]
 fn requests() {
     let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
@@ -91,7 +104,8 @@ fn invalid_health_checks_are_rejected() {
         ),
         (
             "check = \"http\"\nhost = \"a b\"",
-            "fleet.toml:6:8: key `service.health.host`: host \"a b\": expected the name of a host, as \"www.example.org\"",
+            "fleet.toml:6:8: key `service.health.host`: host \"a b\": expected a host, perhaps with a port, as \
+             \"www.example.org\" or \"[2001:db8::1]:8443\"",
         ),
         ("fall = 0", "fleet.toml:5:8: key `service.health.fall`: 0: expected a whole number from 1 to 100"),
         (
