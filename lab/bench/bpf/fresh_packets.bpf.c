@@ -27,15 +27,10 @@
  * 7. A flood. fresh_source() draws a new client's address and port each time.
  */
 #include <linux/bpf.h>
-#include <linux/if_ether.h>
-#include <linux/in.h>
-#include <linux/ip.h>
-#include <linux/tcp.h>
-#include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
 #include "feed.h"
-#include "lb/fast_path_ipv6.h"
+#include "floor.h"
 #include "lb/parse.h"
 
 /* All 0. As large as an entry of the connection table, and as many: user space sets the number. */
@@ -158,36 +153,11 @@ int empty(struct xdp_md *ctx)
 	return XDP_TX;
 }
 
-static __always_inline bool is_tcp_ipv4(const void *data, const void *data_end)
-{
-	const struct ethhdr *ethernet = data;
-	const struct iphdr *ip = data + sizeof(*ethernet);
-
-	return data + FAST_PATH_OPTIONS <= data_end && ethernet->h_proto == bpf_htons(ETH_P_IP) && ip->ihl == 5 &&
-	       ip->protocol == IPPROTO_TCP;
-}
-
-static __always_inline bool is_tcp_ipv6(const void *data, const void *data_end)
-{
-	return data + FAST_PATH_IPV6_OPTIONS <= data_end && is_ipv6_frame(data, data_end) &&
-	       PACKET_U8(data, IPV6_AT(next_header)) == IPPROTO_TCP;
-}
-
 /* The other floor: the work of any forwarder, without a decision. */
 SEC("xdp")
 int parse_and_swap_macs(struct xdp_md *ctx)
 {
-	void *data = (void *)(long)ctx->data;
-	void *data_end = (void *)(long)ctx->data_end;
-	struct ethhdr *ethernet = data;
-	__u8 mac[ETH_ALEN];
-
-	if (!is_tcp_ipv4(data, data_end) && !is_tcp_ipv6(data, data_end))
-		return XDP_PASS;
-	__builtin_memcpy(mac, ethernet->h_dest, ETH_ALEN);
-	__builtin_memcpy(ethernet->h_dest, ethernet->h_source, ETH_ALEN);
-	__builtin_memcpy(ethernet->h_source, mac, ETH_ALEN);
-	return XDP_TX;
+	return swap_macs_of_tcp((void *)(long)ctx->data, (void *)(long)ctx->data_end) ? XDP_TX : XDP_PASS;
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

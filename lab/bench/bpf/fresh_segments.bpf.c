@@ -9,6 +9,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "feed.h"
+#include "floor.h"
 
 #define NANOSECONDS_PER_MS 1000000
 
@@ -54,6 +55,13 @@ int empty(struct __sk_buff *skb)
 {
 	(void)skb;
 	return TC_ACT_UNSPEC;
+}
+
+/* The other floor. */
+SEC("tc")
+int parse_and_swap_macs(struct __sk_buff *skb)
+{
+	return swap_macs_of_tcp((void *)(long)skb->data, (void *)(long)skb->data_end) ? TC_ACT_UNSPEC : TC_ACT_SHOT;
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -15,7 +15,7 @@ use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::time::{ClockId, clock_gettime};
 
 use crate::controller::{self, Controller, Scratch};
-use crate::report::{Report, Table};
+use crate::report::{Goal, Report, Table, goal_cells};
 
 /// Options of `coreward-lab bench agent`.
 #[derive(Debug, Clone, clap::Args)]
@@ -149,25 +149,26 @@ fn cpu_time() -> Duration {
 }
 
 fn report(args: &Args, windows: &[Window]) -> Report {
-    let mut table = Table::new(&["", "median", "least", "most"]);
-    let mut row = |what: &str, of: fn(&Window) -> f64| {
+    let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
+    let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
         let mut values: Vec<f64> = windows.iter().map(of).collect();
         values.sort_by(f64::total_cmp);
         let median = coreward_model::statistics::median(&values).unwrap_or(0.0);
         let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
         // One digit after the point is too little for a percentage that is to stay below 1.
-        table.row([what.into()].into_iter().chain([median, least, most].map(|value| format!("{value:.2}").into())));
+        let values = [median, least, most].map(|value| format!("{value:.2}").into());
+        table.row([what.into()].into_iter().chain(values).chain(goal_cells(goal, median)));
     };
-    row("CPU of the agent, % of one", |window| window.cpu_pct);
-    row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us);
-    row("reports taken per second", |window| window.reports_per_second);
+    row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
+    row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);
+    row("reports taken per second", |window| window.reports_per_second, None);
     Report {
         name: "agent",
         title: "The agent",
         about: format!(
             "The agent, with its programs at a veth device of {} receive queues, reports {} cores every {} ms to a \
              controller by gRPC; once a second it checks RSS, interrupts and workers. CPU time of its thread in {} \
-             windows of {} s. To reach: less than 1 % of one CPU.",
+             windows of {} s.",
             args.cores, args.cores, args.report_interval_ms, args.windows, args.window_seconds,
         ),
         tables: vec![table],

@@ -1,12 +1,13 @@
 //! `coreward-lab bench`: cost of the packet path, the agent and the controller.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use crate::report::{self, Report};
+use crate::environment::OtherLoad;
+use crate::report::Report;
 use crate::xdp::{self, flood, server, throughput};
 use crate::{
-    agent, conn_count, controller, cpu_load, dispatch, environment, idle, orchestrate, placement, racks, scale, sim,
-    startup, test_env,
+    agent, conn_count, controller, cpu_load, dispatch, environment, idle, orchestrate, page, placement, racks, scale,
+    sim, startup, test_env,
 };
 
 /// Arguments of `coreward-lab bench`.
@@ -17,9 +18,6 @@ pub struct BenchArgs {
     /// Print JSON, one line per report
     #[arg(long, global = true)]
     json: bool,
-    /// Also put the reports into this Markdown file, each in the place of its section
-    #[arg(long, global = true, value_name = "FILE")]
-    write: Option<PathBuf>,
 }
 
 #[derive(clap::Subcommand)]
@@ -60,8 +58,12 @@ enum Command {
     Start(startup::Args),
     /// How quick the simulator is
     Sim(sim::Args),
-    /// Everything that has a cost
-    All,
+    /// Everything that has a cost (needs root)
+    All {
+        /// Also put the reports into the generated parts of this Markdown file
+        #[arg(long, value_name = "FILE")]
+        write: Option<PathBuf>,
+    },
 }
 
 /// Measures, and prints or writes reports. Fails when the machine cannot be measured or a file cannot be written.
@@ -88,22 +90,25 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
         Command::LoadBalancerProcess(args) => test_env::run_process(args),
         Command::Start(args) => arguments.show(&startup::run(args)?),
         Command::Sim(args) => arguments.show(&sim::run(args)?),
-        Command::All => {
-            arguments.show(&xdp::run(&xdp::Args::default())?)?;
-            arguments.show(&server::run(&xdp::Length::default())?)?;
-            arguments.show(&flood::run(&xdp::Length::default())?)?;
-            arguments.show(&throughput::run(&throughput::Args::default())?)?;
-            arguments.show(&dispatch::run(&dispatch::Args::default())?)?;
-            arguments.show(&orchestrate::run(&orchestrate::Args::default())?)?;
-            arguments.show(&cpu_load::run(&cpu_load::Args::default())?)?;
-            arguments.show(&agent::run(&agent::Args::default())?)?;
-            arguments.show(&idle::run(&idle::Args::default())?)?;
-            arguments.show(&conn_count::run(&conn_count::Args::default())?)?;
-            arguments.show(&controller::run(&controller::Args::default())?)?;
-            arguments.show(&sim::run(&sim::Args::default())?)
-        }
+        Command::All { write } => arguments.run_all(write.as_deref()),
     }
 }
+
+/// Benches of docs/cost.md in its order.
+const ALL: [fn() -> anyhow::Result<Report>; 12] = [
+    || xdp::run(&xdp::Args::default()),
+    || server::run(&xdp::Length::default()),
+    || flood::run(&xdp::Length::default()),
+    || throughput::run(&throughput::Args::default()),
+    || dispatch::run(&dispatch::Args::default()),
+    || orchestrate::run(&orchestrate::Args::default()),
+    || cpu_load::run(&cpu_load::Args::default()),
+    || agent::run(&agent::Args::default()),
+    || idle::run(&idle::Args::default()),
+    || conn_count::run(&conn_count::Args::default()),
+    || controller::run(&controller::Args::default()),
+    || sim::run(&sim::Args::default()),
+];
 
 impl BenchArgs {
     fn show(&self, report: &Report) -> anyhow::Result<()> {
@@ -113,6 +118,19 @@ impl BenchArgs {
         } else {
             println!("{report}")
         }
-        self.write.as_deref().map_or(Ok(()), |path| report::write_section(path, report))
+        Ok(())
+    }
+
+    /// The page is written at the end only, so that it never mixes two runs.
+    fn run_all(&self, page: Option<&Path>) -> anyhow::Result<()> {
+        let (environment, load) = (environment::sentence(), OtherLoad::start()?);
+        let mut reports = Vec::new();
+        for measure in ALL {
+            let report = measure()?;
+            self.show(&report)?;
+            reports.push(report);
+        }
+        let Some(page) = page else { return Ok(()) };
+        page::write(page, &format!("{environment} {}", load.sentence()?), &reports)
     }
 }

@@ -26,7 +26,7 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates::Certificates;
 use crate::fake_agent::{fake_agent, name};
-use crate::report::{Report, Table};
+use crate::report::{Goal, Report, Table, goal_cells};
 
 /// Options of `coreward-lab bench controller`.
 #[derive(Debug, Clone, clap::Args)]
@@ -354,30 +354,34 @@ pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> 
 }
 
 fn report(args: &Args, measured: &Measured) -> Report {
-    let mut table = Table::new(&["", "median", "least", "most"]);
-    let mut row = |what: &str, of: fn(&Window) -> f64| {
+    let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
+    let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
         let mut values: Vec<f64> = measured.windows.iter().map(of).collect();
         values.sort_by(f64::total_cmp);
         let median = coreward_model::statistics::median(&values).unwrap_or(0.0);
         let (least, most) = (values.first().copied().unwrap_or(0.0), values.last().copied().unwrap_or(0.0));
-        table.row([what.into(), median.into(), least.into(), most.into()]);
+        let [goal, verdict] = goal_cells(goal, median);
+        table.row([what.into(), median.into(), least.into(), most.into(), goal, verdict]);
     };
-    row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct);
-    row("  of it in the kernel (TCP), %", |window| window.system_pct);
-    row("CPU per report (its share of tables included), us", |window| window.per_report_us);
-    row("reports taken per second", |window| window.reports_per_second);
+    let half_a_cpu = Some(Goal::AtMost(50.0));
+    row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_a_cpu);
+    row("  of it in the kernel (TCP), %", |window| window.system_pct, None);
+    row("CPU per report (its share of tables included), us", |window| window.per_report_us, None);
+    row("reports taken per second", |window| window.reports_per_second, None);
     let jitter = &measured.table_jitter_ms;
     let at = |part: f64| jitter.get(((jitter.len() as f64 * part) as usize).min(jitter.len().saturating_sub(1)));
     let (median, most) = (at(0.5).copied().unwrap_or(0.0), at(1.0).copied().unwrap_or(0.0));
     let least = at(0.0).copied().unwrap_or(0.0);
-    table.row(["tables early or late at the load balancers, ms".into(), median.into(), least.into(), most.into()]);
+    let [goal, verdict] = goal_cells(None, median);
+    let name = "tables early or late at the load balancers, ms";
+    table.row([name.into(), median.into(), least.into(), most.into(), goal, verdict]);
     Report {
         name: "controller",
         title: "The controller",
         about: format!(
             "{} agents of {} cores report every {} ms, each over its own connection (loopback); {} load balancers \
              receive a table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} windows of {} s; resident \
-             memory {} MiB. To reach: less than 50 % of one CPU.",
+             memory {} MiB.",
             args.agents,
             args.cores,
             args.report_interval_ms,

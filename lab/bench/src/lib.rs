@@ -14,6 +14,7 @@ pub mod figure;
 mod idle;
 pub mod namespace;
 mod orchestrate;
+mod page;
 mod placement;
 mod racks;
 pub mod report;

@@ -21,7 +21,7 @@ use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::cpus::{THIS_THREAD, bind};
-use crate::report::{Report, Table};
+use crate::report::{Goal, Report, Table, goal_cells};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
@@ -53,33 +53,32 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
     bind(THIS_THREAD, CPUS[0])?;
-    let mut rates = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each"]);
+    let mut rates = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
     // The fastest round is the one with the fewest interruptions by other processes.
-    let mut add = |name: &str, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
+    let mut add = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
         let middle = median(&millions).context("a round")?;
         let least = millions.iter().copied().fold(f64::INFINITY, f64::min);
         let most = millions.iter().copied().fold(0.0, f64::max);
-        rates.row([name.into(), middle.into(), least.into(), most.into(), (1e3 / middle).into()]);
+        let [goal, verdict] = goal_cells(Some(Goal::AtLeast(goal)), middle);
+        rates.row([name.into(), middle.into(), least.into(), most.into(), (1e3 / middle).into(), goal, verdict]);
         Ok(())
     };
-    for cores in [16, 64] {
-        add(&format!("decisions of the model, {cores} cores"), &|| Ok(decide(cores, args.operations)))?;
-        add(&format!("requests through the memory, {cores} cores"), &|| dispatch(cores, args.operations))?;
+    for (cores, goal) in [(16, 3.0), (64, 1.5)] {
+        add(&format!("decisions of the model, {cores} cores"), goal, &|| Ok(decide(cores, args.operations)))?;
+        add(&format!("requests through the memory, {cores} cores"), goal, &|| dispatch(cores, args.operations))?;
     }
-    add("feedback messages of one core", &|| feedback(args.operations))?;
-    add("hints to one core", &|| hints(args.operations))?;
-    let mut trips = Table::new(&["round trip, ns", "median", "p99"]);
+    add("feedback messages of one core", 20.0, &|| feedback(args.operations))?;
+    add("hints to one core", 20.0, &|| hints(args.operations))?;
+    let mut trips = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
     let mut measured = Vec::new();
     for _ in 0..args.rounds {
         measured.push(round_trip(args.operations.min(200_000))?);
     }
     let middle = |quantile: usize| median(&measured.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
-    trips.row([
-        "request and response".into(),
-        middle(0).context("a round")?.into(),
-        middle(1).context("a round")?.into(),
-    ]);
+    let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
+    let [goal, verdict] = goal_cells(Some(Goal::AtMost(400.0)), trip);
+    trips.row(["request and response".into(), trip.into(), slow_trip.into(), goal, verdict]);
     Ok(Report {
         name: "orchestrate",
         title: "Requests to cores through shared memory",

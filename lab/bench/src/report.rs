@@ -1,9 +1,7 @@
-//! Results of a bench: as text, as JSON, and as a section of docs/cost.md.
+//! Results of a bench: as text, as JSON, and as a section of Markdown.
 
 use std::fmt;
-use std::path::Path;
 
-use anyhow::Context as _;
 use serde_json::json;
 
 /// One number or text of a table.
@@ -53,6 +51,40 @@ impl fmt::Display for Cell {
             Cell::Count(count) => count.fmt(f),
         }
     }
+}
+
+/// Bound that a measured value should keep.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Goal {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+impl Goal {
+    fn is_met(self, value: f64) -> bool {
+        match self {
+            Goal::AtMost(bound) => value <= bound,
+            Goal::AtLeast(bound) => value >= bound,
+        }
+    }
+}
+
+impl fmt::Display for Goal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (sign, bound) = match self {
+            Goal::AtMost(bound) => ("<=", *bound),
+            Goal::AtLeast(bound) => (">=", *bound),
+        };
+        // A ratio needs two digits.
+        let digits = if bound < 2.0 { 2 } else { 1 };
+        write!(f, "{sign} {bound:.digits$}")
+    }
+}
+
+/// Returns two cells: the goal, and whether the value meets it. Empty without a goal.
+pub fn goal_cells(goal: Option<Goal>, value: f64) -> [Cell; 2] {
+    let Some(goal) = goal else { return ["".into(), "".into()] };
+    [goal.to_string().into(), if goal.is_met(value) { "met" } else { "missed" }.into()]
 }
 
 /// Rows under the same head.
@@ -126,34 +158,8 @@ impl fmt::Display for Report {
     }
 }
 
-/// docs/cost.md before the first section.
-const HEAD: &str = "# What it costs\n\nWritten by `make bench`, on the machine that it ran on: compare the figures of one \
-                    section with each other, not with\nthose of another machine.\n";
-
-/// Puts the report into a Markdown file, in the place of its section if there is one. Fails when the file cannot be
-/// read or written.
-pub fn write_section(path: &Path, report: &Report) -> anyhow::Result<()> {
-    let text = match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => HEAD.to_string(),
-        read => read.with_context(|| path.display().to_string())?,
-    };
-    std::fs::write(path, with_section(&text, report)).with_context(|| path.display().to_string())
-}
-
-fn with_section(text: &str, report: &Report) -> String {
-    let mut parts: Vec<&str> = text.split("\n## ").collect();
-    let section = report.to_string();
-    let section = section.trim_start_matches("## ");
-    let same = |part: &&str| part.lines().next() == Some(report.title);
-    match parts.iter().skip(1).position(same) {
-        Some(position) => parts[position + 1] = section,
-        None => parts.push(section),
-    }
-    parts.iter().map(|part| part.trim_end()).collect::<Vec<_>>().join("\n\n## ") + "\n"
-}
-
 /// Lines of at most 120 characters.
-fn wrapped(text: &str) -> String {
+pub fn wrapped(text: &str) -> String {
     let mut lines: Vec<String> = vec![String::new()];
     for word in text.split_whitespace() {
         let last = lines.last_mut().expect("never empty");
@@ -186,12 +192,12 @@ mod tests {
     }
 
     #[test]
-    fn section_of_the_page_is_replaced() {
-        let report = |title, about: &str| Report { name: "x", title, about: about.to_string(), tables: vec![] };
-        let text = with_section("# Head\n", &report("One", "old"));
-        let text = with_section(&text, &report("Two", "other"));
-        let text = with_section(&text, &report("One", "new"));
-        assert_eq!(text, "# Head\n\n## One\n\nnew\n\n## Two\n\nother\n");
+    fn goal_is_compared_with_the_value() {
+        let verdicts = |goal| [1.0, 2.0, 3.0].map(|value| goal_cells(Some(goal), value)[1].to_string());
+        assert_eq!(verdicts(Goal::AtMost(2.0)), ["met", "met", "missed"]);
+        assert_eq!(verdicts(Goal::AtLeast(2.0)), ["missed", "met", "met"]);
+        assert_eq!(goal_cells(Some(Goal::AtLeast(0.875)), 0.9)[0].to_string(), ">= 0.88");
+        assert_eq!(goal_cells(None, 1.0), ["".into(), "".into()]);
     }
 
     #[test]

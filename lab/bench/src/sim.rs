@@ -11,7 +11,7 @@ use coreward_sim::trace::Source;
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
-use crate::report::{Cell, Report, Table};
+use crate::report::{Cell, Goal, Report, Table, goal_cells};
 
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
@@ -53,30 +53,32 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
             case.millions_per_second.push(outcome.requests as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
-    let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "ns per request"]);
-    for case in &cases {
-        table.row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second)));
+    let mut table =
+        Table::new(&["requests at cores", "million requests/s", "least", "most", "ns per request", "goal", "verdict"]);
+    for (number, case) in cases.iter().enumerate() {
+        let goal = (number == 0).then_some(Goal::AtLeast(8.0));
+        table.row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second, goal)));
     }
     Ok(Report {
         name: "sim",
         title: "The simulator",
         about: format!(
-            "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. To \
-             reach: 8 million requests/s for JSQ on 16 cores. `coreward-lab sim lb` on both CPUs: a capture of {} s of \
-             campus traffic, {SNAP_LENGTH} bytes of each packet, from the page cache. To reach: 20 million packets/s \
-             with one policy.",
+            "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. \
+             `coreward-lab sim lb` on both CPUs: a capture of {} s of campus traffic, {SNAP_LENGTH} bytes of each \
+             packet, from the page cache.",
             args.requests, args.rounds, args.capture_seconds
         ),
         tables: vec![table, captures(args)?],
     })
 }
 
-/// Median, least, most, and ns for each at the median.
-fn rates(millions_per_second: &[f64]) -> [Cell; 4] {
+/// Median, least, most, ns for each at the median, and the goal for the median.
+fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 6] {
     let middle = median(millions_per_second).expect("at least one round");
     let least = millions_per_second.iter().copied().fold(f64::INFINITY, f64::min);
     let most = millions_per_second.iter().copied().fold(0.0, f64::max);
-    [middle.into(), least.into(), most.into(), Cell::Number(1e3 / middle)]
+    let [goal, verdict] = goal_cells(goal, middle);
+    [middle.into(), least.into(), most.into(), Cell::Number(1e3 / middle), goal, verdict]
 }
 
 /// Bytes kept of each packet: enough for every header up to the ports.
@@ -105,10 +107,12 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
             rates.push(outcome.packets as f64 / 1e6 / start.elapsed().as_secs_f64());
         }
     }
-    let mut table =
-        Table::new(&["packets of a capture, by policy", "million packets/s", "least", "most", "ns per packet"]);
-    for ((name, _), millions_per_second) in cases.iter().zip(&millions_per_second) {
-        table.row(std::iter::once((*name).into()).chain(rates(millions_per_second)));
+    let head =
+        ["packets of a capture, by policy", "million packets/s", "least", "most", "ns per packet", "goal", "verdict"];
+    let mut table = Table::new(&head);
+    for ((name, policies), millions_per_second) in cases.iter().zip(&millions_per_second) {
+        let goal = (policies.len() == 1).then_some(Goal::AtLeast(20.0));
+        table.row(std::iter::once((*name).into()).chain(rates(millions_per_second, goal)));
     }
     Ok(table)
 }

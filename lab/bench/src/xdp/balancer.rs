@@ -290,12 +290,12 @@ impl Balancer {
     }
 }
 
-/// A table as `crossrss-plus` makes it for the pool: 128 buckets, 8 candidates each.
+/// A table of 128 buckets for the pool, of one candidate each as `crossrss` makes it (rule `Table`), or of eight.
 fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
     let buckets = BucketCount::PUBLISHED;
     let core_slots: Vec<Core> =
         servers.iter().flat_map(|server| (0..CORES).map(|core| Core { server: *server, core })).collect();
-    let candidates_per_bucket = intf::MAX_CANDIDATES;
+    let candidates_per_bucket = if rule == Rule::Table { 1 } else { intf::MAX_CANDIDATES };
     let count = groups as u32 * buckets.get() * candidates_per_bucket;
     let mut candidate = |_| {
         let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;

@@ -22,11 +22,14 @@ use super::interleaved::{Rounds, above, median_of, quartiles};
 use super::runner::{Feed, Runner};
 use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
-use crate::report::{Report, Table};
+use crate::report::{Goal, Report, Table, goal_cells};
 use flooder::{Flooder, Order, Sent};
 use memory::Memory;
 
 const CONNECTIONS: usize = 1 << 17;
+
+/// Goal for the cost that a flood adds, in percent.
+const MOST_MORE: Goal = Goal::AtMost(10.0);
 
 /// Program that meets the flood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -216,6 +219,8 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         "beside a flood, ns",
         "more, %",
         "quartiles",
+        "goal",
+        "verdict",
         "above empty, ns",
         "beside a flood, above empty, ns",
         "more above empty, %",
@@ -238,12 +243,15 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         let of_packet = more(&m.flooded[1], &m.quiet[1]);
         let [quiet, flooded] = [&m.quiet, &m.flooded].map(|of| above(&of[1], &of[0]));
         let above_empty = more(&flooded, &quiet);
+        let [goal, verdict] = goal_cells(Some(MOST_MORE), median_of(&of_packet));
         cost.row([
             m.victim.to_string().into(),
             median_of(&m.quiet[1]).into(),
             median_of(&m.flooded[1]).into(),
             median_of(&of_packet).into(),
             quartiles(&of_packet).into(),
+            goal,
+            verdict,
             median_of(&quiet).into(),
             median_of(&flooded).into(),
             median_of(&above_empty).into(),
@@ -269,7 +277,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         "CPU {} runs lb.bpf.c on packets of {CONNECTIONS} open connections in random order. CPU {} runs the same \
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
          least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
-         without flood in turns; medians over the rounds. {}. To reach: less than 10 % more. Memory: {arrays} of the \
+         without flood in turns; medians over the rounds. {}. Memory: {arrays} of the \
          maps are arrays of fixed size, {hashes} are hash tables, whose entries are counted; with room, the flood's \
          entries are freed before the next turn.",
         cpus[0],

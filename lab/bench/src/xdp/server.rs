@@ -1,6 +1,8 @@
 //! `coreward-lab bench server`: cost of `server.bpf.c` per packet, above a tc program that does nothing.
 
+use std::fmt;
 use std::mem::MaybeUninit;
+use std::net::{SocketAddr, SocketAddrV4};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
 use anyhow::{Context as _, ensure};
@@ -21,8 +23,8 @@ use rand::Rng as _;
 
 use super::Length;
 use super::interleaved::{Rounds, above, fastest_above, median_of, quartiles};
-use super::runner::{PACKETS, Packet, choose, run_feed};
-use super::workload::{VIP, clients, request, response};
+use super::runner::{Frame, PACKETS, Packet, choose, run_feed};
+use super::workload::{VIP, VIP_IPV6, client_ipv6, clients, request, request_ipv6, response, response_ipv6};
 use crate::report::{Report, Table};
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
@@ -38,41 +40,74 @@ const TC_ACT_UNSPEC: i32 = -1;
 /// Measured packets.
 #[derive(Clone, Copy)]
 struct Case {
-    name: &'static str,
     direction: Direction,
+    is_ipv6: bool,
     connections: usize,
-    /// Counts each of the packets; `None`: they are of no service, and nothing counts them.
-    counter: Option<intf::server_counter>,
+    /// Whether they are of a service: their timestamps change, which is counted.
+    has_service: bool,
 }
 
-const CASES: [Case; 6] = [
-    Case {
-        name: "received, TSecr restored, 1 connection",
-        direction: Direction::Ingress,
-        connections: 1,
-        counter: Some(intf::SERVER_COUNTER_RESTORED),
-    },
-    Case {
-        name: "received, TSecr restored, 1048576 connections",
-        direction: Direction::Ingress,
-        connections: PACKETS,
-        counter: Some(intf::SERVER_COUNTER_RESTORED),
-    },
-    Case { name: "received, of no service", direction: Direction::Ingress, connections: PACKETS, counter: None },
-    Case {
-        name: "sent, TSval stamped, 1 connection",
-        direction: Direction::Egress,
-        connections: 1,
-        counter: Some(intf::SERVER_COUNTER_STAMPED),
-    },
-    Case {
-        name: "sent, TSval stamped, 1048576 connections",
-        direction: Direction::Egress,
-        connections: PACKETS,
-        counter: Some(intf::SERVER_COUNTER_STAMPED),
-    },
-    Case { name: "sent, of no service", direction: Direction::Egress, connections: PACKETS, counter: None },
-];
+impl Case {
+    const INGRESS: Case =
+        Case { direction: Direction::Ingress, is_ipv6: false, connections: PACKETS, has_service: true };
+    const EGRESS: Case = Case { direction: Direction::Egress, ..Self::INGRESS };
+
+    /// In the order of the report.
+    fn all() -> impl Iterator<Item = Case> {
+        [Self::INGRESS, Self::EGRESS].into_iter().flat_map(|case| {
+            [
+                Case { connections: 1, ..case },
+                case,
+                Case { is_ipv6: true, connections: 1, ..case },
+                Case { is_ipv6: true, ..case },
+                Case { has_service: false, ..case },
+            ]
+        })
+    }
+
+    fn counter(self) -> intf::server_counter {
+        match self.direction {
+            Direction::Ingress => intf::SERVER_COUNTER_RESTORED,
+            Direction::Egress => intf::SERVER_COUNTER_STAMPED,
+        }
+    }
+
+    fn frame(self) -> Frame {
+        match (self.direction, self.is_ipv6) {
+            (Direction::Ingress, false) => request(),
+            (Direction::Ingress, true) => request_ipv6(),
+            (Direction::Egress, false) => response(),
+            (Direction::Egress, true) => response_ipv6(),
+        }
+    }
+
+    fn vip(self) -> SocketAddr {
+        if self.is_ipv6 { VIP_IPV6.into() } else { VIP.into() }
+    }
+
+    fn tuple(self, client: &SocketAddrV4) -> FourTuple {
+        if self.is_ipv6 {
+            FourTuple::ipv6((client_ipv6(*client.ip()), client.port()), VIP_IPV6)
+        } else {
+            FourTuple::ipv4((*client.ip(), client.port()), VIP)
+        }
+    }
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (direction, change) = match self.direction {
+            Direction::Ingress => ("received", "TSecr restored"),
+            Direction::Egress => ("sent", "TSval stamped"),
+        };
+        if !self.has_service {
+            return write!(f, "{direction}, of no service");
+        }
+        let family = if self.is_ipv6 { "IPv6, " } else { "" };
+        let plural = if self.connections == 1 { "" } else { "s" };
+        write!(f, "{family}{direction}, {change}, {} connection{plural}", self.connections)
+    }
+}
 
 /// The server's programs, with one service.
 struct Server {
@@ -82,8 +117,8 @@ struct Server {
 }
 
 impl Server {
-    /// `has_service`: whether the packets are of its service.
-    fn new(has_service: bool) -> anyhow::Result<Self> {
+    /// With the service of the packets, or another one.
+    fn new(case: Case) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
@@ -91,17 +126,19 @@ impl Server {
         // The first key stamps since before the first packet.
         programs.set_keys(&keys, now_ms()? - 1000);
         let id = ServerId::try_from(4711)?;
-        let port = if has_service { VIP.1 } else { VIP.1 + 1 };
-        let address = ServiceAddress { socket: (VIP.0, port).into(), protocol: Protocol::Tcp };
+        let mut socket = case.vip();
+        if !case.has_service {
+            socket.set_port(socket.port() + 1);
+        }
+        let address = ServiceAddress { socket, protocol: Protocol::Tcp };
         programs.set_services(&[(address, id, ServiceMode::default())])?;
         Ok(Self { programs, keys, id })
     }
 
-    fn packets(&self, case: &Case) -> anyhow::Result<Vec<Packet>> {
+    fn packets(&self, case: Case) -> anyhow::Result<Vec<Packet>> {
         let milliseconds = now_ms()?;
-        let packet = |client: &std::net::SocketAddrV4| {
-            let tuple = FourTuple::ipv4((*client.ip(), client.port()), VIP);
-            let cookie = Cookie::Server(self.id);
+        let packet = |client: &SocketAddrV4| {
+            let (tuple, cookie) = (case.tuple(client), Cookie::Server(self.id));
             let echo = cookie::stamp(&self.keys, &self.programs.time_key(), &tuple, cookie, milliseconds);
             let mut ports = [client.port().to_be_bytes(), VIP.1.to_be_bytes()];
             if matches!(case.direction, Direction::Egress) {
@@ -117,8 +154,8 @@ impl Server {
         Ok(clients(case.connections).iter().map(packet).collect())
     }
 
-    fn counted(&self, case: &Case) -> u64 {
-        case.counter.map_or(0, |counter| self.programs.counter(counter))
+    fn counted(&self, case: Case) -> u64 {
+        self.programs.counter(case.counter())
     }
 }
 
@@ -127,16 +164,14 @@ struct Runner {
     frame: Vec<u8>,
     feed: OwnedFd,
     empty: OwnedFd,
+    parse_and_swap_macs: OwnedFd,
     measured: MapHandle,
 }
 
 impl Runner {
-    fn new(case: &Case, packets: &[Packet]) -> anyhow::Result<Self> {
+    fn new(case: Case, packets: &[Packet]) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKETS, "{} packets", packets.len());
-        let frame = match case.direction {
-            Direction::Ingress => request(),
-            Direction::Egress => response(),
-        };
+        let frame = case.frame();
         let mut bytes = frame.bytes;
         // The loopback device's address: the test run takes the packet as one for this host.
         bytes[..6].fill(0);
@@ -146,7 +181,7 @@ impl Runner {
         let constants = open.maps.rodata_data.as_deref_mut().context("fresh_segments.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
         constants.client_at = frame.client_at;
-        constants.ports_at = PORTS_AT;
+        constants.ports_at = frame.ports_at;
         constants.timestamp_at = frame.echo_at;
         let loaded = open.load().context("loading fresh_segments.bpf.c")?;
         let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
@@ -159,6 +194,7 @@ impl Runner {
             frame: bytes,
             feed,
             empty: loaded.progs.empty.as_fd().try_clone_to_owned()?,
+            parse_and_swap_macs: loaded.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured: MapHandle::try_from(&loaded.maps.measured)?,
         })
     }
@@ -172,35 +208,38 @@ impl Runner {
     }
 }
 
-/// Offset of the ports behind Ethernet and IPv4 without options.
-const PORTS_AT: u32 = 14 + 20;
-
 struct Measured {
     case: Case,
     empty: Rounds,
+    swap: Rounds,
     server: Rounds,
     verifier_instructions: u32,
 }
 
 fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
-    let server = Server::new(case.counter.is_some())?;
-    let runner = Runner::new(&case, &server.packets(&case)?)?;
+    let server = Server::new(case)?;
+    let runner = Runner::new(case, &server.packets(case)?)?;
     let program = server.programs.program(case.direction);
-    let (mut empty, mut measured) = (Rounds::new(), Rounds::new());
+    let (mut empty, mut swap, mut measured) = (Rounds::new(), Rounds::new(), Rounds::new());
     // The first round warms branch predictors and caches and does not count.
     for round in 0..=length.rounds {
-        let floor = runner.run(runner.empty.as_fd(), length.packets)?;
-        let before = server.counted(&case);
+        let floors =
+            [&runner.empty, &runner.parse_and_swap_macs].map(|floor| runner.run(floor.as_fd(), length.packets));
+        let before = server.counted(case);
         let time = runner.run(program, length.packets)?;
-        let counted = server.counted(&case) - before;
-        let expected = if case.counter.is_some() { u64::from(length.packets) } else { 0 };
-        ensure!(counted == expected, "{}: {counted} packets were counted, expected {expected}", case.name);
+        let counted = server.counted(case) - before;
+        let expected = if case.has_service { u64::from(length.packets) } else { 0 };
+        ensure!(counted == expected, "{case}: {counted} packets were counted, expected {expected}");
+        let [of_empty, of_swap] = floors;
+        let (of_empty, of_swap) = (of_empty?, of_swap?);
         if round > 0 {
-            empty.push(floor);
+            empty.push(of_empty);
+            swap.push(of_swap);
             measured.push(time);
         }
     }
-    Ok(Measured { case, empty, server: measured, verifier_instructions: check::verified_instructions(program)? })
+    let verifier_instructions = check::verified_instructions(program)?;
+    Ok(Measured { case, empty, swap, server: measured, verifier_instructions })
 }
 
 /// Measures every case. Fails without the right to load BPF programs, or when a program does not do what the case
@@ -211,27 +250,33 @@ pub fn run(length: &Length) -> anyhow::Result<Report> {
         "above empty, ns",
         "quartiles",
         "fastest rounds",
+        "multiple of parse + swap",
         "server, ns",
         "empty, ns",
+        "parse + swap MACs, ns",
         "verifier instructions",
     ]);
-    for case in CASES {
-        let measured = measure(case, length).with_context(|| case.name)?;
+    for case in Case::all() {
+        let measured = measure(case, length).with_context(|| case.to_string())?;
         let above_empty = above(&measured.server, &measured.empty);
+        let fastest = fastest_above(&measured.server, &measured.empty);
         table.row([
-            measured.case.name.into(),
+            measured.case.to_string().into(),
             median_of(&above_empty).into(),
             quartiles(&above_empty).into(),
-            fastest_above(&measured.server, &measured.empty).into(),
+            fastest.into(),
+            (fastest / fastest_above(&measured.swap, &measured.empty)).into(),
             median_of(&measured.server).into(),
             median_of(&measured.empty).into(),
+            median_of(&measured.swap).into(),
             measured.verifier_instructions.into(),
         ]);
     }
     let about = format!(
         "server.bpf.c at tc on a fresh packet each time, as for the load balancer's program; {} rounds of {} packets \
-         per program, in turns. `empty` returns at once. The packets have no socket: what the PAWS clamp and steering \
-         need of one is not in the figures. Checksums are updated by the kernel's helper.",
+         per program, in turns. `empty` returns at once; `parse + swap MACs` does that at tc. The packets have no \
+         socket: what the PAWS clamp and steering need of one is not in the figures. Checksums are updated by the \
+         kernel's helper.",
         length.rounds, length.packets,
     );
     Ok(Report { name: "server", title: "The server's programs", about, tables: vec![table] })

@@ -78,13 +78,19 @@ pub struct First {
     pub connections: usize,
 }
 
+impl First {
+    /// As policy `crossrss` places them.
+    pub const STATELESS: First =
+        First { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
+}
+
 /// Entries of the connection table that a CPU's cache holds, and its free places.
 const FEW: usize = 1 << 14;
 
 impl Case {
     /// All that are measured by themselves, in the order of the report.
     pub fn alone() -> impl Iterator<Item = Case> {
-        let usual = First { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKETS };
+        let usual = First::STATELESS;
         let stateful = First { consistency: Consistency::Stateful, ..usual };
         let groups = intf::MAX_RSS_GROUPS as usize;
         let without_cookies = [Consistency::None, Consistency::Beamer];
@@ -156,6 +162,8 @@ impl Case {
     pub fn feed(self) -> Feed {
         match self {
             Case::Encapsulated(..) | Case::EncapsulatedIpv6(..) => Feed::Shortened,
+            // A client that returns may find the word of its last, freed entry among the recent SYNs.
+            Case::First(_) | Case::FirstIpv6 => Feed::FreshSource,
             _ => Feed::Packet,
         }
     }
@@ -226,7 +234,7 @@ impl Case {
         match self {
             Case::First(_) => syn(),
             Case::LbStamped(Direction::ToClient) => response(),
-            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(..) => in_ipv6(&established(VIP)),
+            Case::EstablishedIpv6(_) | Case::EncapsulatedIpv6(..) => request_ipv6(),
             Case::FirstIpv6 => in_ipv6(&syn()),
             Case::NotForAVip => established((VIP.0, OTHER_PORT)),
             _ => established(VIP),
@@ -292,21 +300,36 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> 
     Frame { bytes, client_at: CLIENT_AT, ports_at: TCP_AT as u32, echo_at, destination_port: port }
 }
 
-/// The segment of a frame to [`VIP`], to [`VIP_IPV6`].
+/// The segment of a frame between a client and [`VIP`], in one between a client and [`VIP_IPV6`].
 fn in_ipv6(ipv4: &Frame) -> Frame {
     let segment = &ipv4.bytes[TCP_AT..];
     let mut bytes = [&ipv4.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, segment.len() as u8, 6, 64]].concat();
-    bytes.extend(client_ipv6(Ipv4Addr::UNSPECIFIED).octets());
-    let client_at = bytes.len() - size_of::<u32>();
-    bytes.extend(VIP_IPV6.0.octets());
+    let mut addresses = [client_ipv6(Ipv4Addr::UNSPECIFIED), VIP_IPV6.0].map(|address| address.octets());
+    let mut client_end = bytes.len() + size_of::<Ipv6Addr>();
+    if ipv4.client_at != CLIENT_AT {
+        addresses.reverse();
+        client_end += size_of::<Ipv6Addr>();
+    }
+    bytes.extend(addresses.as_flattened());
     let ports_at = bytes.len();
     bytes.extend(segment);
     let echo_at = ipv4.echo_at + (ports_at - TCP_AT) as u32;
-    Frame { bytes, client_at: client_at as u32, ports_at: ports_at as u32, echo_at, ..*ipv4 }
+    let client_at = (client_end - size_of::<Ipv4Addr>()) as u32;
+    Frame { bytes, client_at, ports_at: ports_at as u32, echo_at, ..*ipv4 }
+}
+
+/// A client's ACK to the IPv6 service.
+pub fn request_ipv6() -> Frame {
+    in_ipv6(&request())
+}
+
+/// A server's ACK of IPv6.
+pub fn response_ipv6() -> Frame {
+    in_ipv6(&response())
 }
 
 /// A client of IPv6, by one of IPv4.
-fn client_ipv6(client: Ipv4Addr) -> Ipv6Addr {
+pub fn client_ipv6(client: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::from(0x2001_0db8_0001 << 80 | u128::from(client.to_bits()))
 }
 

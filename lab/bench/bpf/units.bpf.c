@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR MIT */
+/* Unit costs for an account of a packet's ns: each program repeats one operation REPEATS times, in the cache. */
+#include <linux/bpf.h>
+#include <bpf/bpf_helpers.h>
+
+#define REPEATS 64
+
+/* A cache line each. */
+struct cell {
+	__u64 words[8];
+};
+
+struct cell cells[REPEATS] SEC(".bss.cells");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, REPEATS);
+	__type(key, __u32);
+	__type(value, struct cell);
+} cell_map SEC(".maps");
+
+/* The memory clobber keeps clang from removing the call. */
+static __noinline int called(struct xdp_md *ctx)
+{
+	asm volatile("" ::: "memory");
+	return ctx->rx_queue_index;
+}
+
+SEC("xdp")
+int unit_call(struct xdp_md *ctx)
+{
+#pragma unroll
+	for (int i = 0; i < REPEATS; i++)
+		called(ctx);
+	return XDP_TX;
+}
+
+SEC("xdp")
+int unit_atomic_add(struct xdp_md *ctx)
+{
+	(void)ctx;
+#pragma unroll
+	for (int i = 0; i < REPEATS; i++)
+		__sync_fetch_and_add(&cells[i].words[0], 1);
+	return XDP_TX;
+}
+
+SEC("xdp")
+int unit_compare_and_swap(struct xdp_md *ctx)
+{
+	(void)ctx;
+#pragma unroll
+	for (int i = 0; i < REPEATS; i++) {
+		__u64 old = *(volatile __u64 *)&cells[i].words[0];
+
+		__sync_val_compare_and_swap(&cells[i].words[0], old, old + 1);
+	}
+	return XDP_TX;
+}
+
+/* A look-up in an array map is inlined; the packet's look-ups have variable indexes, too. */
+SEC("xdp")
+int unit_look_up(struct xdp_md *ctx)
+{
+#pragma unroll
+	for (int i = 0; i < REPEATS; i++) {
+		__u32 index = (ctx->rx_queue_index + i) & (REPEATS - 1);
+		struct cell *cell = bpf_map_lookup_elem(&cell_map, &index);
+
+		if (!cell)
+			return XDP_ABORTED;
+		cell->words[0]++;
+	}
+	return XDP_TX;
+}
+
+char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -1,0 +1,79 @@
+//! docs/cost.md: the reports of one run between hand-written explanations.
+//!
+//! `<!-- begin NAME -->` and `<!-- end NAME -->` enclose a generated part: `run`, and one for each bench by its name.
+
+use std::path::Path;
+
+use anyhow::Context as _;
+
+use crate::report::{Report, wrapped};
+
+/// Name of the part that describes the run.
+const RUN: &str = "run";
+
+/// A generated part.
+struct Part {
+    name: &'static str,
+    text: String,
+}
+
+/// Replaces all generated parts of a Markdown file. `run`: sentences on machine, build and day. Fails when the file
+/// cannot be read or written, or a part of it has no end.
+pub fn write(path: &Path, run: &str, reports: &[Report]) -> anyhow::Result<()> {
+    let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+    let of_report = |report: &Report| Part { name: report.name, text: report.to_string() };
+    let parts: Vec<Part> =
+        std::iter::once(Part { name: RUN, text: wrapped(run) }).chain(reports.iter().map(of_report)).collect();
+    let page = with_parts(&page, &parts).with_context(|| path.display().to_string())?;
+    std::fs::write(path, page).with_context(|| path.display().to_string())
+}
+
+/// Puts each part into its place; one without a place goes to the end. Parts of earlier runs do not stay.
+fn with_parts(page: &str, parts: &[Part]) -> anyhow::Result<String> {
+    let mut pieces = page.split("<!-- begin ");
+    let mut result = pieces.next().unwrap_or_default().to_owned();
+    let mut placed = Vec::new();
+    for piece in pieces {
+        let (name, rest) = piece.split_once(" -->").context("`<!-- begin` without ` -->`")?;
+        let end = format!("<!-- end {name} -->");
+        let (_, after) = rest.split_once(&end).with_context(|| format!("`<!-- begin {name} -->` without `{end}`"))?;
+        match parts.iter().find(|part| part.name == name) {
+            Some(part) => result += &enclosed(part),
+            None => result.truncate(result.trim_end().len()),
+        }
+        result += after;
+        placed.push(name);
+    }
+    for part in parts.iter().filter(|part| !placed.contains(&part.name)) {
+        result = format!("{}\n\n{}\n", result.trim_end(), enclosed(part));
+    }
+    Ok(result)
+}
+
+fn enclosed(part: &Part) -> String {
+    format!("<!-- begin {0} -->\n\n{1}\n\n<!-- end {0} -->", part.name, part.text.trim_end())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = "# Cost\n\n<!-- begin run -->\nold\n<!-- end run -->\n\nBy hand.\n\n\
+                        <!-- begin gone -->\nold\n<!-- end gone -->\n\nAlso by hand.\n";
+
+    #[test]
+    fn generated_parts_are_replaced_and_hand_written_text_stays() {
+        let part = |name, text: &str| Part { name, text: text.to_owned() };
+        let page = with_parts(PAGE, &[part("run", "new"), part("xdp", "## Section\n")]).unwrap();
+        let expected = "# Cost\n\n<!-- begin run -->\n\nnew\n\n<!-- end run -->\n\nBy hand.\n\nAlso by hand.\n\n\
+                        <!-- begin xdp -->\n\n## Section\n\n<!-- end xdp -->\n";
+        assert_eq!(page, expected);
+        assert_eq!(with_parts(&page, &[part("run", "new"), part("xdp", "## Section")]).unwrap(), expected);
+    }
+
+    #[test]
+    fn part_without_end_is_an_error() {
+        let error = with_parts("<!-- begin run -->\nold\n", &[]).unwrap_err().to_string();
+        assert_eq!(error, "`<!-- begin run -->` without `<!-- end run -->`");
+    }
+}

@@ -1,0 +1,121 @@
+//! Goals of `coreward-lab bench xdp`, as multiples of a floor: so they hold on any machine.
+
+use coreward_model::consistency::Consistency;
+use coreward_model::forwarding::Forwarding;
+use coreward_model::placement::Rule;
+use coreward_model::statistics::median;
+
+use super::Measured;
+use super::established::ByConnections;
+use super::interleaved::{above, median_of};
+use super::runner::PACKETS;
+use super::workload::{Case, First};
+use crate::report::Goal;
+
+/// Cost of parsing and swapping MAC addresses above the empty program on the machine of the goals (AMD EPYC), ns.
+const REFERENCE_FLOOR: f64 = 4.5;
+/// An IPv6 packet costs at most so much of an IPv4 one.
+const IPV6_FACTOR: f64 = 1.3;
+
+/// Greatest cost above the empty program.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Limit {
+    /// ns on the machine of the goals.
+    Reference(f64),
+    /// The same, and one cache miss of this machine.
+    MissAndReference(f64),
+    /// IPV6_FACTOR times the cost of this case.
+    Ipv6Of(Case),
+}
+
+fn limit(case: Case) -> Option<Limit> {
+    let reference = |ns| Some(Limit::Reference(ns));
+    match case {
+        Case::Established(Consistency::Stateless, _) => reference(20.0),
+        Case::Established(Consistency::Stateful, 16384) => reference(32.0),
+        Case::Established(Consistency::Stateful, PACKETS) => Some(Limit::MissAndReference(20.0)),
+        Case::Established(Consistency::HashTable, 16384) => reference(90.0),
+        Case::Established(Consistency::HashTable, 131072) => reference(190.0),
+        Case::First(first) => limit_of_first(first).map(Limit::Reference),
+        Case::Encapsulated(Forwarding::Gue, _) => reference(35.0),
+        Case::EstablishedIpv6(connections) => {
+            Some(Limit::Ipv6Of(Case::Established(Consistency::Stateless, connections)))
+        }
+        Case::FirstIpv6 => Some(Limit::Ipv6Of(Case::First(First::STATELESS))),
+        _ => None,
+    }
+}
+
+/// ns on the machine of the goals.
+fn limit_of_first(first: First) -> Option<f64> {
+    match (first.consistency, first.rule, first.groups) {
+        (Consistency::Stateful, ..) => Some(160.0),
+        (Consistency::Stateless, Rule::Table, 1) => Some(45.0),
+        (Consistency::Stateless, Rule::LeastAssigned, 1) => Some(60.0),
+        (Consistency::Stateless, Rule::LeastAssigned, _) => Some(105.0),
+        _ => None,
+    }
+}
+
+/// Goals on this machine.
+pub struct Goals<'a> {
+    /// Cost of parsing and swapping MAC addresses above the empty program, ns.
+    pub floor: f64,
+    /// Cost of one cache miss that the packet waits for, ns, if it was measured.
+    miss: Option<f64>,
+    measured: Vec<&'a Measured>,
+}
+
+impl<'a> Goals<'a> {
+    /// Reads floor and cache miss from the measurements. Panics without any.
+    pub fn new(established: &'a [ByConnections], alone: &'a [Measured]) -> Self {
+        let of_modes = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
+        let measured: Vec<&Measured> = of_modes.chain(alone).collect();
+        let floors: Vec<f64> = measured.iter().map(|of| of.floor).collect();
+        let largest = established.iter().find(|of| of.connections == PACKETS);
+        Self {
+            floor: median(&floors).expect("at least one case"),
+            miss: largest.map(|of| median_of(&above(&of.after_line, &of.stateless.above_empty))),
+            measured,
+        }
+    }
+
+    /// Returns the goal of a case. `None`: it has none, or depends on a case that was not measured.
+    pub fn of(&self, case: Case) -> Option<Goal> {
+        let of_reference = |ns: f64| ns * self.floor / REFERENCE_FLOOR;
+        let ns = match limit(case)? {
+            Limit::Reference(ns) => of_reference(ns),
+            Limit::MissAndReference(ns) => self.miss? + of_reference(ns),
+            Limit::Ipv6Of(ipv4) => self.measured.iter().find(|of| of.case == ipv4)?.fastest * IPV6_FACTOR,
+        };
+        Some(Goal::AtMost(ns))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(case: Case, floor: f64, fastest: f64) -> Measured {
+        Measured { case, medians: [0.0; 3], above_empty: vec![fastest], fastest, floor, verifier_instructions: 1 }
+    }
+
+    #[test]
+    fn goals_scale_with_the_floor_and_the_miss_does_not() {
+        let at = |consistency, connections| measured(Case::Established(consistency, connections), 9.0, 30.0);
+        let established = [ByConnections {
+            connections: PACKETS,
+            stateless: at(Consistency::Stateless, PACKETS),
+            stateful: at(Consistency::Stateful, PACKETS),
+            hash_table: at(Consistency::HashTable, PACKETS),
+            with_line: vec![40.0],
+            after_line: vec![130.0],
+        }];
+        let goals = Goals::new(&established, &[]);
+        assert_eq!(goals.of(established[0].stateless.case), Some(Goal::AtMost(40.0)));
+        assert_eq!(goals.of(established[0].stateful.case), Some(Goal::AtMost(140.0)));
+        assert_eq!(goals.of(established[0].hash_table.case), None);
+        assert_eq!(goals.of(Case::EstablishedIpv6(PACKETS)), Some(Goal::AtMost(39.0)));
+        assert_eq!(goals.of(Case::FirstIpv6), None);
+    }
+}
