@@ -89,7 +89,9 @@ struct {
 } connection_stacks SEC(".maps");
 
 /* Tags and slots of connections with a recent SYN, by hash. */
-__u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened");
+__u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened") __attribute__((aligned(8)));
+typedef __u64 __attribute__((may_alias)) recent_pair;
+#define NOT_RECENT -1
 
 #define NANOSECONDS_PER_TICK 100000000
 
@@ -189,31 +191,32 @@ static __always_inline bool is_recent(__u32 recent, __u64 hash)
 	return !((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_SLOT_MASK);
 }
 
-/* Returns the connection's entry, if its SYN is a recent one of its set; also for a client that reuses its port. */
-static __always_inline struct connection *find_recent_connection(__u64 hash, __u32 service, __u32 *slot,
-								 __u32 *server_id)
+/* Returns the slot of the connection's entry, if its SYN is a recent one of its set; else NOT_RECENT. */
+static __always_inline int find_recent_slot(__u64 hash)
 {
 	const volatile __u32 *set = recent_set(hash);
 
 	for (__u32 way = 0; way < RECENT_WAYS; way++) {
 		__u32 recent = set[way];
 
-		if (!is_recent(recent, hash))
-			continue;
-		*slot = recent & CONNECTION_SLOT_MASK;
-		return find_connection(hash, *slot, service, server_id);
+		if (is_recent(recent, hash))
+			return recent & CONNECTION_SLOT_MASK;
 	}
-	return NULL;
+	return NOT_RECENT;
+}
+
+static __always_inline __u32 recent_word(__u64 hash, __u32 slot)
+{
+	return (hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_SLOT_MASK) | slot;
 }
 
 /*
- * Moves the connection to the front of its set; the last one leaves a full set. So a connection keeps its entry until
- * RECENT_WAYS others of the set came since its latest SYN. A race with another CPU can lose one, which then takes
- * another entry.
+ * Moves a connection that the set holds to the front. So a connection keeps its entry until RECENT_WAYS others of the
+ * set came since its latest SYN. A race with another CPU can lose one, which then takes another entry.
  */
-static __noinline void remember_connection(__u64 hash, __u32 slot)
+static __noinline void move_recent(__u64 hash, __u32 slot)
 {
-	__u32 moved = (hash >> CONNECTION_TAG_SHIFT & ~CONNECTION_SLOT_MASK) | slot;
+	__u32 moved = recent_word(hash, slot);
 	volatile __u32 *set = recent_set(hash);
 
 	for (__u32 way = 0; way < RECENT_WAYS; way++) {
@@ -224,6 +227,17 @@ static __noinline void remember_connection(__u64 hash, __u32 slot)
 			return;
 		moved = next;
 	}
+}
+
+/* Puts a connection that the set does not hold to its front, two words at a time; the last one leaves. */
+static __always_inline void insert_recent(__u64 hash, __u32 slot)
+{
+	volatile recent_pair *set = (volatile recent_pair *)recent_set(hash);
+	__u64 first = set[0], second = set[1];
+
+	_Static_assert(RECENT_WAYS == 4, "two pairs");
+	set[0] = first << 32 | recent_word(hash, slot);
+	set[1] = second << 32 | first >> 32;
 }
 
 /*
@@ -279,13 +293,13 @@ static __always_inline void fill_connection(struct xdp_md *ctx, struct connectio
 #define CONNECTION_SOURCE_LIMITED -3
 
 /* Fills a free slot of the partition and returns it, or one of the above. `packet`: the connection's first. */
-static __noinline int take_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
-				      __u32 server_id)
+static __always_inline int take_connection_inlined(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
+						   __u32 service, __u32 server_id)
 {
 	__u32 partition = hash & connection_partition_mask;
 	struct connection_stack *stack = bpf_map_lookup_elem(&connection_stacks, &partition);
 
-	if (!packet || !stack)
+	if (!stack)
 		return CONNECTION_TABLE_FULL;
 	for (int attempt = 0; attempt < CONNECTION_TAKE_ATTEMPTS; attempt++) {
 		__u64 top = *(volatile __u64 *)&stack->top;
@@ -307,6 +321,13 @@ static __noinline int take_connection(struct xdp_md *ctx, const struct packet *p
 		return slot_plus_one - 1;
 	}
 	return CONNECTION_CONTENDED;
+}
+
+/* Not inlined, for callers whose stacks are full. */
+static __noinline int take_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
+				      __u32 server_id)
+{
+	return packet ? take_connection_inlined(ctx, packet, hash, service, server_id) : CONNECTION_TABLE_FULL;
 }
 
 /* ---- the cookie of kind 1 -------------------------------------------------------------------------------------- */

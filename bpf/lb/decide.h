@@ -99,4 +99,25 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 	return 0;
 }
 
+/* decide() of a SYN with timestamps of a service with cookies that is not handed over, all inlined. */
+static __always_inline void decide_new_connection(struct xdp_md *ctx, __u32 number, const struct packet *packet,
+						  struct decision *decision)
+{
+	struct service service = decode_service(number);
+	struct service_state *state = &lb_state.services[service.index];
+	int recent = NOT_RECENT;
+	__u64 hash = 0;
+
+	decision->service = service.index;
+	if (is_stateful(&service)) {
+		hash = connection_hash(service.index, packet->client_address, packet->ports);
+		recent = find_recent_slot(hash);
+		if (decide_repeated_syn(hash, recent, decision))
+			return;
+	}
+	decide_placed(place_inlined(ctx, state, service.index, packet), LB_COUNTER_NEW_CONNECTION, decision);
+	if (is_stateful(&service))
+		open_connection(ctx, packet, hash, recent, decision, true);
+}
+
 #endif

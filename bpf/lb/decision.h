@@ -120,17 +120,21 @@ static __always_inline enum lb_counter placed_as(bool opens)
 	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
 
-static __always_inline void decide_by_rule(struct xdp_md *ctx, struct service_state *state, const struct packet *packet,
-					   enum lb_counter outcome, struct decision *decision)
+/* Decides for the result of place(). */
+static __always_inline void decide_placed(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
-	__u32 id = place(ctx, state, decision->service, packet);
-
 	if (id == NO_SERVER) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
 		return;
 	}
 	decide_server(id, outcome, decision);
 	decision->opens = outcome == placed_as(true);
+}
+
+static __always_inline void decide_by_rule(struct xdp_md *ctx, struct service_state *state, const struct packet *packet,
+					   enum lb_counter outcome, struct decision *decision)
+{
+	decide_placed(place(ctx, state, decision->service, packet), outcome, decision);
 }
 
 static __always_inline void decide_by_flow(struct flow_table_entry entry, struct decision *decision)

@@ -61,16 +61,14 @@ static __always_inline struct flow_set *flow_set_of(__u64 hash)
 	return bpf_map_lookup_elem(&flow_table, &set);
 }
 
-/* Prefetches a flow's set: work until its use hides a part of the cache misses. */
-static __always_inline void touch_flow_set(__u32 service, const struct packet *packet)
+/* Loads the second cache line of a flow's set while the look-up waits for the first one. */
+static __always_inline void touch_flow_use(__u64 hash)
 {
-	const struct flow_set *set = flow_set_of(connection_hash(service, packet->client_address, packet->ports));
+	const struct flow_set *set = flow_set_of(hash);
 	__u64 word;
 
-	if (!set)
-		return;
-	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->flow[0]));
-	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->use[0]));
+	if (set)
+		asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(&set->use[0]));
 }
 
 static __always_inline __u32 flow_tag(__u64 hash)

@@ -27,17 +27,13 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 	bool syn = packet->flags & TCP_SYN;
 	bool udp = udp_in_use && packet->protocol == IPPROTO_UDP;
 	bool first = syn || udp, known = false;
+	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	struct flow_table_entry entry = {};
 
 	if (!mode_in_use(CONSISTENCY_HASH_TABLE))
 		return;
-	/*
-	 * A new flow reads both cache lines of the set: the second one is loaded while the look-up waits for the first
-	 * one.
-	 */
-	if (syn)
-		touch_flow_set(decision->service, packet);
-	if (find_flow(decision->service, packet, &entry)) {
+	touch_flow_use(hash);
+	if (find_flow_by_hash(hash, &entry)) {
 		server_entry_t server = server_at(decision->service, entry.server_id);
 
 		known = may_go_to(server, syn);

@@ -231,27 +231,6 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 	       (least & (MAX_CANDIDATES - 1));
 }
 
-/*
- * Returns the next member that can take the connection, from a position drawn by hash, whatever its load: the chosen
- * server has no known MAC address, or was removed and the next table is on its way.
- */
-static __always_inline __u32 fallback(const struct placement *placement, __u32 service, __u32 hash)
-{
-	__u32 count = placement->table->member_count, position;
-
-	position = draw(mix(hash), count);
-	for (__u32 i = 0; i < FALLBACK_MEMBERS && i < count; i++, position++) {
-		__u32 id;
-
-		if (position >= count)
-			position = 0;
-		id = member_at(placement, position)->server_id;
-		if (server_has(server_at(service, id), TAKES_FIRST_PACKETS))
-			return id;
-	}
-	return NO_SERVER;
-}
-
 /* Returns the server of the rule, whether or not it can take the connection; NO_SERVER: table unusable. */
 static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *placement, struct service_state *state,
 				    __u32 service, __u32 hash, const struct packet *packet)
@@ -318,16 +297,41 @@ static __always_inline bool table_of(const struct service_state *state, struct p
 	return placement->table->member_count;
 }
 
-/* Returns a server for a new connection, or NO_SERVER. A global function, as decide() is. */
-__noinline int place(struct xdp_md *ctx, struct service_state *state, __u32 service, const struct packet *packet)
+/*
+ * Returns the next member that can take the connection, from a position drawn by hash, whatever its load: the chosen
+ * server has no known MAC address, or was removed and the next table is on its way. A global function: otherwise kernel
+ * 6.1 verifies the loop for each way into it.
+ */
+__noinline int fallback(struct service_state *state, __u32 service, __u32 hash)
+{
+	struct placement placement;
+	__u32 count, position;
+
+	if (!state || !table_of(state, &placement))
+		return NO_SERVER;
+	count = placement.table->member_count;
+	position = draw(mix(hash), count);
+	for (__u32 i = 0; i < FALLBACK_MEMBERS && i < count; i++, position++) {
+		__u32 id;
+
+		if (position >= count)
+			position = 0;
+		id = member_at(&placement, position)->server_id;
+		if (server_has(server_at(service, id), TAKES_FIRST_PACKETS))
+			return id;
+	}
+	return NO_SERVER;
+}
+
+/* Returns a server for a new connection, or NO_SERVER. */
+static __always_inline int place_inlined(struct xdp_md *ctx, struct service_state *state, __u32 service,
+					 const struct packet *packet)
 {
 	const struct placement_table *table;
 	struct placement placement;
 	__u64 key, *recent;
 	__u32 hash, id;
 
-	if (!state || !packet)
-		return NO_SERVER;
 	if (!table_of(state, &placement))
 		return NO_SERVER;
 	table = placement.table;
@@ -346,10 +350,16 @@ __noinline int place(struct xdp_md *ctx, struct service_state *state, __u32 serv
 	if (id == NO_SERVER)
 		return NO_SERVER;
 	if (!server_has(server_at(service, id), TAKES_FIRST_PACKETS))
-		id = fallback(&placement, service, hash);
+		id = fallback(state, service, hash);
 	if (choice_is_remembered(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
 	return id;
+}
+
+/* A global function, as decide() is. */
+__noinline int place(struct xdp_md *ctx, struct service_state *state, __u32 service, const struct packet *packet)
+{
+	return state && packet ? place_inlined(ctx, state, service, packet) : NO_SERVER;
 }
 
 /* Returns the bucket's server for a connection without a cookie, and its previous server; NO_SERVER: none. */

@@ -88,6 +88,12 @@ static __always_inline bool is_stateful(const struct service *service)
 	return modes_in_use == 1u << CONSISTENCY_STATEFUL || service->consistency == CONSISTENCY_STATEFUL;
 }
 
+/* Returns whether the flow table has all connections of the service. */
+static __always_inline bool has_all_flows(const struct service *service)
+{
+	return mode_in_use(CONSISTENCY_HASH_TABLE) && service->consistency == CONSISTENCY_HASH_TABLE;
+}
+
 /* Returns whether `cookie`, of a packet of the service, holds an index of a connection table. */
 static __always_inline bool is_index(const struct service *service, __u32 cookie)
 {

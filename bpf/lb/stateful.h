@@ -199,57 +199,81 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 	return CONNECTION_TABLE_FULL;
 }
 
-/* Takes an entry for a new connection, or returns the reason why not. */
+/* Takes an entry for a new connection, or returns the reason why not. `inlined`: without a call on the common way. */
 static __always_inline int enter_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
-					    const struct decision *decision)
+					    const struct decision *decision, bool inlined)
 {
-	int taken = take_connection(ctx, packet, hash, decision->service, decision->server_id);
+	__u32 service = decision->service, server_id = decision->server_id;
+	int taken = inlined ? take_connection_inlined(ctx, packet, hash, service, server_id)
+			    : take_connection(ctx, packet, hash, service, server_id);
 
 	if (taken >= 0)
 		count_taken();
 	if (taken != CONNECTION_TABLE_FULL)
 		return taken;
-	taken = reuse_connection(ctx, packet, hash, decision->service, decision->server_id);
+	taken = reuse_connection(ctx, packet, hash, service, server_id);
 	if (taken >= 0)
-		count_event(ctx, decision->service, LB_EVENT_CONNECTION_REUSED);
+		count_event(ctx, service, LB_EVENT_CONNECTION_REUSED);
 	return taken;
 }
 
-/*
- * Places a SYN of a stateful service, and takes an entry; TSecr carries its index to the server. A retransmission finds
- * the entry again, if its server still takes new connections. Without an entry TSecr becomes 0, and the server stamps
- * its id.
- */
-static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
-						  const struct packet *packet, struct decision *decision)
+/* Decides a repeated SYN by its entry, in slot `recent`, if the server still takes new connections. */
+static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct decision *decision)
 {
-	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
-	__u32 owner = lb_state.owner, slot, id;
+	__u32 owner = lb_state.owner, id;
 	struct connection *connection;
+
+	if (recent == NOT_RECENT || owner >= MAX_OWNERS)
+		return false;
+	connection = find_connection(hash, recent, decision->service, &id);
+	if (!connection || !takes_new_connections(server_at(decision->service, id)))
+		return false;
+	decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
+	decision->opens = reopen_connection(connection);
+	decision->echo = syn_echo(owner, recent);
+	move_recent(hash, recent);
+	return true;
+}
+
+/*
+ * Takes an entry for a placed SYN; TSecr carries its index to the server. Without an entry TSecr becomes 0, and the
+ * server stamps its id. `inlined`: as of enter_connection().
+ */
+static __always_inline void open_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, int recent,
+					    struct decision *decision, bool inlined)
+{
+	__u32 owner = lb_state.owner;
 	__u64 *held;
 	int taken;
 
-	connection = find_recent_connection(hash, decision->service, &slot, &id);
-	if (connection && owner < MAX_OWNERS && takes_new_connections(server_at(decision->service, id))) {
-		decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
-		decision->opens = reopen_connection(connection);
-		decision->echo = syn_echo(owner, slot);
-		remember_connection(hash, slot);
-		return;
-	}
-	decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 	decision->echo = packet->echo ? 0 : KEEP_ECHO;
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
 	held = held_by_client(ctx, packet);
-	taken = may_take_connection(held) ? enter_connection(ctx, packet, hash, decision) : CONNECTION_SOURCE_LIMITED;
+	taken = may_take_connection(held) ? enter_connection(ctx, packet, hash, decision, inlined)
+					  : CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
 		count_event(ctx, decision->service, without_entry(taken));
 		return;
 	}
 	__sync_fetch_and_add(held, 1);
-	remember_connection(hash, taken);
+	if (recent == NOT_RECENT)
+		insert_recent(hash, taken);
+	else
+		move_recent(hash, taken);
 	decision->echo = syn_echo(owner, taken);
+}
+
+static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,
+						  const struct packet *packet, struct decision *decision)
+{
+	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
+	int recent = find_recent_slot(hash);
+
+	if (decide_repeated_syn(hash, recent, decision))
+		return;
+	decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
+	open_connection(ctx, packet, hash, recent, decision, false);
 }
 
 static __always_inline void decide_connection(struct xdp_md *ctx, const struct service *service, __u32 cookie,
