@@ -49,9 +49,6 @@ struct coreward_runtime;
  */
 struct coreward_taken_request;
 
-/**
- * The worker of one core.
- */
 struct coreward_worker;
 
 /**
