@@ -343,7 +343,7 @@ impl Agent {
         if verdict == Verdict::NotInForce {
             let samples = self.programs.samples(self.input_search.last());
             if let Some(input) = self.input_search.observe(known, &samples) {
-                self.rss.take_input(input);
+                self.rss.set_input(input);
                 self.rss_changed();
                 return None;
             }

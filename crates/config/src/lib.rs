@@ -26,7 +26,7 @@ pub use diagnostic::{Diagnostic, Diagnostics, nearest};
 pub use from_toml::{Field, FromToml, Name, Number, choice, choice_schema, parsed};
 pub use host::{AbsolutePath, Interface};
 pub use reader::{Reader, TableReader};
-pub use secret::{Secret, SecretText, read_secret, refuse_others_secrets};
+pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};
 pub use source::Source;
 pub use time::{HOUR, MICROSECOND, MILLISECOND, MINUTE, Period, SECOND, format_time};
 pub use toml::Spanned;

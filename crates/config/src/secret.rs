@@ -49,11 +49,11 @@ static STRICT: AtomicBool = AtomicBool::new(false);
 
 /// Rejects secret files of users other than this one and root, who could read and change them. For daemons; commands of
 /// root read files of daemons that run as other users.
-pub fn refuse_others_secrets() {
+pub fn reject_foreign_secrets() {
     STRICT.store(true, Ordering::Relaxed);
 }
 
-/// Returns the trimmed text of a secret file. Fails if others can read it; see [`refuse_others_secrets`].
+/// Returns the trimmed text of a secret file. Fails if others can read it; see [`reject_foreign_secrets`].
 pub fn read_secret(path: &Path) -> Result<String, String> {
     read_secret_of(path, STRICT.load(Ordering::Relaxed))
 }

@@ -53,7 +53,7 @@ impl Opened {
             StoreLocation::Etcd(config) => {
                 let cluster = leader_election::cluster(config)?;
                 let leadership = cluster
-                    .block_on(leader_election::candidate(config)?.lead_now(cluster.clone()))
+                    .block_on(leader_election::candidate(config)?.campaign_once(cluster.clone()))
                     .context("a controller uses this store: expected all of them to be stopped")?;
                 let leadership = Arc::new(leadership);
                 let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.prefix)?;

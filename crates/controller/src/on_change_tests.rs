@@ -70,7 +70,7 @@ impl Harness {
     }
 
     /// Names and generations of the tables that are due.
-    fn tables_made(&mut self, now: Now) -> Vec<(&'static str, u64)> {
+    fn due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
         let due = self.due(now);
         due.iter().map(|due| (self.name(due.new.service), due.new.table.generation)).collect()
     }
@@ -89,28 +89,28 @@ impl Harness {
 fn only_services_whose_inputs_changed_get_a_table() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    assert_eq!(harness.tables_made(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
-    assert_eq!(harness.tables_made(at(1)), []);
+    assert_eq!(harness.due_tables(at(0)), [("web", 1), ("api", 1), ("old", 1)], "the first tables");
+    assert_eq!(harness.due_tables(at(1)), []);
     harness.report(0, at(10));
     harness.report(1, at(11));
-    assert_eq!(harness.tables_made(at(12)), [("web", 2)], "two reports, one table");
+    assert_eq!(harness.due_tables(at(12)), [("web", 2)], "two reports, one table");
     assert!(!harness.controller.is_due());
     harness.report(3, at(20));
     harness.report(0, at(21));
-    assert_eq!(harness.tables_made(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
+    assert_eq!(harness.due_tables(at(22)), [("api", 2), ("web", 3)], "who has waited longest comes first");
     harness.controller.poll_inputs(at(100), true);
-    harness.tables_made(at(100));
+    harness.due_tables(at(100));
     harness.controller.poll_inputs(at(200), true);
-    assert_eq!(harness.tables_made(at(200)), [], "nothing has changed");
+    assert_eq!(harness.due_tables(at(200)), [], "nothing has changed");
     harness.controller.poll_inputs(at(100_000), true);
-    assert_eq!(harness.tables_made(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
+    assert_eq!(harness.due_tables(at(100_000)), [("web", 5), ("api", 4)], "reports are too old to hold");
 }
 
 #[test]
 fn the_oldest_change_is_the_cause() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    harness.tables_made(at(0));
+    harness.due_tables(at(0));
     harness.report(0, at(10));
     harness.report(1, at(15));
     let due = harness.due(at(16)).remove(0);
@@ -130,7 +130,7 @@ fn counts_go_on_where_the_load_is_no_newer() {
         (0..4).for_each(|server| harness.report(server, at(now)));
     }
     harness.controller.poll_inputs(at(100), true);
-    harness.tables_made(at(100));
+    harness.due_tables(at(100));
     harness.report(1, at(110));
     let table = harness.due(at(110)).remove(0).new.table;
     let age = |table: &coreward_model::placement::PlacementTable, server: u16| {
@@ -156,39 +156,39 @@ fn counts_go_on_where_the_load_is_no_newer() {
 fn traffic_makes_tables_due_that_go_by_it() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    harness.tables_made(at(0));
+    harness.due_tables(at(0));
     let session = harness.controller.register_load_balancer("lb1", at(1)).unwrap();
     harness.controller.poll_inputs(at(2), false);
-    harness.tables_made(at(2));
+    harness.due_tables(at(2));
     let api = harness.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
     let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
     harness.controller.load_balancer_traffic(session, &message, at(3));
-    assert_eq!(harness.tables_made(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
+    assert_eq!(harness.due_tables(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
 
 #[test]
 fn a_new_configuration_changes_what_it_changes() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
-    harness.tables_made(at(0));
+    harness.due_tables(at(0));
     let config = fleet("load_ewma_alpha = 0.25\n");
     harness.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
     harness.report(0, at(1));
     harness.controller.configure(Fleet::new(&config, &harness.records));
     harness.controller.poll_inputs(at(2), false);
-    assert_eq!(harness.tables_made(at(2)), [("web", 2)], "what was due is due still, and no other");
+    assert_eq!(harness.due_tables(at(2)), [("web", 2)], "what was due is due still, and no other");
 }
 
 #[test]
-fn at_the_interval_no_report_makes_a_table_due() {
+fn reports_make_no_table_due_in_interval_mode() {
     let mut harness = Harness::with("table_updates = \"interval\"\n");
     assert_eq!(harness.controller.tick(at(0)).len(), 3);
     (0..4).for_each(|server| harness.report(server, at(100)));
     let traffic = TrafficMessage::default();
     let session = harness.controller.register_load_balancer("lb", at(100)).unwrap();
     harness.controller.load_balancer_traffic(session, &traffic, at(110));
-    assert_eq!((harness.controller.is_due(), harness.tables_made(at(120))), (false, vec![]));
+    assert_eq!((harness.controller.is_due(), harness.due_tables(at(120))), (false, vec![]));
     assert_eq!(harness.controller.tick(at(200)).len(), 3);
 }
 

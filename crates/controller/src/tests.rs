@@ -351,7 +351,7 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
 }
 
 #[test]
-fn status_names_groups_and_what_does_not_fit_them() {
+fn status_names_rss_groups_and_servers_outside() {
     let mut harness = Harness::new(&["active"; 6], "crossrss");
     for n in 0..6u8 {
         let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
@@ -483,7 +483,7 @@ fn explanations_name_the_decision_and_its_reason() {
 proptest! {
     /// The explained server is the data plane's: every connection of every policy that decides by the table alone.
     #[test]
-    fn the_explained_server_is_the_chosen_one(
+    fn explained_server_equals_the_chosen_one(
         policy in prop::sample::select(vec!["hash", "consistent-hash", "maglev", "crossrss", "crossrss-plus", "least", "pow2"]),
         loads in prop::collection::vec(prop::collection::vec(0.0f64..1.0, 4), 1..6),
         ports in prop::collection::vec(1u16.., 10),

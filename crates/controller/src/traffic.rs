@@ -61,7 +61,7 @@ impl Traffic {
     /// Records a message. A count that went back is of new maps: its rate restarts.
     pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
-        self.take_opened(message);
+        self.record_opened(message);
         let elapsed = self.printed.map(|printed| now.monotonic.saturating_sub(printed).as_secs_f64());
         if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
             self.rates =
@@ -71,7 +71,7 @@ impl Traffic {
         self.printed = Some(now.monotonic);
     }
 
-    fn take_opened(&mut self, message: &TrafficMessage) {
+    fn record_opened(&mut self, message: &TrafficMessage) {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A count that went back is of new maps, or a server has left.

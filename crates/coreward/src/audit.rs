@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_is_one_line() {
+    fn audit_entry_is_one_line() {
         let entry = AuditEntry {
             id: 7,
             at_unix_ms: 1_795_442_709_000,

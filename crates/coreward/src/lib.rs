@@ -280,7 +280,7 @@ impl Command {
 fn run(command: Command) -> anyhow::Result<()> {
     if command.is_daemon() {
         coreward_daemon::hold_signals()?;
-        coreward_config::refuse_others_secrets();
+        coreward_config::reject_foreign_secrets();
     }
     match command {
         Command::Controller(args) => {

@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_no_way_to_a_server() {
+    fn loopback_is_no_route_to_a_server() {
         let mut routes = Routes::open().unwrap();
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {

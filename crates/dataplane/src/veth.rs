@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_has_no_other_end() {
+    fn loopback_has_no_peer() {
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         assert!(link(index, None).is_ok());
         assert_eq!(peer_has_xdp(index), None);

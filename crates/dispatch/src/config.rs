@@ -328,7 +328,7 @@ mod tests {
     const DNS: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
 
     #[test]
-    fn an_address_is_enough() {
+    fn address_alone_is_a_valid_server() {
         let config = parse(DNS).unwrap();
         assert_eq!(config.pin_directory, Path::new(PIN_DIRECTORY));
         assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);

@@ -19,7 +19,7 @@ pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut done = Vec::new();
     for (check, finding) in findings {
         for fix in finding.remedy.iter().filter_map(|remedy| remedy.fix.as_ref()) {
-            done.push(match apply_one(fix, check.name) {
+            done.push(match apply_fix(fix, check.name) {
                 Ok(words) => words,
                 Err(error) => format!("NOT done: {}: {error:#}", fix.command()),
             });
@@ -28,7 +28,7 @@ pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     done
 }
 
-fn apply_one(fix: &Fix, check: &str) -> anyhow::Result<String> {
+fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
     match fix {
         Fix::Sysctl { path, value } => {
             let file = Path::new("/proc/sys").join(path);
@@ -109,10 +109,10 @@ mod tests {
         fs::write(&file, "f\n").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
         let fix = Fix::Write { path: file.clone(), value: "0" };
-        assert!(apply_one(&fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
+        assert!(apply_fix(&fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
         assert_eq!(fs::read_to_string(&file).unwrap(), "0");
         assert_eq!(
-            apply_one(&Fix::OwnerOnly(file.clone()), "store").unwrap(),
+            apply_fix(&Fix::OwnerOnly(file.clone()), "store").unwrap(),
             format!("{}: mode 644 -> 600", file.display())
         );
         let nowhere = Finding::warning("x", "y").fix(Fix::Write { path: directory.path().join("no"), value: "0" });

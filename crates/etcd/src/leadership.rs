@@ -93,7 +93,7 @@ impl Candidate {
     }
 
     /// Takes the leader's key; fails if another process has it.
-    pub async fn lead_now(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
+    pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.attempt(&cluster).await? {
             Attempt::Won(leadership) => Ok(leadership),
             Attempt::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),

@@ -140,13 +140,13 @@ impl FleetService {
 
 #[derive(Debug, Default)]
 pub struct ServersByRack<'a> {
-    of_any: u32,
-    of_these: HashMap<&'a str, u32>,
+    unrestricted: u32,
+    by_rack: HashMap<&'a str, u32>,
 }
 
 impl ServersByRack<'_> {
     pub fn of(&self, rack: &str) -> u32 {
-        self.of_any + self.of_these.get(rack).copied().unwrap_or(0)
+        self.unrestricted + self.by_rack.get(rack).copied().unwrap_or(0)
     }
 }
 
@@ -220,8 +220,8 @@ impl Fleet {
         let mut servers = ServersByRack::default();
         for id in self.servers.keys() {
             match self.racks_of(*id) {
-                None => servers.of_any += 1,
-                Some(racks) => racks.iter().for_each(|rack| *servers.of_these.entry(rack).or_default() += 1),
+                None => servers.unrestricted += 1,
+                Some(racks) => racks.iter().for_each(|rack| *servers.by_rack.entry(rack).or_default() += 1),
             }
         }
         servers

@@ -363,7 +363,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         Some(Update::Configuration(configuration)) => {
             let taken = match FleetConfiguration::decode(configuration) {
                 Ok((number, configuration, refused)) => coreward_daemon::block_within(CONFIGURATION_LIMIT, || {
-                    forwarder.take_configuration(number, configuration, &refused)
+                    forwarder.apply_configuration(number, configuration, &refused)
                 }),
                 Err(error) => {
                     let error = anyhow::Error::from(error);
@@ -376,7 +376,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         Some(Update::Change(change)) => {
             let taken = match FleetChange::decode(change) {
                 Ok((change, refused)) => {
-                    coreward_daemon::block_within(CONFIGURATION_LIMIT, || forwarder.take_change(change, &refused))
+                    coreward_daemon::block_within(CONFIGURATION_LIMIT, || forwarder.apply_change(change, &refused))
                 }
                 Err(error) => {
                     let error = anyhow::Error::from(error);

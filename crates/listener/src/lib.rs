@@ -14,7 +14,7 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of a stream's registration, here and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Concurrent streams of one connection: a peer has one, and commands some.
+/// Limit of concurrent streams of one connection: a daemon has one, a command some.
 const STREAMS: u32 = 32;
 /// HTTP/2 frame size: the minimum.
 const FRAME_BYTES: u32 = 16 << 10;

@@ -112,7 +112,7 @@ impl Acceptor for ApiAcceptor {
     type Stream = AcceptedConnection;
 
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(AcceptedConnection, Peer)> {
-        let admitted = self.0.clone().admit_one(stream, address).await.map_err(io::Error::other)?;
+        let admitted = self.0.clone().admit_connection(stream, address).await.map_err(io::Error::other)?;
         let caller = admitted.caller();
         let certified = caller.identity.as_ref().zip(admitted.certificate()).and_then(|(identity, certificate)| {
             let role = match identity.role {

@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_go_where_the_table_and_rss_say() {
+    fn connections_follow_the_table_and_rss() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
             let (mut fleet, mut policy) = (fleet(TableDraw::Independent), named(name, 1).unwrap());
             for (report, busy_ms) in [0u64, 50].into_iter().enumerate() {

@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reboot_starts_anew() {
+    fn counters_start_at_zero_after_a_reboot() {
         let mut tracker = LoadTracker::default();
         tracker.report(readings(1, 0, &[1000]), Alpha::PUBLISHED).unwrap();
         tracker.report(readings(2, 100, &[1100]), Alpha::PUBLISHED).unwrap();

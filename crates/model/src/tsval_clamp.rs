@@ -51,7 +51,7 @@ impl PawsClamp {
         let elapsed = milliseconds.wrapping_sub(last_echo);
         // A restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
-        if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.clamped_lately(milliseconds) {
+        if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.clamped_recently(milliseconds) {
             return plain;
         }
         let mut recent = last_echo as u16;
@@ -77,7 +77,7 @@ impl PawsClamp {
 
     /// Whether a packet was clamped so recently that it may matter although the last TSecr is less than a largest step
     /// old (and that one may have been restored to a little after now).
-    fn clamped_lately(&self, milliseconds: u32) -> bool {
+    fn clamped_recently(&self, milliseconds: u32) -> bool {
         milliseconds.wrapping_sub(self.last_hold_ms) as i32 <= (LARGEST_STEP_MS + RESTORE_SLACK_MS) as i32
     }
 
@@ -91,7 +91,7 @@ impl PawsClamp {
     }
 
     fn restore_any(&mut self, time: u16, now_ms: u32) -> u32 {
-        if !self.clamped_lately(now_ms) {
+        if !self.clamped_recently(now_ms) {
             return restore(time, now_ms);
         }
         let Some(held) = &mut self.held else { return restore(time, now_ms) };
@@ -280,7 +280,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(5000))]
         #[test]
-        fn no_client_ever_sees_time_go_back(start: u32, port: u16, events in events()) {
+        fn tsval_never_goes_back_for_a_client(start: u32, port: u16, events in events()) {
             let mut connection = Connection::new(start, port);
             events.into_iter().for_each(|event| connection.happens(event));
         }

@@ -30,7 +30,7 @@ pub fn text(reply: &Explanation, question: &Explain) -> String {
     )
 }
 
-/// Empty on one segment.
+/// Returns the line on the outer header; empty on one segment.
 fn forwarding(reply: &Explanation) -> String {
     const CORE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {

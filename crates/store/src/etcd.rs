@@ -173,7 +173,7 @@ mod tests {
     use coreward_fleet::config::difference;
 
     #[test]
-    fn parts_hold_all_that_is_on_record() {
+    fn parts_contain_all_records() {
         let mut records = records();
         let text = "# \u{e4}\n".repeat(3 * PIECE / 5);
         records.document.text = text.into();

@@ -195,7 +195,7 @@ impl ConnectionAcceptor {
     }
 
     /// Accepts one connection of another listener. A rejection is counted and logged.
-    pub async fn admit_one(
+    pub async fn admit_connection(
         self: Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
@@ -273,7 +273,7 @@ impl ConnectionAcceptor {
         Ok(ConnectionGuard { acceptor: self.clone(), number, connection })
     }
 
-    /// Ends connections with expired or revoked certificates, for users of [`Self::admit_one`].
+    /// Ends connections with expired or revoked certificates, for users of [`Self::admit_connection`].
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);

@@ -34,7 +34,7 @@ impl Io {
 }
 
 /// Replaces the text of a TLS alert.
-fn in_words(error: io::Error) -> io::Error {
+fn with_alert_text(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
         true => io::Error::new(error.kind(), Failure::of(&error)),
         false => error,
@@ -59,14 +59,14 @@ macro_rules! forward {
 impl AsyncRead for Io {
     fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let outcome = ready!(forward!(self, io => io.poll_read(context, buffer)));
-        Poll::Ready(outcome.map_err(in_words))
+        Poll::Ready(outcome.map_err(with_alert_text))
     }
 }
 
 impl AsyncWrite for Io {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let outcome = ready!(forward!(self, io => io.poll_write(context, bytes)));
-        Poll::Ready(outcome.map_err(in_words))
+        Poll::Ready(outcome.map_err(with_alert_text))
     }
 
     fn poll_write_vectored(
@@ -75,7 +75,7 @@ impl AsyncWrite for Io {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let outcome = ready!(forward!(self, io => io.poll_write_vectored(context, bytes)));
-        Poll::Ready(outcome.map_err(in_words))
+        Poll::Ready(outcome.map_err(with_alert_text))
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -86,10 +86,10 @@ impl AsyncWrite for Io {
     }
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, io => io.poll_flush(context)).map_err(in_words)
+        forward!(self, io => io.poll_flush(context)).map_err(with_alert_text)
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        forward!(self, io => io.poll_shutdown(context)).map_err(in_words)
+        forward!(self, io => io.poll_shutdown(context)).map_err(with_alert_text)
     }
 }

@@ -61,7 +61,7 @@ impl FleetChange {
     }
 
     /// Returns the next configuration.
-    pub fn applied_to(self, before: FleetConfiguration) -> FleetConfiguration {
+    pub fn apply_to(self, before: FleetConfiguration) -> FleetConfiguration {
         let mut services = before.services;
         services.retain(|service| !self.gone.contains(&service.index));
         let mut places: HashMap<ServiceIndex, usize> =

@@ -364,7 +364,7 @@ impl FleetConfiguration {
         match Self::try_from(&message) {
             Ok(configuration) => Ok((configuration, Vec::new())),
             Err(_) => {
-                let refused = take_refused(&mut message);
+                let refused = remove_unusable(&mut message);
                 Ok(((&message).try_into()?, refused))
             }
         }
@@ -468,7 +468,7 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 impl AgentConfiguration {
     /// Returns the configuration, and its unusable services apart. Fails when another part is invalid.
     pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
-        let refused = take_refused_stamped(&mut message);
+        let refused = remove_unusable_stamped(&mut message);
         Ok(((&message).try_into()?, refused))
     }
 }
@@ -518,7 +518,7 @@ impl RefusedService {
 }
 
 /// Removes unusable services from a configuration.
-fn take_refused(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
+fn remove_unusable(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
     let mut refused = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = Service::try_from(service) else { return true };
@@ -530,7 +530,7 @@ fn take_refused(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
 }
 
 /// Removes unusable services from an agent's configuration.
-fn take_refused_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
+fn remove_unusable_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
     let mut refused = Vec::new();
     message.services.retain(|service| {
         let Err(reason) = StampedService::try_from(service) else { return true };

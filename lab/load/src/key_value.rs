@@ -245,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_layout_is_the_documented_one() {
+    fn layout_matches_the_documentation() {
         let mut datagram = Vec::new();
         let request = Request {
             request_type: RequestType::PUT,

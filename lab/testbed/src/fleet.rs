@@ -28,7 +28,7 @@ pub use daemons::{asking, asking_of, coreward_command, lab_command, unit_capabil
 pub use files::{bundle, busy_file, certificate_files, certificates, issue};
 pub use names::{
     CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
-    controller_name, rack_listens_at,
+    controller_name, rack_listen_address,
 };
 pub use options::{AdminState, FleetOptions, LoadSource};
 

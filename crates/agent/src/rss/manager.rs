@@ -59,7 +59,7 @@ impl RssManager {
     }
 
     /// Sets the transform that packets have shown.
-    pub fn take_input(&mut self, input: InputTransform) {
+    pub fn set_input(&mut self, input: InputTransform) {
         let source = self.device.source();
         tracing::warn!(
             event = "rss-input-differs",

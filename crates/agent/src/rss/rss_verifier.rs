@@ -45,7 +45,7 @@ impl RssVerifier {
     /// Takes the counters (absolute) for the displayed table.
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
         let (matched_before, mismatched_before) = self.counted.replace((matched, mismatched)).unwrap_or_default();
-        let chance = chance_to_match(table);
+        let chance = match_probability(table);
         if chance > 1.0 - STRAYS {
             return self.verdict;
         }
@@ -71,7 +71,7 @@ impl RssVerifier {
 
 /// Returns the probability that a SYN comes by the predicted queue while another table with the same shares is in
 /// force.
-fn chance_to_match(table: &IndirectionTable) -> f64 {
+fn match_probability(table: &IndirectionTable) -> f64 {
     let mut counts = std::collections::BTreeMap::new();
     table.queues().iter().for_each(|queue| *counts.entry(queue).or_insert(0u32) += 1);
     let entries = table.entry_count() as f64;

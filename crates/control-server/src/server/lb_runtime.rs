@@ -42,7 +42,7 @@ impl LbRuntime {
     }
 
     /// Takes the connections of load balancers, by their certificates, out of these.
-    pub fn take_from<S: Stream<Item = io::Result<AcceptedConnection>>>(
+    pub fn split_off<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         admitted: S,
     ) -> impl Stream<Item = io::Result<AcceptedConnection>> + use<S> {

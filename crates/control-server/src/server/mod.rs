@@ -188,12 +188,12 @@ impl Server {
         let admitted = self.election.security.grpc_acceptor(PARTS, Limits::default()).admit(self.listener);
         let others = builder()
             .add_service(service(Service { election: self.election.clone() }))
-            .serve_with_incoming(load_balancers.take_from(admitted));
+            .serve_with_incoming(load_balancers.split_off(admitted));
         let work = async {
             match work {
                 Work::Alone(term) => term.lead(&mut files).await,
                 Work::Together(cluster, etcd) => tokio::select! {
-                    outcome = take_turns(&self.path, self.config, &self.election, (&cluster, &etcd), &mut files) => outcome,
+                    outcome = lead_and_follow(&self.path, self.config, &self.election, (&cluster, &etcd), &mut files) => outcome,
                     never = leader_election::maintain_certificates(&cluster, &etcd) => match never {},
                 },
             }
@@ -231,7 +231,7 @@ fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)
 }
 
 /// Leads whenever no other controller does, forever.
-async fn take_turns(
+async fn lead_and_follow(
     path: &Path,
     mut config: ControllerConfig,
     election: &Arc<LeaderElection>,

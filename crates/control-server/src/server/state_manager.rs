@@ -302,10 +302,10 @@ impl StateManager {
         change: impl FnOnce(&mut Records) -> bool,
     ) -> anyhow::Result<Option<Fleet>> {
         self.change(|records| {
-            let before = in_words(records, action, target);
+            let before = describe_subject(records, action, target);
             let is_new = change(records);
             if is_new {
-                let after = in_words(records, action, target);
+                let after = describe_subject(records, action, target);
                 let note = ChangeDescription { action, target: target.to_owned(), before, after };
                 records.record_change(author, note, wall_now());
             }
@@ -423,7 +423,7 @@ fn note_document(
 }
 
 /// Describes the state of an action's subject.
-fn in_words(records: &Records, action: &str, target: &str) -> String {
+fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let announced = if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
         return format!("key {} stamps{announced}", records.key_ring.keys.current.get());

@@ -18,10 +18,10 @@ pub async fn make_tables(shared: &ControllerState, restarted: bool) {
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
     shared.settle();
-    tokio::join!(at_intervals(shared), on_change(shared));
+    tokio::join!(table_interval_loop(shared), on_change(shared));
 }
 
-async fn at_intervals(shared: &ControllerState) {
+async fn table_interval_loop(shared: &ControllerState) {
     let mut due = Instant::now();
     loop {
         sleep_until(due).await;

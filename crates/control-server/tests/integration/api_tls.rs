@@ -127,7 +127,7 @@ async fn curl_comes_in_with_a_token_or_with_a_certificate() {
 
 /// Else a browser would send it to whatever speaks plain HTTP in the name of the same host.
 #[tokio::test]
-async fn a_session_that_begins_by_tls_is_sent_by_tls_only() {
+async fn session_cookie_of_tls_is_secure() {
     let site = TestEnv::start().await;
     let own = site.certificate(Role::Viewer, "eve");
     let headers = site.home.directory.path().join("headers");

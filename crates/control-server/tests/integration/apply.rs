@@ -177,7 +177,7 @@ async fn invalid_document_changes_nothing() {
 
 /// A slow start is not stored: the next controller gives the server all of its part.
 #[tokio::test]
-async fn a_restart_ends_a_slow_start() {
+async fn slow_start_ends_with_a_restart() {
     let home = home();
     let controller = home.start().await;
     let slow = "slow_start = \"1h\"\n";

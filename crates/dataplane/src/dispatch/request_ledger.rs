@@ -216,7 +216,7 @@ impl RequestLedger {
 
     /// Assigns the slot to a worker; it is opened when the worker's socket is in the array.
     pub(super) fn occupy(&self, slot: u32, socket: SocketCookie, pid: u32) {
-        self.give_up_all(slot);
+        self.abandon_all(slot);
         self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), socket);
         self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, pid)).store(pid, Ordering::Relaxed);
     }
@@ -224,7 +224,7 @@ impl RequestLedger {
     /// Releases the slot of a worker that is gone.
     pub(super) fn release_slot(&self, slot: u32) {
         self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
-        self.give_up_all(slot);
+        self.abandon_all(slot);
         self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), 0);
         for field in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
             self.state.half(worker_at(slot) + field).store(0, Ordering::Relaxed);
@@ -252,7 +252,7 @@ impl RequestLedger {
             let socket = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, socket));
             if socket == 0 {
                 // Dispatched by another CPU just when the worker died.
-                entries.iter().for_each(|(place, entry)| self.give_up(*place, *entry));
+                entries.iter().for_each(|(place, entry)| self.abandon(*place, *entry));
                 continue;
             }
             if sockets.get(&slot) != Some(&socket) {
@@ -263,7 +263,7 @@ impl RequestLedger {
                 continue;
             }
             self.judge(slot, now, timeouts);
-            self.give_up_old(slot, entries, timeouts.response_timeout);
+            self.abandon_old(slot, entries, timeouts.response_timeout);
         }
         self.set_order();
         died
@@ -304,25 +304,25 @@ impl RequestLedger {
         }
     }
 
-    fn give_up_old(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
+    fn abandon_old(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
         let epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages: Vec<u32> = entries.iter().map(|(_, entry)| entry.age(epoch)).collect();
         let looks = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
         for at in expired_requests(&ages, self.queued(slot), looks) {
-            self.give_up(entries[at].0, entries[at].1);
+            self.abandon(entries[at].0, entries[at].1);
         }
     }
 
     /// Gives up all outstanding requests of the slot's worker.
-    fn give_up_all(&self, slot: u32) {
+    fn abandon_all(&self, slot: u32) {
         let of_slot: Vec<_> = self.entries().filter(|(_, entry)| entry.slot() == slot).collect();
-        of_slot.into_iter().for_each(|(place, entry)| self.give_up(place, entry));
+        of_slot.into_iter().for_each(|(place, entry)| self.abandon(place, entry));
         let surplus = self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, surplus));
         let surplus_work = self.state.word(worker_at(slot) + offset_of!(intf::dispatch_worker, surplus_work));
         self.subtract(slot, surplus.swap(0, Ordering::Relaxed), surplus_work.swap(0, Ordering::Relaxed));
     }
 
-    fn give_up(&self, place: usize, entry: Entry) {
+    fn abandon(&self, place: usize, entry: Entry) {
         // Not if a response took it meanwhile.
         if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
             self.subtract(entry.slot(), 1, entry.work());

@@ -25,11 +25,11 @@ impl SharedMemory {
         index.position(self.size) as usize * size_of::<intf::connection>()
     }
 
-    fn top_of(partition: u32) -> usize {
+    fn stack_top_word(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, top)
     }
 
-    fn hand_of(partition: u32) -> usize {
+    fn clock_hand_word(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, hand)
     }
 }
@@ -37,24 +37,26 @@ impl SharedMemory {
 impl AtomicStorage for SharedMemory {
     fn load(&self, word: StorageCell) -> u64 {
         match word {
-            StorageCell::StackTop(partition) => self.stacks.load(Self::top_of(partition)),
-            StorageCell::StackHand(partition) => self.stacks.load(Self::hand_of(partition)),
+            StorageCell::StackTop(partition) => self.stacks.load(Self::stack_top_word(partition)),
+            StorageCell::StackHand(partition) => self.stacks.load(Self::clock_hand_word(partition)),
             StorageCell::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
         }
     }
 
     fn store(&self, word: StorageCell, value: u64) {
         match word {
-            StorageCell::StackTop(partition) => self.stacks.store(Self::top_of(partition), value),
-            StorageCell::StackHand(partition) => self.stacks.store(Self::hand_of(partition), value),
+            StorageCell::StackTop(partition) => self.stacks.store(Self::stack_top_word(partition), value),
+            StorageCell::StackHand(partition) => self.stacks.store(Self::clock_hand_word(partition), value),
             StorageCell::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
         }
     }
 
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         match word {
-            StorageCell::StackTop(partition) => self.stacks.compare_exchange(Self::top_of(partition), old, new),
-            StorageCell::StackHand(partition) => self.stacks.compare_exchange(Self::hand_of(partition), old, new),
+            StorageCell::StackTop(partition) => self.stacks.compare_exchange(Self::stack_top_word(partition), old, new),
+            StorageCell::StackHand(partition) => {
+                self.stacks.compare_exchange(Self::clock_hand_word(partition), old, new)
+            }
             StorageCell::Entry(index, field) => {
                 self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new)
             }

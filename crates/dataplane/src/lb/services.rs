@@ -183,7 +183,7 @@ impl LoadBalancer {
             self.grace_periods.wait(self.directory_retired_at)?;
             let mut indexes = BTreeSet::new();
             for (address, mode) in new {
-                let index = self.take_place(*address);
+                let index = self.allocate_slot(*address);
                 self.services.insert(*address, Service::new(index, *mode));
                 indexes.insert(index);
             }
@@ -205,7 +205,7 @@ impl LoadBalancer {
         self.maps.state.write(name_of(service), &bytes);
     }
 
-    fn take_place(&mut self, address: ServiceAddress) -> ServiceIndex {
+    fn allocate_slot(&mut self, address: ServiceAddress) -> ServiceIndex {
         let place = self.places.iter().position(Option::is_none).unwrap_or(self.places.len());
         self.places.resize(self.places.len().max(place + 1), None);
         self.places[place] = Some(address);

@@ -125,8 +125,8 @@ fn padding_behind_the_outer_packet_is_no_error() {
 }
 
 #[test]
-fn other_packets_pass_unchanged() {
-    if !may_load_bpf("other_packets_pass_unchanged") {
+fn foreign_packets_pass_unchanged() {
+    if !may_load_bpf("foreign_packets_pass_unchanged") {
         return;
     }
     let decapsulation = loaded();

@@ -33,8 +33,8 @@ fn syn(client: (Ipv4Addr, u16)) -> Vec<u8> {
 }
 
 #[test]
-fn first_packets_go_where_the_model_says() {
-    if !may_load_bpf("first_packets_go_where_the_model_says") {
+fn first_packets_go_to_the_models_server() {
+    if !may_load_bpf("first_packets_go_to_the_models_server") {
         return;
     }
     let mut rng = seeded_rng(1, 0);
@@ -109,8 +109,8 @@ fn table_of(balancer: &Balancer) -> PlacementTable {
 }
 
 #[test]
-fn later_packets_go_where_the_cookie_says_whatever_the_table_says() {
-    if !may_load_bpf("later_packets_go_where_the_cookie_says_whatever_the_table_says") {
+fn established_packets_follow_the_cookie_not_the_table() {
+    if !may_load_bpf("established_packets_follow_the_cookie_not_the_table") {
         return;
     }
     let mut rng = seeded_rng(3, 0);

@@ -230,8 +230,8 @@ fn icmp_error_of_no_service_passes() {
 }
 
 #[test]
-fn bad_errors_are_dropped_with_a_reason() {
-    if !may_load_bpf("bad_errors_are_dropped_with_a_reason") {
+fn malformed_icmp_errors_are_dropped_with_a_reason() {
+    if !may_load_bpf("malformed_icmp_errors_are_dropped_with_a_reason") {
         return;
     }
     let (balancer, ids) = balancer(ServiceMode::default());

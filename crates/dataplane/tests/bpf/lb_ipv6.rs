@@ -57,8 +57,8 @@ fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
 }
 
 #[test]
-fn first_packets_of_ipv6_go_where_the_model_says() {
-    if !may_load_bpf("first_packets_of_ipv6_go_where_the_model_says") {
+fn first_packets_of_ipv6_go_to_the_models_server() {
+    if !may_load_bpf("first_packets_of_ipv6_go_to_the_models_server") {
         return;
     }
     let mut rng = seeded_rng(61, 0);
@@ -81,8 +81,8 @@ fn first_packets_of_ipv6_go_where_the_model_says() {
 }
 
 #[test]
-fn later_packets_of_ipv6_go_where_the_cookie_says() {
-    if !may_load_bpf("later_packets_of_ipv6_go_where_the_cookie_says") {
+fn established_packets_of_ipv6_follow_the_cookie() {
+    if !may_load_bpf("established_packets_of_ipv6_follow_the_cookie") {
         return;
     }
     let mut rng = seeded_rng(62, 0);

@@ -159,8 +159,8 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
 }
 
 #[test]
-fn bad_data_offsets_are_dropped_with_a_reason() {
-    if !may_load_bpf("bad_data_offsets_are_dropped_with_a_reason") {
+fn invalid_data_offsets_are_dropped_with_a_reason() {
+    if !may_load_bpf("invalid_data_offsets_are_dropped_with_a_reason") {
         return;
     }
     let (balancer, server, packet) = balancer();
@@ -188,8 +188,8 @@ fn bad_data_offsets_are_dropped_with_a_reason() {
 }
 
 #[test]
-fn bad_options_are_dropped_with_a_reason() {
-    if !may_load_bpf("bad_options_are_dropped_with_a_reason") {
+fn malformed_options_are_dropped_with_a_reason() {
+    if !may_load_bpf("malformed_options_are_dropped_with_a_reason") {
         return;
     }
     let (balancer, server, packet) = balancer();
@@ -277,8 +277,8 @@ fn flags_that_no_connection_has_are_dropped_with_a_reason() {
 /// Random bytes, and good packets with random bytes in them: never anything but one outcome, never a change beyond the
 /// MAC addresses and the IP identification.
 #[test]
-fn noise_gets_one_outcome_and_is_not_changed() {
-    if !may_load_bpf("noise_gets_one_outcome_and_is_not_changed") {
+fn random_frames_get_one_outcome_and_stay_unchanged() {
+    if !may_load_bpf("random_frames_get_one_outcome_and_stay_unchanged") {
         return;
     }
     let (balancer, _, packet) = balancer();

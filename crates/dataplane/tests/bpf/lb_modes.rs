@@ -49,8 +49,8 @@ fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
 }
 
 #[test]
-fn without_consistency_every_packet_goes_by_the_rule() {
-    if !may_load_bpf("without_consistency_every_packet_goes_by_the_rule") {
+fn without_consistency_every_packet_follows_the_rule() {
+    if !may_load_bpf("without_consistency_every_packet_follows_the_rule") {
         return;
     }
     let mut rng = seeded_rng(41, 0);
@@ -177,8 +177,8 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
 }
 
 #[test]
-fn with_timestamps_off_a_connection_goes_as_one_without_them() {
-    if !may_load_bpf("with_timestamps_off_a_connection_goes_as_one_without_them") {
+fn with_timestamps_off_connections_use_the_flow_table() {
+    if !may_load_bpf("with_timestamps_off_connections_use_the_flow_table") {
         return;
     }
     let mut rng = seeded_rng(44, 0);

@@ -119,8 +119,8 @@ fn flow_leaves_a_server_that_own_checks_find_down() {
 }
 
 #[test]
-fn datagrams_go_one_by_one() {
-    if !may_load_bpf("datagrams_go_one_by_one") {
+fn datagrams_are_placed_one_by_one() {
+    if !may_load_bpf("datagrams_are_placed_one_by_one") {
         return;
     }
     let mut rng = seeded_rng(62, 0);
@@ -161,8 +161,8 @@ fn protocols_of_one_port_are_services_of_their_own() {
 }
 
 #[test]
-fn bad_datagrams_are_dropped_with_a_reason() {
-    if !may_load_bpf("bad_datagrams_are_dropped_with_a_reason") {
+fn malformed_datagrams_are_dropped_with_a_reason() {
+    if !may_load_bpf("malformed_datagrams_are_dropped_with_a_reason") {
         return;
     }
     let mut rng = seeded_rng(64, 0);
@@ -286,8 +286,8 @@ fn fragment_table_holds_its_documented_number_of_datagrams() {
 }
 
 #[test]
-fn fragments_of_a_service_that_is_gone_reach_nobody() {
-    if !may_load_bpf("fragments_of_a_service_that_is_gone_reach_nobody") {
+fn fragments_of_a_removed_service_are_dropped() {
+    if !may_load_bpf("fragments_of_a_removed_service_are_dropped") {
         return;
     }
     let mut rng = seeded_rng(67, 0);

@@ -370,8 +370,8 @@ fn go_on_after(bed: &Bed, silences: &[u64], keep_alives: &[bool]) {
 
 /// Longer than half the circle of the time part (32.8 s).
 #[test]
-fn an_idle_connection_goes_on() {
-    if may_load_bpf("an_idle_connection_goes_on") {
+fn idle_connection_continues() {
+    if may_load_bpf("idle_connection_continues") {
         expect_idle_connections_continue(Family::Ipv4);
     }
 }

@@ -3,7 +3,7 @@
 use crate::facts::{Facts, Role, device_sysctl};
 use crate::finding::Finding;
 
-fn stamps_here(facts: &Facts) -> bool {
+fn stamps_replies_here(facts: &Facts) -> bool {
     facts.services.iter().any(|service| service.stamped_by_lb)
 }
 
@@ -20,7 +20,7 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     let loose = device_sysctl(device, "rp_filter");
     let found = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all} and {own} (strict)");
     if facts.role == Role::Lb {
-        if !stamps_here(facts) {
+        if !stamps_replies_here(facts) {
             return vec![Finding::ok(format!("{found}; no service has `timestamps = \"lb\"`, so nothing is routed"))];
         }
         let why = "servers' answers carry the VIP, whose route is another: the kernel drops them";
@@ -34,7 +34,7 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
 }
 
 pub fn forwarding(facts: &Facts) -> Vec<Finding> {
-    if !stamps_here(facts) {
+    if !stamps_replies_here(facts) {
         return vec![];
     }
     let Some((_, own)) = facts.device_sysctl("forwarding") else { return vec![] };
@@ -52,7 +52,7 @@ pub fn forwarding(facts: &Facts) -> Vec<Finding> {
 }
 
 pub fn send_redirects(facts: &Facts) -> Vec<Finding> {
-    if !stamps_here(facts) {
+    if !stamps_replies_here(facts) {
         return vec![];
     }
     let Some((all, own)) = facts.device_sysctl("send_redirects") else { return vec![] };

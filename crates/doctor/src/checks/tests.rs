@@ -412,7 +412,7 @@ fn answers_by_a_load_balancer_need_a_router() {
 }
 
 #[test]
-fn clocks_that_are_slow_or_wrong() {
+fn slow_or_unsynchronised_clocks_are_found() {
     let server = |change: fn(&mut Facts)| found(Role::Server, change);
     assert_eq!(server(|facts| facts.clock.source = "hpet".to_owned()), [("clock-source", WARNING)]);
     assert_eq!(server(|facts| facts.clock.synchronised = Some(false)), [("clock-sync", WARNING)]);

@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_store_has_a_place() {
+    fn store_location_is_required() {
         let directory = tempfile::tempdir().unwrap();
         let free = || bind_problem("127.0.0.1:0".parse().unwrap());
         assert_eq!(free(), None);

@@ -188,13 +188,13 @@ fn resign_during_election_releases_lease() {
     eventually("etcd has started", || read_leader(&cluster) == Ok(LeaderState::Nobody));
     // It is not yet known that it has won.
     let lease = Duration::from_secs(60);
-    drop(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).unwrap());
-    assert!(other.block_on(candidate("b", lease).lead_now(other.clone())).is_err());
+    drop(cluster.block_on(candidate("a", lease).campaign_once(cluster.clone())).unwrap());
+    assert!(other.block_on(candidate("b", lease).campaign_once(other.clone())).is_err());
     assert!(cluster.block_on(cluster.leave()).unwrap());
     // Its campaign goes on until the process has ended, and wins nothing.
-    assert!(cluster.block_on(candidate("a", lease).lead_now(cluster.clone())).is_err());
+    assert!(cluster.block_on(candidate("a", lease).campaign_once(cluster.clone())).is_err());
     assert_eq!(read_leader(&other), Ok(LeaderState::Nobody));
-    let second = other.block_on(candidate("b", lease).lead_now(other.clone())).unwrap();
+    let second = other.block_on(candidate("b", lease).campaign_once(other.clone())).unwrap();
     // A leader that resigned has no key left.
     other.block_on(second.resign()).unwrap();
     assert!(!other.block_on(other.leave()).unwrap());

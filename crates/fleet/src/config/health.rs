@@ -178,7 +178,7 @@ pub fn check(
 ) -> Option<Check> {
     let health = table.get_ref();
     refuse_strangers(health, reader);
-    let probe_address = probe_address(health, why_not_at_vip(mode, has_ipv6), reader);
+    let probe_address = probe_address(health, vip_check_error(mode, has_ipv6), reader);
     if protocol == Protocol::Udp && health.check.opens_connections() && health.port.is_none() {
         let message = format!(
             "check {:?} of a UDP service: expected `port`, a TCP port that answers for it, or `check = \"agent\"`",
@@ -211,7 +211,7 @@ pub fn check(
 }
 
 /// Returns the reason why the service's servers cannot be checked at the VIP.
-fn why_not_at_vip(mode: ServiceMode, has_ipv6: bool) -> Option<String> {
+fn vip_check_error(mode: ServiceMode, has_ipv6: bool) -> Option<String> {
     if mode.timestamps == Timestamps::LoadBalancer {
         let reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
         return Some(format!("a service with {reason}"));

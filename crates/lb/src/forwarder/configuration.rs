@@ -28,7 +28,7 @@ fn peer_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
 
 impl Forwarder {
     /// Applies a configuration: unusable parts stay as they were, and are reported.
-    pub fn take_configuration(
+    pub fn apply_configuration(
         &mut self,
         number: u64,
         mut configuration: FleetConfiguration,
@@ -43,7 +43,7 @@ impl Forwarder {
         outcome
     }
 
-    pub fn take_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
+    pub fn apply_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
             self.refusals.accept(Subject::Service(service.index.get().into()));
@@ -155,7 +155,7 @@ impl Forwarder {
         if !change.gone.is_empty() || peers_moved || !next.services.iter().all(same_but_servers) {
             let number = change.number;
             let before = self.configuration().context("a change before any configuration")?;
-            let whole = change.applied_to(before);
+            let whole = change.apply_to(before);
             return self.configure(number, whole);
         }
         self.balancer.set_keys(&next.keys);

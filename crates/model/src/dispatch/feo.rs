@@ -193,7 +193,7 @@ impl Turn {
 
     /// The earliest time at which the bucket has a token.
     #[inline]
-    fn allowed_at(&self) -> u64 {
+    fn next_token_at(&self) -> u64 {
         self.member
             .limit
             .map_or(0, |limit| self.full_at.saturating_sub(limit.interval.saturating_mul(u64::from(limit.burst) - 1)))
@@ -286,7 +286,7 @@ impl<T> FirstEligibleOut<T> {
                 return Some((service, request));
             }
             dropped = self.queues[usize::from(victim)].requests.pop_back().map(|(_, youngest)| (victim, youngest));
-            self.remove_one(victim);
+            self.record_removal(victim);
         }
         self.append(now, service, request);
         dropped
@@ -301,7 +301,7 @@ impl<T> FirstEligibleOut<T> {
         self.virtual_time = group.turn.dispatched(now, self.ranking);
         group.virtual_time = queue.turn.dispatched(now, group.ranking);
         let (_, request) = queue.requests.pop_front()?;
-        self.remove_one(service);
+        self.record_removal(service);
         Some((service, request))
     }
 
@@ -310,7 +310,7 @@ impl<T> FirstEligibleOut<T> {
         bits(self.backlogged)
             .map(|service| {
                 let queue = &self.queues[usize::from(service)];
-                queue.turn.allowed_at().max(self.groups[usize::from(queue.group)].turn.allowed_at())
+                queue.turn.next_token_at().max(self.groups[usize::from(queue.group)].turn.next_token_at())
             })
             .min()
     }
@@ -330,7 +330,7 @@ impl<T> FirstEligibleOut<T> {
     }
 
     /// Accounts for a request that left the queue of `service`.
-    fn remove_one(&mut self, service: u8) {
+    fn record_removal(&mut self, service: u8) {
         self.waiting -= 1;
         if self.queues[usize::from(service)].requests.is_empty() {
             self.backlogged &= !(1 << service);
@@ -353,8 +353,8 @@ impl<T> FirstEligibleOut<T> {
             Selection::Pifo => self.backlogged,
         };
         let mut first: Option<(u64, u8)> = None;
-        for group in self.groups.iter().filter(|group| group.turn.allowed_at() <= now) {
-            let Some((arrived, _, service)) = self.first_of(group, now, considered) else { continue };
+        for group in self.groups.iter().filter(|group| group.turn.next_token_at() <= now) {
+            let Some((arrived, _, service)) = self.next_service_of(group, now, considered) else { continue };
             let rank = group.turn.rank(self.ranking, arrived);
             if first.is_none_or(|(least, _)| rank < least) {
                 first = Some((rank, service));
@@ -366,11 +366,11 @@ impl<T> FirstEligibleOut<T> {
 
     /// The first service of a group: the earliest arrival among its heads, the service's rank, the service.
     #[inline]
-    fn first_of(&self, group: &Group, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
+    fn next_service_of(&self, group: &Group, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
         let mut first: Option<(u64, u64, u8)> = None;
         for service in bits(considered & group.members) {
             let queue = &self.queues[usize::from(service)];
-            if queue.turn.allowed_at() > now {
+            if queue.turn.next_token_at() > now {
                 continue;
             }
             let Some((arrived, _)) = queue.requests.front() else { continue };

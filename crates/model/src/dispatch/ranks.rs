@@ -240,7 +240,7 @@ mod tests {
         priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect()
     }
 
-    /// Sends `count` requests of the service to the core of two.
+    /// Places `count` requests of the service at one of two cores.
     fn fill(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
         ranks.set_enabled(service, 1 - core, false);
         (0..count).for_each(|_| assert_eq!(ranks.send(service), Some(core)));

@@ -90,7 +90,7 @@ proptest! {
     }
 
     #[test]
-    fn short_runs_change_nothing(runs in prop::collection::vec(1u32..3, 1..20)) {
+    fn short_runs_show_no_difference(runs in prop::collection::vec(1u32..3, 1..20)) {
         let mut judge = HealthTracker::default();
         let thresholds = thresholds(3, 3);
         judge.observe(true, thresholds);

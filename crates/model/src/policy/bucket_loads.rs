@@ -77,7 +77,7 @@ impl BucketLoads {
         column.made_of = cores.map(|cores| (cores.clone(), rss.cloned()));
         let stride = self.columns.len();
         let (loads, least) = (&mut self.loads, &mut self.least);
-        each_reached(server, rss, buckets, neutral, |bucket, core, load| {
+        for_each_reached(server, rss, buckets, neutral, |bucket, core, load| {
             let old = std::mem::replace(&mut loads[bucket * stride + position], load);
             if let Some(least) = least.get_mut(bucket) {
                 least.moved(old, RankedCore { load, core: Core { server: server.id, core }, source: position as u32 });
@@ -111,7 +111,7 @@ impl BucketLoads {
 }
 
 /// Calls `take` with each bucket and the core that it reaches at the server, with its load.
-fn each_reached(
+fn for_each_reached(
     server: &PoolServer,
     rss: Option<&Rss>,
     buckets: BucketCount,

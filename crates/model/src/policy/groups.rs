@@ -155,7 +155,7 @@ pub fn fill_candidates(
         let relayed = Relayed::new(&cores, group, &mut kept.relayed, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
-                cores.in_turn(group, bucket)
+                cores.rotate_equal_cores(group, bucket)
             } else {
                 cores.least(&known, &relayed, bucket, per_bucket)
             };
@@ -305,7 +305,7 @@ impl<'a> Cores<'a> {
     }
 
     /// Rotates equal cores, so that as many buckets start with one server as with another.
-    fn in_turn(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
+    fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
             (Core { server: server.id, core }, self.levels.normalize(server.class(), load))

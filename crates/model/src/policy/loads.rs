@@ -229,7 +229,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_add_up_to_the_whole(loads in proptest::collection::vec(0.0..2.0f64, 0..200), part in 1usize..7) {
+        fn parts_of_the_hash_add_up(loads in proptest::collection::vec(0.0..2.0f64, 0..200), part in 1usize..7) {
             let mut sum = LoadSpread::default();
             for of_part in 0..part {
                 let loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();

@@ -66,7 +66,7 @@ fn changes_make_the_next_configuration() {
     assert_eq!(change.gone, [old.services[0].index]);
     let decoded = FleetChange::decode(change.encode()).unwrap().0;
     assert_eq!((decoded.base, decoded.number), (4, 5));
-    assert_eq!(decoded.applied_to(old), new);
+    assert_eq!(decoded.apply_to(old), new);
     let change = FleetChange::between((5, &new), (6, &new)).encode();
     assert!(change.len() < 200, "what is the same is not sent: {} bytes", change.len());
 }

@@ -36,12 +36,12 @@ pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
          <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
-        made = made(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
+        made = source_of_numbers(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
 }
 
 /// Source of the numbers.
-fn made(some_live: bool) -> String {
+fn source_of_numbers(some_live: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if some_live {
         return format!(

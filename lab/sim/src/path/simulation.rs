@@ -196,7 +196,7 @@ impl<'a> Simulation<'a> {
                 self.report(now);
                 next_report += report;
             } else {
-                self.take_event(now);
+                self.handle_event(now);
             }
         }
         for server in &mut self.servers {
@@ -210,7 +210,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    fn take_event(&mut self, now: Tick) {
+    fn handle_event(&mut self, now: Tick) {
         let id = match self.traffic.take() {
             Event::Requests(id) => id,
             Event::Opens(tuple) => {
@@ -315,7 +315,7 @@ mod tests {
         }
         while simulation.traffic.next_event() < end {
             let now = simulation.traffic.next_event();
-            simulation.take_event(now);
+            simulation.handle_event(now);
             let id = match reference.traffic.take() {
                 Event::Requests(id) => id,
                 Event::Opens(tuple) => {

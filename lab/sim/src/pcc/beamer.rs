@@ -104,17 +104,17 @@ impl Beamer {
         self.lend(buckets);
     }
 
-    fn serve_again(&mut self, server: u16) {
+    fn resume(&mut self, server: u16) {
         self.standing[usize::from(server)] = EntryState::Serving;
         for position in 0..self.own[usize::from(server)].len() {
             let bucket = self.own[usize::from(server)][position];
-            self.give_back(bucket);
+            self.return_bucket(bucket);
             self.table.assign(bucket as usize, server);
         }
     }
 
     /// Returns a borrowed bucket to its owner.
-    fn give_back(&mut self, bucket: u32) {
+    fn return_bucket(&mut self, bucket: u32) {
         let borrower = self.table.server(bucket as usize);
         let borrowed = &mut self.borrowed[usize::from(borrower)];
         let position =
@@ -130,7 +130,7 @@ impl Beamer {
             // All others are above the threshold: one must serve.
             let relieved = self.servers_that_are(|other| other == EntryState::Relieved);
             let drawn = uniform_below(&mut self.rng, relieved.len() as u32);
-            self.serve_again(relieved[drawn as usize]);
+            self.resume(relieved[drawn as usize]);
         }
         let was_relieved = self.is(server, EntryState::Relieved);
         self.standing[usize::from(server)] = EntryState::Outside;
@@ -142,7 +142,7 @@ impl Beamer {
         for bucket in std::mem::take(&mut self.own[usize::from(server)]) {
             let Reverse((had, _, heir)) = fewest.pop().expect("the last server never leaves");
             if was_relieved && self.is(heir, EntryState::Serving) {
-                self.give_back(bucket);
+                self.return_bucket(bucket);
             }
             self.own[usize::from(heir)].push(bucket);
             match self.is(heir, EntryState::Serving) {
@@ -166,7 +166,7 @@ impl Beamer {
             let position = uniform_below(&mut self.rng, had as u32) as usize;
             let bucket = self.own[usize::from(giver)].swap_remove(position);
             if self.is(giver, EntryState::Relieved) {
-                self.give_back(bucket);
+                self.return_bucket(bucket);
             }
             self.own[usize::from(server)].push(bucket);
             self.table.assign(bucket as usize, server);
@@ -229,7 +229,7 @@ impl Balancer for Beamer {
         let load = cluster.open(server);
         if load == 0 || f64::from(load) < cluster.mean_open() {
             self.table.begin_change(cluster.now);
-            self.serve_again(server);
+            self.resume(server);
         }
     }
 

@@ -114,12 +114,12 @@ impl Cheetah {
             *state = PlacementState { round_robin: turns, ..PlacementState::for_table(&self.table) };
         }
         if self.knowledge == LoadInfo::Current {
-            self.take_counts(cluster);
+            self.copy_counts(cluster);
         }
     }
 
     /// The table's loads become the open connections of this moment.
-    fn take_counts(&mut self, cluster: &Cluster) {
+    fn copy_counts(&mut self, cluster: &Cluster) {
         self.position.fill(usize::MAX);
         if self.has_current_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {

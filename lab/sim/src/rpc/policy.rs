@@ -17,7 +17,7 @@ pub enum Policy {
     Random,
     /// `rr`: the cores in turn
     RoundRobin,
-    /// `jsq`: the core with the fewest requests under way
+    /// `jsq`: the core with the fewest outstanding requests
     ShortestQueue,
     /// `jlq`: the core with the least work under way
     LightestQueue,

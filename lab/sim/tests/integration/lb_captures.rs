@@ -394,7 +394,7 @@ fn flows_end_by_silence_or_by_fin_and_numbers_are_used_again() {
 }
 
 #[test]
-fn a_generated_trace_written_as_a_capture_reads_the_same() {
+fn generated_trace_round_trips_through_a_capture() {
     let files = Files::new();
     let source: Source = "campus:seed=5,flows=300,seconds=3,history=0".parse().unwrap();
     let mut bytes = Vec::new();

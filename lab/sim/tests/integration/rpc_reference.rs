@@ -35,7 +35,7 @@ fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Core
     responses.0
 }
 
-/// Choice of the reference among cores: (requests under way, work under way) of each.
+/// Choice of the reference among cores: (outstanding requests, work under way) of each.
 type Choose = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
 /// Every step an event of its own in one heap, every choice a search over all cores.

@@ -52,11 +52,11 @@ impl ByzantineShare {
         (drawn as f64 / all.max(1) as f64, all.max(1))
     }
 
-    fn at_first(&self) -> f64 {
+    fn initial_share(&self) -> f64 {
         Self::share(&self.seconds[..BEGINNING]).0
     }
 
-    fn at_last(&self) -> (f64, u64) {
+    fn final_share(&self) -> (f64, u64) {
         Self::share(&self.seconds[LASTS - END..])
     }
 
@@ -66,14 +66,14 @@ impl ByzantineShare {
 
     /// Whether the server drew more than the controller allows, and not by chance.
     pub fn is_over_limit(&self) -> bool {
-        let (limit, (share, connections)) = (self.limit(), self.at_last());
+        let (limit, (share, connections)) = (self.limit(), self.final_share());
         share > limit + LAG / END as f64 + DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
     }
 }
 
 impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent = [self.at_first(), self.at_last().0, self.fair, self.limit()].map(|share| 100.0 * share);
+        let percent = [self.initial_share(), self.final_share().0, self.fair, self.limit()].map(|share| 100.0 * share);
         let [at_first, at_last, fair, limit] = percent;
         write!(
             f,

@@ -184,7 +184,7 @@ impl<'a> Writer<'a> {
     /// Drains a server, or ends a drain.
     fn drain_or_undrain(&self, model: &mut Model, documents: &mut Documents) {
         let drained = model.drains.possibly_drained();
-        let next = documents.next_to_drain(&drained).map(|server| (server, true));
+        let next = documents.next_drain(&drained).map(|server| (server, true));
         if let Some((server, drain)) = next.or_else(|| drained.first().map(|server| (*server, false))) {
             self.request_drain(model, server, drain);
         }

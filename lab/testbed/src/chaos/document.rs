@@ -88,14 +88,14 @@ impl Documents {
     }
 
     /// A server to be drained next, if others take new connections then. `drained`: those that are, or may be.
-    pub fn next_to_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
+    pub fn next_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
         let present: Vec<u16> = self.present().into_iter().filter(|number| !drained.contains(number)).collect();
         let number = *present.get(self.below(present.len().max(1) as u32) as usize)?;
-        self.may_go(number, drained).then_some(number)
+        self.can_leave(number, drained).then_some(number)
     }
 
     /// Whether enough others take new connections.
-    fn may_go(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
+    fn can_leave(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
         let takes_new = |(other, entry): &(&u16, &Option<Entry>)| {
             **other != number && entry.is_some_and(|entry| !entry.draining) && !drained.contains(other)
         };
@@ -120,7 +120,7 @@ impl Documents {
     fn change_server(&mut self, drained: &BTreeSet<u16>) {
         let numbers: Vec<u16> = self.servers.keys().copied().collect();
         let number = numbers[self.below(numbers.len() as u32) as usize];
-        let may_go = self.may_go(number, drained);
+        let may_go = self.can_leave(number, drained);
         let entry = match self.below(5) {
             0 if may_go => None,
             1 if may_go => Some(Entry { draining: true, ..ACTIVE }),
@@ -188,7 +188,7 @@ mod tests {
         for turn in 0..1_000 {
             documents.change(&drained);
             match turn % 7 {
-                0 => drained.extend(documents.next_to_drain(&drained)),
+                0 => drained.extend(documents.next_drain(&drained)),
                 3 => drop(drained.pop_first()),
                 _ => {}
             }

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn no_part_is_hit_twice_at_once() {
+    fn no_daemon_has_two_faults_at_once() {
         let mut schedule = Schedule::new(5, &FaultKind::ALL, PARTS);
         for round in (0..500).map(|_| schedule.round()) {
             assert!(!round.is_empty());

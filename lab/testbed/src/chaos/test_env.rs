@@ -18,7 +18,8 @@ use super::fault::Fault;
 use super::invariants::{ResourceUsage, taken};
 use super::network::Network;
 use crate::fleet::{
-    CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs, rack_listens_at,
+    CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs,
+    rack_listen_address,
 };
 use crate::preload::Preload;
 use crate::topology::Testbed;
@@ -207,7 +208,7 @@ impl<'a> TestEnv<'a> {
             controllers.push(controller_address_of(number as u16).parse()?);
         }
         for rack in 1..=self.testbed.options().racks {
-            controllers.push(rack_listens_at(rack).parse()?);
+            controllers.push(rack_listen_address(rack).parse()?);
         }
         let stolen = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
         let impostor = ByzantineAgent { server, stolen, controllers, kind };

@@ -109,13 +109,13 @@ impl PolicyTestbed {
         let mut pool = self.fleet.pool().clone();
         match event {
             Event::Join => pool.insert(self.waiting, AdminState::Active),
-            Event::Drain => pool.insert(self.longest_in_pool(), AdminState::Draining),
+            Event::Drain => pool.insert(self.oldest_in_pool(), AdminState::Draining),
         };
         self.fleet.set_pool(&self.testbed, pool)
     }
 
     /// Servers wait and join in a circle, so the next in it was there first.
-    fn longest_in_pool(&self) -> u16 {
+    fn oldest_in_pool(&self) -> u16 {
         self.waiting % self.servers.len() as u16 + 1
     }
 
@@ -128,7 +128,7 @@ impl PolicyTestbed {
         let report: LoadReport = serde_json::from_slice(&fs::read(self.report_path())?)?;
         let measures = SeedMeasures::new(seed, &std::mem::take(&mut self.samples), timeline, report);
 
-        self.waiting = self.longest_in_pool();
+        self.waiting = self.oldest_in_pool();
         let mut pool = self.fleet.pool().clone();
         pool.remove(&self.waiting);
         self.fleet.set_pool(&self.testbed, pool)?;

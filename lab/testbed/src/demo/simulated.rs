@@ -37,7 +37,7 @@ pub fn simulate(
 ) -> Vec<Simulated> {
     let jobs: Vec<(&str, usize)> =
         policies.iter().flat_map(|policy| (0..DRAWS).map(move |draw| (*policy, draw))).collect();
-    let medians = on_all_cpus(&jobs, |(policy, draw)| draw_of(options, policy, *draw as u64 + 1, logs, timeline));
+    let medians = on_all_cpus(&jobs, |(policy, draw)| simulate_draw(options, policy, *draw as u64 + 1, logs, timeline));
     let spread = |draws: &[Variances], value: fn(&Variances) -> f64| {
         SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
     };
@@ -49,7 +49,13 @@ pub fn simulate(
 }
 
 /// Medians over the logs, all replayed on the same fleet, as live.
-fn draw_of(options: &DemoOptions, policy: &str, draw: u64, logs: &[&ArrivalLog], timeline: &Timeline) -> Variances {
+fn simulate_draw(
+    options: &DemoOptions,
+    policy: &str,
+    draw: u64,
+    logs: &[&ArrivalLog],
+    timeline: &Timeline,
+) -> Variances {
     let of_log = |(position, log): (usize, &&ArrivalLog)| {
         let circumstances = ReportPhase::Random;
         let servers = options.servers + 1;
@@ -82,7 +88,7 @@ fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> 
     changes
 }
 
-/// The demo's sample at this second, before a change that is due at the same moment.
+/// Returns the demo's sample at this second, before a change at the same time.
 fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> Sample {
     let made = |change: &&PoolChange| change.at_us == 0 || change.at_us < second * 1_000_000;
     let eligible = |server: u16| {

@@ -35,7 +35,7 @@ pub struct FaultCounts {
     pub restarts: u64,
     /// The dispatch detached, and attached a while later.
     pub detachments: u64,
-    /// The daemon killed, and started again.
+    /// Restarts of the killed daemon.
     pub upgrades: u64,
     pub floods: u64,
     /// Requests that get no response, floods included.
@@ -113,8 +113,8 @@ impl<'a> FaultInjector<'a> {
 
     fn one(&mut self) -> anyhow::Result<()> {
         match uniform_below(self.rng, if self.anew { 8 } else { 6 }) {
-            0 => self.kill_one(),
-            1 => self.stop_one(),
+            0 => self.kill_worker(),
+            1 => self.stop_worker(),
             2 => self.without_response(),
             3 => self.spoof()?,
             4 => self.flood(),
@@ -149,20 +149,20 @@ impl<'a> FaultInjector<'a> {
         self.site.server().worker_pid(number).ok()
     }
 
-    /// A worker that has ended meanwhile is sent nothing.
+    /// Sends a signal, unless the worker has ended.
     fn signal(&self, pid: u32, signal: Signal) {
         if self.site.server().worker_pids().contains(&pid) {
             let _ = kill(Pid::from_raw(pid as i32), signal);
         }
     }
 
-    fn kill_one(&mut self) {
+    fn kill_worker(&mut self) {
         let Some(pid) = self.any_worker() else { return };
         self.signal(pid, Signal::SIGKILL);
         self.made.kills += 1;
     }
 
-    fn stop_one(&mut self) {
+    fn stop_worker(&mut self) {
         let Some(pid) = self.any_worker() else { return };
         let until = Instant::now() + self.within(STOPPED_MS);
         // Two at once at most: half of the workers carry the load.

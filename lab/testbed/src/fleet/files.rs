@@ -12,7 +12,7 @@ use coreward_model::forwarding::Forwarding;
 use coreward_tls::authority::{Authority, Validity};
 use coreward_tls::{Files, Identity, Name, Role};
 
-use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listens_at};
+use super::names::{api_address_of, controller_address, controller_address_of, controller_name, rack_listen_address};
 use super::options::{AdminState, FleetOptions, LoadSource};
 use crate::addresses::{DEVICE, SERVICE, load_balancer_address, load_balancer_name, rack_name, server_address};
 use crate::topology::Testbed;
@@ -99,7 +99,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
 }
 
 pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
-    let (name, listen, controllers) = (rack_name(number), rack_listens_at(number), options.controllers());
+    let (name, listen, controllers) = (rack_name(number), rack_listen_address(number), options.controllers());
     let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
     write(&configuration(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
 }

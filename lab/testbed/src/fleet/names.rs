@@ -18,7 +18,7 @@ pub fn controller_address_of(number: u16) -> String {
 }
 
 /// Address of rack controller `number`, counted from 1.
-pub fn rack_listens_at(number: u16) -> String {
+pub fn rack_listen_address(number: u16) -> String {
     format!("{}:{CONTROLLER_PORT}", rack_address(number))
 }
 

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
 
-use super::names::{controller_address_of, rack_listens_at};
+use super::names::{controller_address_of, rack_listen_address};
 use crate::addresses::Family;
 use crate::preload::Preload;
 
@@ -108,7 +108,7 @@ impl FleetOptions {
     }
 
     pub(super) fn controllers_of_agent(&self, server: u16) -> String {
-        let racks = self.racks_of.get(&server).into_iter().flatten().map(|rack| rack_listens_at(*rack));
+        let racks = self.racks_of.get(&server).into_iter().flatten().map(|rack| rack_listen_address(*rack));
         let all: Vec<String> = racks.chain(self.controller_addresses()).collect();
         format!("{all:?}")
     }

@@ -237,14 +237,14 @@ impl<'a> Server<'a> {
                 Ok(Some(child))
             }
             ForkResult::Child => {
-                let outcome = self.run_child(number, &socket, master);
+                let outcome = self.run_worker(number, &socket, master);
                 eprintln!("key-value server: worker {number}: {:#}", outcome.unwrap_err());
                 std::process::exit(1);
             }
         }
     }
 
-    fn run_child(&self, number: u8, socket: &UdpSocket, master: Pid) -> anyhow::Result<std::convert::Infallible> {
+    fn run_worker(&self, number: u8, socket: &UdpSocket, master: Pid) -> anyhow::Result<std::convert::Infallible> {
         interrupt::leave_to_parent()?;
         nix::sys::prctl::set_pdeathsig(nix::sys::signal::Signal::SIGKILL)?;
         if nix::unistd::getppid() != master {

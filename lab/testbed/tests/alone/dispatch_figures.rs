@@ -48,8 +48,8 @@ fn requests_at_one_server() -> anyhow::Result<()> {
 }
 
 #[test]
-fn classes_at_one_server() -> anyhow::Result<()> {
-    if skip_without_privilege("classes_at_one_server") {
+fn service_classes_at_one_server() -> anyhow::Result<()> {
+    if skip_without_privilege("service_classes_at_one_server") {
         return Ok(());
     }
     let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;

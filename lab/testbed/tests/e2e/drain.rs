@@ -12,7 +12,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege}
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::support::{Open, eventually, open, open_at_each, still_answered};
+use crate::support::{Open, assert_answered, eventually, open, open_at_each};
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {
@@ -35,7 +35,7 @@ impl TestEnv {
         Self { fleet, _nginx: nginx, testbed }
     }
 
-    fn all_go_to(&self, server: u16) -> bool {
+    fn all_reach(&self, server: u16) -> bool {
         open(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
     }
 
@@ -111,19 +111,19 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     let remain = leaving.len();
     let mut waiting = site.begin("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting.says(&format!("s1 is draining: {remain} connections remain\n"));
-    assert!(site.all_go_to(2));
+    assert!(site.all_reach(2));
 
     site.fleet.kill("controller").unwrap();
     waiting.says("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
-    still_answered(&mut leaving);
+    assert_answered(&mut leaving);
     leaving.truncate(1);
     site.fleet.restart(&site.testbed, "controller").unwrap();
     waiting.says("s1 is draining: 1 connection remains\n");
     site.fleet.wait_until_ready(&site.testbed).unwrap();
     assert_eq!(site.state("s1"), "draining");
-    assert!(site.all_go_to(2));
-    still_answered(&mut leaving);
-    still_answered(&mut staying);
+    assert!(site.all_reach(2));
+    assert_answered(&mut leaving);
+    assert_answered(&mut staying);
     assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.printed());
     leaving.clear();
     let (well, printed) = waiting.ends();
@@ -134,8 +134,8 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     assert!(refused.contains("no other server of web0 takes new connections"), "{refused}");
     assert_eq!(site.coreward(&["drain", "s1"]).unwrap(), "s1 is drained: no connection remains\n", "it is so already");
     assert!(site.coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
-    eventually(*TIMEOUT, "server 1 is back", || !site.all_go_to(2));
-    still_answered(&mut staying);
+    eventually(*TIMEOUT, "server 1 is back", || !site.all_reach(2));
+    assert_answered(&mut staying);
 }
 
 #[test]
@@ -171,8 +171,8 @@ fn ended_wait_leaves_the_server_drained() {
         "{printed}"
     );
     assert_eq!(site.state("s1"), "draining");
-    assert!(site.all_go_to(2));
-    still_answered(&mut of_1);
+    assert!(site.all_reach(2));
+    assert_answered(&mut of_1);
     let top = site.coreward(&["top", "--once"]).unwrap();
     assert!(top.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top}");
     assert!(top.contains("! s1: draining: by `coreward drain`"), "{top}");
@@ -196,7 +196,7 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
     let drained = json(site.coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drained["server"], &drained["state"]), (&"s1".into(), &"draining".into()), "{drained}");
     assert_eq!(drained["drained"]["by"], "command", "{drained}");
-    still_answered(&mut leaving);
+    assert_answered(&mut leaving);
     leaving.clear();
     // One object, of the end.
     let waited = json(site.coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());

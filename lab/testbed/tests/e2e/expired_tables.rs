@@ -6,7 +6,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
-use crate::support::{Open, eventually, logged_after, metrics_page, open, pause, series, still_answered};
+use crate::support::{Open, assert_answered, eventually, logged_after, metrics_page, open, pause, series};
 
 /// s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the next table.
 const DOCUMENT: &str = r#"
@@ -115,5 +115,5 @@ fn load_balancer_counts_itself_when_its_table_has_expired() {
 
     env.fleet.restart(&env.testbed, "controller").unwrap();
     env.wait_for_expired_tables(0.0);
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
 }

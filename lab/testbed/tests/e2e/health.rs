@@ -49,7 +49,7 @@ impl TestEnv {
     }
 
     /// Whether the server reports itself healthy.
-    fn set_well(&self, number: u16, well: bool) {
+    fn set_healthy(&self, number: u16, well: bool) {
         let file = health_file(&self.testbed, number);
         if well { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
     }
@@ -97,7 +97,7 @@ impl TestEnv {
         self.testbed.client().within(open).unwrap()
     }
 
-    fn still_answered(&self, connections: &mut [(Connection, u16)]) {
+    fn assert_answered(&self, connections: &mut [(Connection, u16)]) {
         let ask = || {
             for (connection, server) in connections.iter_mut() {
                 assert_eq!(connection.query_worker()?.server, *server);
@@ -108,7 +108,7 @@ impl TestEnv {
     }
 
     /// Waits until just these get new connections: soon after the controller has it.
-    fn only_go_to(&self, servers: &[u16]) {
+    fn wait_until_only_reach(&self, servers: &[u16]) {
         eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
     }
 
@@ -156,27 +156,27 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
     let mut site = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     site.wait_until_checked();
     let mut connections = site.open(AT_EVERY_SERVER);
-    site.only_go_to(&[1, 2, 3]);
+    site.wait_until_only_reach(&[1, 2, 3]);
 
     // It answers, but not that it is well.
-    site.set_well(1, false);
+    site.set_healthy(1, false);
     let took = site.wait_for(1, "down");
     println!("found after {took:?}, expected within {FOUND_WITHIN:?}");
     assert!(site.state(1).1.contains("answers 404 Not Found: expected 200-399"), "{:?}", site.state(1));
-    site.only_go_to(&[2, 3]);
-    site.still_answered(&mut connections);
-    site.set_well(1, true);
+    site.wait_until_only_reach(&[2, 3]);
+    site.assert_answered(&mut connections);
+    site.set_healthy(1, true);
     site.wait_for(1, "joining");
     site.wait_for(1, "active");
-    site.only_go_to(&[1, 2, 3]);
-    site.still_answered(&mut connections);
+    site.wait_until_only_reach(&[1, 2, 3]);
+    site.assert_answered(&mut connections);
     connections.retain(|(_, server)| *server != 2);
 
     // The machine is up, but no process listens.
     site.nginx[1] = None;
     site.wait_for(2, "down");
     assert!(site.state(2).1.contains("connection refused"), "{:?}", site.state(2));
-    site.only_go_to(&[1, 3]);
+    site.wait_until_only_reach(&[1, 3]);
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     site.wait_for(2, "active");
     site.wait_until_checked();
@@ -194,14 +194,14 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
     pause(500);
     assert!((1..=3).all(|number| site.state(number).0 == "active"), "{}", site.status()["servers"]);
     // One that sees is believed all the same.
-    site.set_well(3, false);
+    site.set_healthy(3, false);
     site.wait_for(3, "down");
-    site.only_go_to(&[1, 2]);
-    site.set_well(3, true);
+    site.wait_until_only_reach(&[1, 2]);
+    site.set_healthy(3, true);
     site.wait_for(3, "active");
     site.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
     site.wait_until_checked();
-    site.still_answered(&mut connections);
+    site.assert_answered(&mut connections);
 }
 
 #[test]
@@ -212,9 +212,9 @@ fn when_all_are_down() {
     let mut site = TestEnv::start("alldown", 1, CHECK);
     site.wait_until_checked();
     let mut connections = site.open(6);
-    (1..=3).for_each(|number| site.set_well(number, false));
+    (1..=3).for_each(|number| site.set_healthy(number, false));
     eventually(LIMIT, "the service fails open", || site.status()["services"][0]["failing_open"] == true);
-    site.only_go_to(&[1, 2, 3]);
+    site.wait_until_only_reach(&[1, 2, 3]);
     let dropped = |site: &TestEnv| {
         let status = site.status();
         status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
@@ -232,18 +232,18 @@ fn when_all_are_down() {
     };
     eventually(LIMIT, "first packets are dropped", || is_dropped(&site));
     eventually(LIMIT, "they are counted", || dropped(&site) > 0);
-    site.still_answered(&mut connections);
-    site.set_well(2, true);
+    site.assert_answered(&mut connections);
+    site.set_healthy(2, true);
     eventually(LIMIT, "the one that is well gets all", || site.state(2).0 == "active");
-    site.only_go_to(&[2]);
-    site.still_answered(&mut connections);
+    site.wait_until_only_reach(&[2]);
+    site.assert_answered(&mut connections);
 
     // The load balancer alone does the same.
     site.fleet.kill("controller").unwrap();
-    site.set_well(2, false);
+    site.set_healthy(2, false);
     eventually(LIMIT, "first packets are dropped without a controller", || is_dropped(&site));
-    site.still_answered(&mut connections);
-    site.set_well(2, true);
+    site.assert_answered(&mut connections);
+    site.set_healthy(2, true);
     until_served_by(&site, &[2]);
 }
 
@@ -306,19 +306,19 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     until_served_by(&site, &[1, 3]);
     assert_masked_in_time(&site, died);
     connections.retain(|(_, server)| *server != 2);
-    site.still_answered(&mut connections);
+    site.assert_answered(&mut connections);
     // All are down: none is masked, as the load balancer may be at fault.
     let before = site.log_lengths();
-    (1..=3).for_each(|number| site.set_well(number, false));
+    (1..=3).for_each(|number| site.set_healthy(number, false));
     site.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(LIMIT, "s1 and s3 get new connections", || {
         let found = served_by(&site);
         found.contains(&Some(1)) && found.contains(&Some(3))
     });
-    (1..=3).for_each(|number| site.set_well(number, true));
+    (1..=3).for_each(|number| site.set_healthy(number, true));
     site.nginx[1] = Some(site.testbed.start_nginx(2).unwrap());
     until_served_by(&site, &[1, 2, 3]);
-    site.still_answered(&mut connections);
+    site.assert_answered(&mut connections);
 }
 
 #[test]
@@ -343,5 +343,5 @@ fn load_balancer_restarted_without_controller_goes_on_checking() {
     until_served_by(&site, &[1, 2, 3]);
     site.nginx[2] = None;
     until_served_by(&site, &[1, 2]);
-    site.still_answered(&mut connections);
+    site.assert_answered(&mut connections);
 }

@@ -20,7 +20,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege}
 use coreward_tls::Role;
 use serde_json::Value;
 
-use crate::support::{eventually, open, pause, still_answered, unbroken};
+use crate::support::{assert_answered, eventually, open, pause, unbroken};
 
 const CORES: u16 = 2;
 /// For who is none of the servers.
@@ -105,7 +105,7 @@ impl TestEnv {
     }
 
     /// The only server that has time gets all new connections.
-    fn all_go_to(&self, server: u16) {
+    fn assert_all_reach(&self, server: u16) {
         self.loads.set_idle(server);
         let all = || open(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
         eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all);
@@ -130,7 +130,7 @@ impl TestEnv {
     }
 
     /// Waits until every agent has reported through one of its racks in `allowed`, not all of them in the same status.
-    fn go_by_any(&self, allowed: &[&[&str]]) {
+    fn wait_for_racks_in(&self, allowed: &[&[&str]]) {
         let mut missing: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
         eventually(*TIMEOUT, &format!("agents speak through {allowed:?}"), || {
             let ways = self.ways();
@@ -148,9 +148,9 @@ impl TestEnv {
     }
 
     /// Waits until the agents speak through these racks.
-    fn go_by(&self, ways: &[&str]) {
+    fn wait_for_racks(&self, ways: &[&str]) {
         let allowed: Vec<&[&str]> = ways.iter().map(std::slice::from_ref).collect();
-        self.go_by_any(&allowed);
+        self.wait_for_racks_in(&allowed);
     }
 
     fn names_of_racks(&self) -> Vec<String> {
@@ -202,9 +202,9 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
         return;
     }
     let mut site = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
-    site.go_by(&["rack1", "rack1", "rack2", "rack2", ""]);
+    site.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
-        site.all_go_to(server);
+        site.assert_all_reach(server);
     }
     let status = site.fleet.status(&site.testbed).unwrap();
     let racks = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
@@ -232,33 +232,33 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     pause(2_000);
     site.fleet.kill("rack1").unwrap();
     let killed = Instant::now();
-    site.go_by(&["", "rack2", "rack2", "rack2", ""]);
+    site.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
     println!("rack1's agents report again after {:?}", killed.elapsed());
-    site.all_go_to(1);
-    site.all_go_to(2);
+    site.assert_all_reach(1);
+    site.assert_all_reach(2);
     site.fleet.restart(&site.testbed, "rack1").unwrap();
     eventually(*TIMEOUT, "rack1 is back", || site.names_of_racks() == ["rack1", "rack2"]);
     // No agent had to move.
-    site.go_by(&["", "rack2", "rack2", "rack2", ""]);
+    site.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
     site.fleet.kill("controller").unwrap();
     pause(1_000);
     site.fleet.restart(&site.testbed, "controller").unwrap();
     let restarted = Instant::now();
-    site.go_by_any(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
+    site.wait_for_racks_in(&[&["", "rack1"], &["", "rack1", "rack2"], &["", "rack2"], &["", "rack1", "rack2"], &[""]]);
     eventually(*TIMEOUT, "the racks are back", || site.names_of_racks() == ["rack1", "rack2"]);
     println!("all report {:?} after the controller's restart", restarted.elapsed());
     for server in [3, 5, 2] {
-        site.all_go_to(server);
+        site.assert_all_reach(server);
     }
-    still_answered(&mut kept);
+    assert_answered(&mut kept);
     unbroken(streams);
-    still_answered(&mut kept);
+    assert_answered(&mut kept);
 }
 
 /// `coreward drain --wait` of a server behind a rack: its connections are counted, and the last one ends it.
 fn drain(site: &TestEnv) {
-    site.all_go_to(2);
+    site.assert_all_reach(2);
     let mut leaving = open(&site.testbed, 3);
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
     let printed = site.testbed.directory().join("drain.txt");
@@ -270,7 +270,7 @@ fn drain(site: &TestEnv) {
     says("s2 is draining: 3 connections remain\n");
     let elsewhere = open(&site.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
-    still_answered(&mut leaving);
+    assert_answered(&mut leaving);
     leaving.truncate(1);
     says("s2 is draining: 1 connection remains\n");
     leaving.clear();
@@ -278,7 +278,7 @@ fn drain(site: &TestEnv) {
     let printed = fs::read_to_string(&printed).unwrap();
     assert!(ended.success() && printed.ends_with("s2 is drained: no connection remains\n"), "{printed}");
     site.coreward(&["undrain", "s2"]);
-    site.all_go_to(2);
+    site.assert_all_reach(2);
 }
 
 #[test]
@@ -311,7 +311,7 @@ fn rack_reports_for_its_own_servers_only() {
     eventually(*TIMEOUT, "s2 speaks for itself", || site.way("s2").is_some_and(|way| way.is_empty()));
     let refused = &site.fleet.status(&site.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused.as_u64().unwrap() >= 1, "{refused}");
-    site.all_go_to(2);
+    site.assert_all_reach(2);
 
     // A new document ends forbidden connections.
     eventually(*TIMEOUT, "s1 speaks through its rack", || {
@@ -329,5 +329,5 @@ fn rack_reports_for_its_own_servers_only() {
     let words = r#"may not speak for server \"s1\": expected its agent itself"#;
     eventually(*TIMEOUT, words, || site.log("controller", from).contains(words));
     eventually(*TIMEOUT, "s1 speaks for itself", || site.way("s1").is_some_and(|way| way.is_empty()));
-    site.all_go_to(1);
+    site.assert_all_reach(1);
 }

@@ -11,7 +11,7 @@ use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 
-use crate::support::{eventually, still_answered};
+use crate::support::{assert_answered, eventually};
 
 struct TestEnv {
     testbed: Testbed,
@@ -63,25 +63,25 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
     let mut connections = site.open(20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.kill(daemon).unwrap();
-        still_answered(&mut connections);
+        assert_answered(&mut connections);
         // The pinned program also accepts new connections.
         connections.extend(site.open(5));
         site.fleet.restart(&site.testbed, daemon).unwrap();
         site.fleet.wait_until_ready(&site.testbed).unwrap();
-        still_answered(&mut connections);
+        assert_answered(&mut connections);
         connections.extend(site.open(5));
     }
     // All at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
         site.fleet.kill(daemon).unwrap();
     }
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
     connections.extend(site.open(5));
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         site.fleet.restart(&site.testbed, daemon).unwrap();
     }
     site.fleet.wait_until_ready(&site.testbed).unwrap();
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_server_with_a_new_mac_address_is_found_again() {
     site.testbed.run(site.testbed.server(1).unwrap(), command).unwrap();
     // The kernel's own neighbour entries at the client need the server's new address only for what it sends: nothing.
     let start = Instant::now();
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
     site.open(3);
     // ARP takes seconds, and TCP sends again at growing intervals.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
@@ -114,18 +114,18 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
     pool.insert(1, AdminState::Draining);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
     eventually(*TIMEOUT, "server 1 drains", || site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
     // Gone from the file altogether: what it had stays.
     pool.remove(&1);
     site.fleet.set_pool(&site.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
     assert!(site.open(10).iter().all(|(_, answerer)| answerer.server == 2));
     // And back.
     pool.insert(1, AdminState::Active);
     site.fleet.set_pool(&site.testbed, pool).unwrap();
     eventually(*TIMEOUT, "server 1 is back", || site.open(10).iter().any(|(_, answerer)| answerer.server == 1));
-    still_answered(&mut connections);
+    assert_answered(&mut connections);
 }
 
 #[test]

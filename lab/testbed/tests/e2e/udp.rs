@@ -149,8 +149,8 @@ fn datagrams_of_a_flow_stay_with_their_server() {
 }
 
 #[test]
-fn datagrams_by_packet_go_where_the_policy_says() {
-    if skip_without_privilege("datagrams_by_packet_go_where_the_policy_says") {
+fn datagrams_by_packet_follow_the_policy() {
+    if skip_without_privilege("datagrams_by_packet_follow_the_policy") {
         return;
     }
     let site = site("udppacket", "packet", "rr");

@@ -26,7 +26,7 @@ pub fn open(testbed: &Testbed, count: usize) -> Open {
     testbed.client().within(|| (0..count).map(|_| open()).collect()).unwrap()
 }
 
-pub fn still_answered(connections: &mut [(Connection, Answerer)]) {
+pub fn assert_answered(connections: &mut [(Connection, Answerer)]) {
     for (connection, first) in connections {
         assert_eq!(&connection.query_worker().unwrap(), first);
     }

@@ -32,7 +32,7 @@ pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) ->
         Update::Configuration(whole) => *newest = Some(FleetConfiguration::decode(whole.clone()).unwrap().1),
         Update::Change(change) => {
             let (change, _) = FleetChange::decode(change.clone()).unwrap();
-            *newest = newest.take().map(|before| change.applied_to(before));
+            *newest = newest.take().map(|before| change.apply_to(before));
         }
         _ => return false,
     }

@@ -50,7 +50,7 @@ fn all_points_must_be_within_the_bounds_unless_one_is_taken() {
 }
 
 #[test]
-fn a_part_of_the_axis_can_be_judged() {
+fn claim_can_judge_a_part_of_the_axis() {
     let verdict = judge("value = { series = \"a\", panel = \"p\", from = 2, to = 3, take = \"mean\" }\nat_most = 6");
     assert_eq!((verdict.holds, verdict.measured), (true, Some((6.0, 6.0))));
 }

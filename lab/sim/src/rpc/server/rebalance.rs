@@ -40,7 +40,7 @@ impl RebalancedServer {
 
 impl<S: Sink> Server<S> for RebalancedServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
-        // Without requests under way nothing would be different after many regroupings than after the last one.
+        // Without outstanding requests nothing would be different after many regroupings than after the last one.
         while self.next <= until && self.server.inside > 0 {
             self.server.advance(self.next, sink);
             self.regroup(self.next);

@@ -46,7 +46,7 @@ pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), Stop> {
         if read == 0 {
             return if kept == 0 { Ok(()) } else { Err(out.truncated().into()) };
         }
-        let used = take_records(&buffer[..filled], encoding, link, out)?;
+        let used = read_records(&buffer[..filled], encoding, link, out)?;
         buffer.copy_within(used..filled, 0);
         kept = filled - used;
     }
@@ -66,7 +66,7 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
 }
 
 /// Takes all complete records, and returns their bytes.
-fn take_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, Stop> {
+fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, Stop> {
     let mut used = 0;
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
         let number = |at: usize| encoding.number([header[at], header[at + 1], header[at + 2], header[at + 3]]);
