@@ -14,6 +14,8 @@ use coreward_dataplane::device::Xdp;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
 
+use crate::nat_rules::NatRule;
+
 /// Role of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum Role {
@@ -268,8 +270,8 @@ pub struct Chain {
     pub tracks: bool,
     /// Whether a rule exempts packets from connection tracking.
     pub untracks: bool,
-    /// Whether a rule changes destinations.
-    pub translates: bool,
+    /// Rules that change destinations or lead to other chains.
+    pub rules: Vec<NatRule>,
 }
 
 /// Service.

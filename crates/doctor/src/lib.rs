@@ -13,4 +13,5 @@ pub mod facts;
 pub mod finding;
 pub mod fix;
 pub mod gather;
+pub mod nat_rules;
 pub mod report;

@@ -1,7 +1,10 @@
 //! Firewalls and connection tracking.
 
-use crate::facts::{Chain, Facts, Role};
+use std::collections::BTreeMap;
+
+use crate::facts::{Chain, Facts, Role, Service};
 use crate::finding::Finding;
+use crate::nat_rules::translating_chains;
 
 fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {
@@ -38,17 +41,31 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
+/// Returns a text per chain, with the services whose packets it can change. Without known services every rule counts.
+fn translating_chains_of(chains: &[Chain], services: &[Service]) -> Vec<String> {
+    if services.is_empty() {
+        let translates = |chain: &&Chain| chain.rules.iter().any(|rule| rule.translates);
+        return chains.iter().filter(translates).map(|chain| chain.name.clone()).collect();
+    }
+    let mut by_chain: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for service in services {
+        for chain in translating_chains(chains, &service.address) {
+            by_chain.entry(chain).or_default().push(&service.name);
+        }
+    }
+    by_chain.into_iter().map(|(chain, services)| format!("{chain} of {}", services.join(", "))).collect()
+}
+
 pub fn dnat(facts: &Facts) -> Vec<Finding> {
     with_chains(facts, |chains| {
-        let translating: Vec<&str> =
-            chains.iter().filter(|chain| chain.translates).map(|chain| chain.name.as_str()).collect();
+        let translating = translating_chains_of(chains, &facts.services);
         if translating.is_empty() {
-            return vec![Finding::ok("no rule changes destinations")];
+            return vec![Finding::ok("no rule changes the destinations of services")];
         }
         let why = "sockets of services behind it are not visible: `consistency = \"stateful\"` is stateless there, and \
                    with \"beamer\" or `timestamps = \"off\"` connections break when the pool changes";
         vec![
-            Finding::warning(format!("{} change destinations (containers?)", translating.join(", ")), why)
+            Finding::warning(format!("{} can change destinations (containers?)", translating.join("; ")), why)
                 .remedy("docker run --network host  # or `consistency = \"stateless\"` with `timestamps = \"server\"`"),
         ]
     })

@@ -17,6 +17,7 @@ use coreward_tls::authority::DAY;
 use super::*;
 use crate::facts::*;
 use crate::finding::Severity;
+use crate::nat_rules::{Condition, NatRule};
 
 fn service(protocol: Protocol) -> Service {
     let workers = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
@@ -442,7 +443,7 @@ fn firewalls_and_tracking() {
         accepts,
         tracks,
         untracks: false,
-        translates: false,
+        rules: vec![],
     };
     let with = |role: Role, chain: Chain, by_lb: bool| {
         found(role, |facts| {
@@ -458,9 +459,13 @@ fn firewalls_and_tracking() {
     assert_eq!(with(Role::Server, chain("input", false, true, true), false), [("conntrack", WARNING)]);
     let untracked = Chain { untracks: true, ..chain("prerouting", false, true, true) };
     assert_eq!(with(Role::Server, untracked, false), []);
-    let translates = Chain { translates: true, ..chain("", false, true, false) };
-    assert_eq!(with(Role::Server, translates.clone(), false), [("dnat", WARNING)]);
-    assert_eq!(with(Role::Lb, translates, false), []);
+    let translates = |conditions| {
+        let rule = NatRule { conditions, translates: true, jumps: vec![] };
+        Chain { rules: vec![rule], ..chain("prerouting", false, true, false) }
+    };
+    assert_eq!(with(Role::Server, translates(vec![]), false), [("dnat", WARNING)]);
+    assert_eq!(with(Role::Server, translates(vec![Condition::Port(vec![8080..=8080])]), false), []);
+    assert_eq!(with(Role::Lb, translates(vec![]), false), []);
     let unseen = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
     assert_eq!(found(Role::Server, unseen), []);
 }

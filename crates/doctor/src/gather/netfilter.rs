@@ -2,11 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::ops::RangeInclusive;
 use std::process::Command;
 
+use coreward_model::tuple::Protocol;
 use serde_json::Value;
 
 use crate::facts::{Chain, Netfilter};
+use crate::nat_rules::{Condition, NatRule};
 
 pub(super) fn gather() -> Netfilter {
     let legacy = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
@@ -51,10 +55,11 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
         let expressions = rule["expr"].as_array().map_or(&[][..], Vec::as_slice);
         chain.accepts |= expressions.iter().any(|expression| has_key(expression, &["accept", "jump", "goto", "vmap"]));
         chain.untracks |= expressions.iter().any(|expression| has_key(expression, &["notrack"]));
-        // `DNAT` is the target of iptables-nft.
-        chain.translates |= expressions
-            .iter()
-            .any(|expression| expression["xt"]["name"] == "DNAT" || has_key(expression, &["dnat", "redirect"]));
+        let table = format!("{} {}", text(&rule["family"]), text(&rule["table"]));
+        let nat = nat_rule(expressions, &table);
+        if nat.translates || !nat.jumps.is_empty() {
+            chain.rules.push(nat);
+        }
         chain.tracks |= expressions.iter().any(|expression| {
             // `xt`: a match of iptables-nft.
             let by_match =
@@ -63,6 +68,100 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
         });
     }
     chains.into_values().collect()
+}
+
+/// `table`: family and name.
+fn nat_rule(expressions: &[Value], table: &str) -> NatRule {
+    let mut rule = NatRule::default();
+    for expression in expressions {
+        // Targets of iptables-nft.
+        let by_target = ["DNAT", "REDIRECT"].iter().any(|name| expression["xt"]["name"] == *name);
+        rule.translates |= by_target || has_key(expression, &["dnat", "redirect"]);
+        add_jumps(expression, table, &mut rule.jumps);
+        add_conditions(&expression["match"], &mut rule.conditions);
+    }
+    rule
+}
+
+/// Also those of a verdict map.
+fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
+    match value {
+        Value::Object(members) => {
+            for (name, member) in members {
+                match member["target"].as_str().filter(|_| matches!(name.as_str(), "jump" | "goto")) {
+                    Some(target) => jumps.push(format!("{table} {target}")),
+                    None => add_jumps(member, table, jumps),
+                }
+            }
+        }
+        Value::Array(members) => members.iter().for_each(|member| add_jumps(member, table, jumps)),
+        _ => {}
+    }
+}
+
+/// Adds the conditions of a `match` expression; none where one of its values is not understood.
+fn add_conditions(expression: &Value, conditions: &mut Vec<Condition>) {
+    if expression["op"] != "==" {
+        return;
+    }
+    let (left, right) = (&expression["left"], &expression["right"]);
+    let values = right["set"].as_array().map_or(std::slice::from_ref(right), Vec::as_slice);
+    let (header, field) = (left["payload"]["protocol"].as_str(), left["payload"]["field"].as_str());
+    match (header, field) {
+        (Some("ip" | "ip6"), Some("daddr")) => {
+            conditions.extend(values.iter().map(addresses).collect::<Option<_>>().map(Condition::Address));
+        }
+        (Some(header), Some("dport")) => {
+            conditions.extend(values.iter().map(ports).collect::<Option<_>>().map(Condition::Port));
+            conditions.extend(protocol(&Value::from(header)).map(|protocol| Condition::Protocol(vec![protocol])));
+        }
+        (Some("ip"), Some("protocol")) | (Some("ip6"), Some("nexthdr")) => add_protocols(values, conditions),
+        _ if left["meta"]["key"] == "l4proto" => add_protocols(values, conditions),
+        _ => {}
+    }
+}
+
+/// Other protocols than those of services match none of them.
+fn add_protocols(values: &[Value], conditions: &mut Vec<Condition>) {
+    if values.iter().all(|value| value.is_string() || value.is_u64()) {
+        conditions.push(Condition::Protocol(values.iter().filter_map(protocol).collect()));
+    }
+}
+
+fn protocol(value: &Value) -> Option<Protocol> {
+    [Protocol::Tcp, Protocol::Udp]
+        .into_iter()
+        .find(|protocol| value.as_str() == Some(protocol.name()) || value.as_u64() == Some(protocol.number().into()))
+}
+
+fn ports(value: &Value) -> Option<RangeInclusive<u16>> {
+    let port = |value: &Value| value.as_u64()?.try_into().ok();
+    match value["range"].as_array().map(Vec::as_slice) {
+        Some([first, last]) => Some(port(first)?..=port(last)?),
+        _ => port(value).map(|port| port..=port),
+    }
+}
+
+fn addresses(value: &Value) -> Option<RangeInclusive<IpAddr>> {
+    let address = |value: &Value| value.as_str()?.parse::<IpAddr>().ok();
+    if let Some([first, last]) = value["range"].as_array().map(Vec::as_slice) {
+        return Some(address(first)?..=address(last)?);
+    }
+    let prefix = &value["prefix"];
+    if prefix.is_null() {
+        return address(value).map(|address| address..=address);
+    }
+    let length = u32::try_from(prefix["len"].as_u64()?).ok()?;
+    Some(match address(&prefix["addr"])? {
+        IpAddr::V4(first) => {
+            let hosts = u32::MAX.checked_shr(length).unwrap_or(0);
+            first.into()..=Ipv4Addr::from_bits(first.to_bits() | hosts).into()
+        }
+        IpAddr::V6(first) => {
+            let hosts = u128::MAX.checked_shr(length).unwrap_or(0);
+            first.into()..=Ipv6Addr::from_bits(first.to_bits() | hosts).into()
+        }
+    })
 }
 
 fn has_key(value: &Value, keys: &[&str]) -> bool {
@@ -104,7 +203,34 @@ mod tests {
         assert_eq!(of("input"), Chain { drops: true, accepts: true, tracks: true, ..chain("input", "input") });
         assert_eq!(of("raw"), Chain { untracks: true, ..chain("raw", "prerouting") });
         assert_eq!(of("own"), Chain { tracks: true, ..chain("own", "") });
-        assert_eq!(of("out"), Chain { tracks: true, translates: true, ..chain("out", "postrouting") });
+        let translates = NatRule { translates: true, ..NatRule::default() };
+        assert_eq!(of("out"), Chain { tracks: true, rules: vec![translates], ..chain("out", "postrouting") });
         assert!(chains(&Value::Null).is_empty());
+    }
+
+    /// Rules of Docker 20.10 (iptables-nft), of Kubernetes and by hand, as nft 1.0.6 prints them.
+    #[test]
+    fn rules_have_the_conditions_of_their_expressions() {
+        let rule = |text: &str| nat_rule(serde_json::from_str::<Value>(text).unwrap().as_array().unwrap(), "ip nat");
+        let docker = r#"[{"match": {"op": "!=", "left": {"meta": {"key": "iifname"}}, "right": "docker0"}},
+            {"match": {"op": "==", "left": {"meta": {"key": "l4proto"}}, "right": "tcp"}},
+            {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "dport"}}, "right": 8080}},
+            {"counter": {"packets": 0, "bytes": 0}}, {"xt": {"type": "target", "name": "DNAT"}}]"#;
+        let tcp = || Condition::Protocol(vec![Protocol::Tcp]);
+        let conditions = vec![tcp(), Condition::Port(vec![8080..=8080]), tcp()];
+        assert_eq!(rule(docker), NatRule { conditions, translates: true, jumps: vec![] });
+        let prefix = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
+            "right": {"prefix": {"addr": "10.96.0.0", "len": 12}}}}, {"jump": {"target": "KUBE-SERVICES"}}]"#;
+        let range = "10.96.0.0".parse().unwrap()..="10.111.255.255".parse().unwrap();
+        let conditions = vec![Condition::Address(vec![range])];
+        let jumps = vec!["ip nat KUBE-SERVICES".to_owned()];
+        assert_eq!(rule(prefix), NatRule { conditions, translates: false, jumps });
+        let set = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
+            "right": {"set": [80, {"range": [8000, 8010]}]}}}, {"redirect": {"port": 3128}}]"#;
+        assert_eq!(rule(set).conditions, [Condition::Port(vec![80..=80, 8000..=8010])]);
+        // A named set is not understood: the rule may match anything.
+        let named = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
+            "right": "@vips"}}, {"dnat": {"addr": "10.0.0.1"}}]"#;
+        assert_eq!(rule(named), NatRule { translates: true, ..NatRule::default() });
     }
 }

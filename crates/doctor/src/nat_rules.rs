@@ -1,0 +1,116 @@
+//! Rules of nftables that change destinations: whether one can match the packets of a service.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+use std::ops::RangeInclusive;
+
+use coreward_model::ServiceAddress;
+use coreward_model::tuple::Protocol;
+
+use crate::facts::Chain;
+
+/// Rule that changes destinations or leads to other chains.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NatRule {
+    /// All must hold. A condition that is not understood is left out, so that the rule matches more.
+    pub conditions: Vec<Condition>,
+    /// Whether it changes destinations.
+    pub translates: bool,
+    /// Names of the chains to which it leads.
+    pub jumps: Vec<String>,
+}
+
+/// Condition on a packet's destination.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Condition {
+    Address(Vec<RangeInclusive<IpAddr>>),
+    Port(Vec<RangeInclusive<u16>>),
+    Protocol(Vec<Protocol>),
+}
+
+impl Condition {
+    fn allows(&self, service: &ServiceAddress) -> bool {
+        match self {
+            Condition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.socket.ip())),
+            Condition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.socket.port())),
+            Condition::Protocol(protocols) => protocols.contains(&service.protocol),
+        }
+    }
+}
+
+/// Returns the names of the chains with a rule that can change the destination of the service's packets.
+pub fn translating_chains<'a>(chains: &'a [Chain], service: &ServiceAddress) -> BTreeSet<&'a str> {
+    let (mut found, mut visited) = (BTreeSet::new(), BTreeSet::new());
+    let mut pending: Vec<&Chain> = chains.iter().filter(|chain| chain.hook == "prerouting").collect();
+    while let Some(chain) = pending.pop() {
+        if !is_of_family(chain, service) || !visited.insert(&chain.name) {
+            continue;
+        }
+        for rule in chain.rules.iter().filter(|rule| rule.conditions.iter().all(|is| is.allows(service))) {
+            if rule.translates {
+                found.insert(chain.name.as_str());
+            }
+            pending.extend(chains.iter().filter(|chain| rule.jumps.contains(&chain.name)));
+        }
+    }
+    found
+}
+
+fn is_of_family(chain: &Chain, service: &ServiceAddress) -> bool {
+    match chain.name.split(' ').next() {
+        Some("ip") => service.socket.is_ipv4(),
+        Some("ip6") => service.socket.is_ipv6(),
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chain(name: &str, hook: &str, rules: Vec<NatRule>) -> Chain {
+        Chain { name: name.to_owned(), hook: hook.to_owned(), rules, ..Chain::default() }
+    }
+
+    fn jump(target: &str) -> NatRule {
+        NatRule { jumps: vec![target.to_owned()], ..NatRule::default() }
+    }
+
+    fn dnat(conditions: Vec<Condition>) -> NatRule {
+        NatRule { conditions, translates: true, jumps: vec![] }
+    }
+
+    fn service(socket: &str) -> ServiceAddress {
+        ServiceAddress { socket: socket.parse().unwrap(), protocol: Protocol::Tcp }
+    }
+
+    #[test]
+    fn rule_counts_if_all_conditions_allow_the_service() {
+        let found = |conditions| {
+            let chains = [chain("ip nat PREROUTING", "prerouting", vec![dnat(conditions)])];
+            !translating_chains(&chains, &service("10.200.0.1:80")).is_empty()
+        };
+        let address = |from: &str, to: &str| Condition::Address(vec![from.parse().unwrap()..=to.parse().unwrap()]);
+        assert!(found(vec![]));
+        assert!(found(vec![Condition::Port(vec![80..=80]), Condition::Protocol(vec![Protocol::Tcp])]));
+        assert!(!found(vec![Condition::Port(vec![8000..=9000])]));
+        assert!(!found(vec![Condition::Port(vec![80..=80]), Condition::Protocol(vec![Protocol::Udp])]));
+        assert!(found(vec![address("10.200.0.0", "10.200.0.255")]));
+        assert!(!found(vec![address("10.96.0.0", "10.96.255.255")]));
+        assert!(!found(vec![address("::", "ffff::")]));
+    }
+
+    #[test]
+    fn chains_count_by_the_way_to_them() {
+        let other = NatRule { conditions: vec![Condition::Port(vec![443..=443])], ..jump("ip nat OTHER") };
+        let chains = [
+            chain("ip nat PREROUTING", "prerouting", vec![jump("ip nat DOCKER"), other]),
+            chain("ip nat DOCKER", "", vec![dnat(vec![]), jump("ip nat DOCKER")]),
+            chain("ip nat OTHER", "", vec![dnat(vec![])]),
+            chain("ip nat UNUSED", "", vec![dnat(vec![])]),
+            chain("ip nat OUTPUT", "output", vec![dnat(vec![])]),
+        ];
+        assert_eq!(translating_chains(&chains, &service("10.200.0.1:80")), BTreeSet::from(["ip nat DOCKER"]));
+        assert!(translating_chains(&chains, &service("[2001:db8::1]:80")).is_empty());
+    }
+}
