@@ -42,6 +42,8 @@ const SWEEP_BEATS: u32 = 10;
 const SWEPT_AT_ONCE: u32 = 131_072;
 /// Time after which servers without ARP answer do not delay an upgrade.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time after the start within which a controller should have sent a configuration.
+const CONFIGURATION_DUE: Duration = Duration::from_secs(5);
 /// Interval of counts, which read the whole table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -79,6 +81,8 @@ pub struct Forwarder {
     in_force: u64,
     /// Cookie keys in force; `None`: no configuration yet.
     keys: Option<FleetKeys>,
+    /// When a missing configuration is logged; `None`: it was.
+    missing_logged_at: Option<Duration>,
     /// Whether the configuration in force is not saved yet.
     is_unsaved: bool,
     /// Whether a change did not apply to the configuration in force.
@@ -127,6 +131,7 @@ impl Forwarder {
             peers: Vec::new(),
             report_interval: DEFAULT_REPORT_INTERVAL,
             table_lifetime: DEFAULT_TABLE_LIFETIME,
+            missing_logged_at: Some(monotonic() + CONFIGURATION_DUE),
             table_ages: TableAges::new(monotonic()),
             timers,
             counted: monotonic(),
@@ -214,6 +219,7 @@ impl Forwarder {
             changed.into_iter().for_each(|service| self.set_servers(service));
         }
         self.choose_for_expired_tables();
+        self.log_missing_configuration();
     }
 
     /// Masks the servers of a service that are down by this load balancer's own checks, at once and also without a
@@ -391,6 +397,7 @@ impl Forwarder {
         problems.extend(self.symptoms.list().cloned());
         problems.extend(self.encapsulation_warnings());
         problems.extend(self.expired_tables());
+        problems.extend(self.missing_configuration().map(str::to_owned));
         problems
     }
 

@@ -198,6 +198,28 @@ impl Forwarder {
         Ok(())
     }
 
+    /// Returns the consequence of having no configuration, neither from a controller nor saved.
+    pub(super) fn missing_configuration(&self) -> Option<&'static str> {
+        if self.keys.is_some() {
+            return None;
+        }
+        Some(if self.balancer.taken_over() || self.balancer.is_upgrade_pending() {
+            "no configuration: the pinned services and tables forward, without health checks"
+        } else {
+            "no configuration: packets for VIPs pass to this machine, as no VIP is known"
+        })
+    }
+
+    pub(super) fn log_missing_configuration(&mut self) {
+        if self.missing_logged_at.is_none_or(|due| monotonic() < due) {
+            return;
+        }
+        self.missing_logged_at = None;
+        if let Some(problem) = self.missing_configuration() {
+            tracing::warn!(event = "no-configuration", "{problem}");
+        }
+    }
+
     /// Returns the configuration in force, if it changed since the last call.
     pub fn changed_configuration(&mut self) -> Option<FleetConfiguration> {
         std::mem::take(&mut self.is_unsaved).then(|| self.configuration()).flatten()

@@ -1,12 +1,15 @@
 //! State that is lost or cannot be written: load balancers and agents go on by what they have in force.
 
 use std::fs;
+use std::net::TcpStream;
+use std::process::Command;
+use std::time::{Duration, SystemTime};
 
-use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
+use coreward_testbed::fleet::{Fleet, FleetOptions, asking, coreward_command};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 
-use crate::support::{AT_EVERY_SERVER, eventually, metrics_page, open, series};
+use crate::support::{AT_EVERY_SERVER, assert_answered, eventually, logged_after, metrics_page, open, series};
 
 const METRICS: &str = "127.0.0.1:9440";
 
@@ -91,4 +94,58 @@ fn configuration_is_saved_when_the_disk_has_room() {
     fs::remove_dir(&obstacle).unwrap();
     eventually(*TIMEOUT, "the write is retried", || fs::read(&saved).unwrap() != before);
     eventually(*TIMEOUT, "the failure is over", || warnings(&fleet) == "[]" && warning_count() == 0.0);
+}
+
+/// Restarts the load balancer without pins, as after a reboot.
+fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
+    fleet.kill("lb1").unwrap();
+    let mut detach = Command::new(coreward_command().unwrap());
+    detach.args(["lb", "--detach", "--config"]).arg(testbed.directory().join("lb1.toml"));
+    testbed.run(testbed.load_balancer(1).unwrap(), detach).unwrap();
+    fleet.restart(testbed, "lb1").unwrap();
+}
+
+#[test]
+fn load_balancer_without_pins_and_controller_uses_its_saved_configuration() {
+    if skip_without_privilege("load_balancer_without_pins_and_controller_uses_its_saved_configuration") {
+        return;
+    }
+    let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
+    let more_of_load_balancers = format!("metrics = \"{METRICS}\"\n");
+    let applied = Some(DOCUMENT.to_owned());
+    let options = FleetOptions { steer: false, applied, more_of_load_balancers, ..FleetOptions::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    let metric = |name: &str| {
+        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS).ok()?;
+        series(&page, name)
+    };
+    let warnings = || metric("coreward_lb_warnings{load_balancer=\"lb1\"}");
+    let saved = testbed.directory().join("lb1.configuration");
+    eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
+    let mut before = open(&testbed, AT_EVERY_SERVER);
+    fleet.kill("controller").unwrap();
+
+    restart_without_pins(&testbed, &mut fleet);
+    eventually(*TIMEOUT, "the MAC addresses are known", || {
+        metric("coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
+    });
+    assert_answered(&mut before);
+    let vip = "10.200.0.1:80".parse().unwrap();
+    let connected = testbed.client().within(|| Ok(TcpStream::connect_timeout(&vip, Duration::from_millis(500))));
+    assert!(connected.unwrap().is_err(), "a new connection without a table");
+    let dropped = metric("coreward_lb_service_drops_total{service=\"web\",reason=\"no_eligible_server\"}");
+    assert!(dropped.is_some_and(|dropped| dropped > 0.0), "{dropped:?}");
+
+    fs::remove_file(&saved).unwrap();
+    let started = SystemTime::now();
+    restart_without_pins(&testbed, &mut fleet);
+    let words = "no configuration: packets for VIPs pass to this machine";
+    eventually(*TIMEOUT, words, || logged_after(&testbed, 1, words, started).is_some());
+    assert_eq!(warnings(), Some(1.0));
+
+    fleet.restart(&testbed, "controller").unwrap();
+    eventually(*TIMEOUT, "a configuration", || warnings() == Some(0.0));
+    open(&testbed, AT_EVERY_SERVER);
 }
