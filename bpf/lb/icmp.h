@@ -127,7 +127,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 
 	/* A plain connection's timestamp may look like any cookie: the flow table has the plain ones. */
 	if (quoted->has_timestamp && is_lb_stamped(service) && !find_flow(decision->service, quoted, &entry)) {
-		__u32 id = lb_stamped_id(quoted);
+		__u32 id = lb_stamped_id(ctx, quoted);
 
 		if (server_is_known(decision->service, id)) {
 			decide_server(id, LB_COUNTER_ICMP_ERROR, decision);

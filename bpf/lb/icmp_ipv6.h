@@ -55,6 +55,7 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 	quoted->family = ADDRESS_FAMILY_IPV6;
 	quoted->client_address = client_word_ipv6(data + QUOTED_IPV6_AT(destination));
 	quoted->ports = ports >> 16 | ports << 16;
+	quoted->client_at = QUOTED_IPV6_AT(destination);
 	quoted->transport = QUOTED_IPV6_TRANSPORT;
 	quoted->end = IPV6_TRANSPORT + length;
 	return 0;

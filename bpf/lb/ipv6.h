@@ -18,6 +18,7 @@
 #include "icmp_ipv6.h"
 #include "parse_ipv6.h"
 #include "placement.h"
+#include "reply.h"
 #include "service_mode.h"
 
 /* forward_fast_path_decided() of IPv6. */
@@ -32,6 +33,7 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 		.protocol = IPPROTO_TCP,
 		.echo_offset = echo_at,
 		.transport = IPV6_TRANSPORT,
+		.client_at = IPV6_AT(source),
 	};
 
 	if (data + FAST_PATH_IPV6_LENGTH > data_end)
@@ -194,6 +196,8 @@ static __always_inline int forward_ipv6(struct xdp_md *ctx)
 
 	if (action < 0)
 		action = forward_fast_path_syn_ipv6(ctx);
+	if (action < 0 && timestamps_lb_in_use)
+		action = forward_reply(ctx);
 	return action < 0 ? forward_other_ipv6(ctx) : action;
 }
 

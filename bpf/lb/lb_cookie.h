@@ -38,6 +38,7 @@
 
 #include "intf.h"
 #include "cookie.h"
+#include "ipv6_header.h"
 #include "parse.h"
 #include "placement.h"
 #include "state.h"
@@ -120,40 +121,62 @@ static __always_inline void take_clock(struct lb_stamped_server *server, __u32 m
 	server->has_clock = 1;
 }
 
-static __always_inline __u32 lb_stamping_time_mask(__u32 service, const struct packet *packet)
+/* The addresses are read from the frame. Not inlined: its stack would count in every call of decide(). */
+static __noinline __u64 tuple_hash_ipv6(struct xdp_md *ctx, const struct cookie_key *key, const struct packet *packet)
 {
-	const struct cookie_key *key = &lb_state.services[service & (MAX_SERVICES - 1)].time_key;
+	__u32 client_at = packet->client_at, vip_at = client_at;
+	void *data = (void *)(long)ctx->data;
+	void *data_end = (void *)(long)ctx->data_end;
 
-	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports) & LB_STAMPING_TIME_MASK;
+	vip_at += client_at == IPV6_AT(source) ? IPV6_ADDRESS_BYTES : -IPV6_ADDRESS_BYTES;
+	/* Masks that clang cannot remove: the verifier does not know these offsets. */
+	barrier_var(client_at);
+	barrier_var(vip_at);
+	client_at &= TRANSPORT_MASK;
+	vip_at &= TRANSPORT_MASK;
+	if (data + client_at + IPV6_ADDRESS_BYTES > data_end || data + vip_at + IPV6_ADDRESS_BYTES > data_end)
+		return 0;
+	return cookie_hash_ipv6(key, data + client_at, data + vip_at, packet->ports);
 }
 
-static __always_inline __u64 lb_stamping_hash(__u32 key_index, const struct packet *packet)
+static __always_inline __u64 tuple_hash(struct xdp_md *ctx, const struct cookie_key *key, const struct packet *packet)
 {
-	const struct cookie_key *key;
-
-	/* Kernel 6.1's verifier must see the mask on the register that becomes an index. */
-	barrier_var(key_index);
-	key = &lb_state.keys.key[key_index & 1];
+	if (is_ipv6(packet))
+		return tuple_hash_ipv6(ctx, key, packet);
 	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports);
 }
 
+static __always_inline __u32 lb_stamping_time_mask(struct xdp_md *ctx, __u32 service, const struct packet *packet)
+{
+	const struct cookie_key *key = &lb_state.services[service & (MAX_SERVICES - 1)].time_key;
+
+	return tuple_hash(ctx, key, packet) & LB_STAMPING_TIME_MASK;
+}
+
+static __always_inline __u64 lb_stamping_hash(struct xdp_md *ctx, __u32 key_index, const struct packet *packet)
+{
+	/* Kernel 6.1's verifier must see the mask on the register that becomes an index. */
+	barrier_var(key_index);
+	return tuple_hash(ctx, &lb_state.keys.key[key_index & 1], packet);
+}
+
 /* Returns the server's id in the cookie of `packet->echo`. */
-static __always_inline __u32 lb_stamped_id(const struct packet *packet)
+static __always_inline __u32 lb_stamped_id(struct xdp_md *ctx, const struct packet *packet)
 {
 	__u32 index = (packet->echo & LB_STAMPING_KEY_BIT) / LB_STAMPING_KEY_BIT;
 
-	return reveal(lb_stamping_hash(index, packet), packet->echo & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
+	return reveal(lb_stamping_hash(ctx, index, packet), packet->echo & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
 }
 
 /* Returns the TSval that the server at `mac` sent: the latest one of its clock with these 20 bits. */
-static __always_inline __u32 lb_stamped_echo(__u32 service, __u64 mac, const struct packet *packet)
+static __always_inline __u32 lb_stamped_echo(struct xdp_md *ctx, __u32 service, __u64 mac, const struct packet *packet)
 {
 	const struct lb_stamped_server *server = lb_stamped_server(service, mac);
 	__u32 time, latest;
 
 	if (!server)
 		return packet->echo;
-	time = (packet->echo >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(service, packet);
+	time = (packet->echo >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(ctx, service, packet);
 	latest = clock_of(server) + LB_STAMPING_SLACK_MS;
 	return latest - ((latest - time) & LB_STAMPING_TIME_MASK);
 }

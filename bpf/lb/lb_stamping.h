@@ -55,14 +55,14 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 		decision->before = KEEP_IDENTIFICATION;
 		return;
 	}
-	id = lb_stamped_id(packet);
+	id = lb_stamped_id(ctx, packet);
 	if (!packet->has_timestamp || !server_is_known(decision->service, id)) {
 		decision->outcome = LB_COUNTER_DROP_UNKNOWN_COOKIE;
 		return;
 	}
 	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
 	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
-	decision->echo = lb_stamped_echo(decision->service, decision->destination, packet);
+	decision->echo = lb_stamped_echo(ctx, decision->service, decision->destination, packet);
 }
 
 static __always_inline void decide_lb_stamped(struct xdp_md *ctx, struct service_state *state,

@@ -75,8 +75,12 @@ struct packet {
 	__u8 protocol;
 	/* ADDRESS_FAMILY_IPV6, or 0 for IPv4. */
 	__u8 family;
-	/* IP identification, in the packet's byte order. */
-	__u16 identification;
+	union {
+		/* IPv4, in the packet's byte order. */
+		__u16 identification;
+		/* IPv6: offset in the frame of the client's address; the VIP is in front of it or behind it. */
+		__u16 client_at;
+	};
 	/* 0: the packet is complete; else the field of its offset and "more fragments". */
 	__u16 fragment;
 	/* Offset of TSecr in the frame; 0: none. */

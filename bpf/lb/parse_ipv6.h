@@ -85,6 +85,7 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 	packet->client_address = client_word_ipv6(data + IPV6_AT(source));
 	packet->protocol = PACKET_U8(data, IPV6_AT(next_header));
 	packet->fragment = 0;
+	packet->client_at = IPV6_AT(source);
 	packet->end = IPV6_TRANSPORT + length;
 	return parse_extension_headers(ctx, packet);
 }

@@ -13,6 +13,7 @@
 #include "decide.h"
 #include "flow_table.h"
 #include "parse.h"
+#include "parse_ipv6.h"
 #include "rewrite.h"
 #include "service_mode.h"
 #include "stats.h"
@@ -36,12 +37,13 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 }
 
 /* Returns TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
-static __always_inline __u32 lb_stamped_value(__u32 service, const struct packet *packet,
+static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					      const struct lb_stamped_server *server, __u32 milliseconds)
 {
 	__u32 index = stamping_key(milliseconds - server->offset_ms);
-	__u32 time = (milliseconds + lb_stamping_time_mask(service, packet)) & LB_STAMPING_TIME_MASK;
-	__u32 id = hide(lb_stamping_hash(index, packet), server->server_id & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
+	__u32 time = (milliseconds + lb_stamping_time_mask(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
+	__u32 id = hide(lb_stamping_hash(ctx, index, packet), server->server_id & LB_STAMPING_ID_MASK,
+			LB_STAMPING_ID_BITS);
 	__u32 value = time << LB_STAMPING_TIME_SHIFT | index * LB_STAMPING_KEY_BIT | id;
 
 	return value ? value : 1u << LB_STAMPING_TIME_SHIFT;
@@ -93,7 +95,7 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   __u64 source_mac)
 {
-	__u32 offset = packet->echo_offset - sizeof(__u32), milliseconds;
+	__u32 offset = packet->echo_offset - sizeof(__u32), milliseconds, stamped;
 	struct lb_stamped_server *server = lb_stamped_server(service, source_mac);
 	__be32 value = 0;
 
@@ -102,9 +104,40 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 	milliseconds = bpf_ntohl(value);
 	if (!is_to_be_stamped(ctx, service, packet, server, milliseconds))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset,
-			  lb_stamped_value(service, packet, server, milliseconds));
+	stamped = lb_stamped_value(ctx, service, packet, server, milliseconds);
+	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset, stamped);
 	return LB_COUNTER_REPLY_STAMPED;
+}
+
+/*
+ * Fills `packet` with addresses and ports as in the client's packets, of a TCP packet in IPv4. Returns the number of
+ * the service that it is from, or NO_SERVICE.
+ */
+static __always_inline __u32 parse_reply_ipv4(const void *data, const void *data_end, struct packet *packet)
+{
+	__u32 vip;
+
+	if (parse_ethernet(data, data_end) || parse_ipv4(data, data_end, packet) || packet->fragment ||
+	    packet->protocol != IPPROTO_TCP || parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet))
+		return NO_SERVICE;
+	vip = packet->client_address;
+	packet->client_address = packet->vip_address;
+	packet->vip_address = vip;
+	packet->ports = packet->ports << 16 | packet->ports >> 16;
+	return find_service_of(packet);
+}
+
+/* The same in IPv6. `data`: IPV6_TRANSPORT bytes are there. */
+static __always_inline __u32 parse_reply_ipv6(struct xdp_md *ctx, const void *data, const void *data_end,
+					      struct packet *packet)
+{
+	if (data + IPV6_TRANSPORT > data_end || parse_ipv6(ctx, data, data_end, packet) || packet->fragment ||
+	    packet->protocol != IPPROTO_TCP || parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet))
+		return NO_SERVICE;
+	packet->client_address = client_word_ipv6(data + IPV6_AT(destination));
+	packet->client_at = IPV6_AT(destination);
+	packet->ports = packet->ports << 16 | packet->ports >> 16;
+	return service_of_ipv6(data + IPV6_AT(source), packet->ports >> 16, IPPROTO_TCP);
 }
 
 /* Handles a frame that is for no service and may be from one. Returns an XDP action, or -1. Global, as decide() is. */
@@ -116,18 +149,14 @@ __noinline int forward_reply(struct xdp_md *ctx)
 	struct service service;
 	enum lb_counter outcome;
 	__u64 source_mac;
-	__u32 number, vip;
+	__u32 number;
 
-	if (parse_ethernet(data, data_end) || !sent_to_us(data) || parse_ipv4(data, data_end, &packet) ||
-	    packet.fragment || packet.protocol != IPPROTO_TCP ||
-	    parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, &packet))
+	if (data + ETH_HLEN > data_end || !sent_to_us(data))
 		return -1;
-	/* As in the client's packets. */
-	vip = packet.client_address;
-	packet.client_address = packet.vip_address;
-	packet.vip_address = vip;
-	packet.ports = packet.ports << 16 | packet.ports >> 16;
-	number = find_service_of(&packet);
+	if (ipv6_in_use && is_ipv6_frame(data, data_end))
+		number = parse_reply_ipv6(ctx, data, data_end, &packet);
+	else
+		number = parse_reply_ipv4(data, data_end, &packet);
 	if (!is_service(number))
 		return -1;
 	service = decode_service(number);

@@ -366,6 +366,9 @@ pub fn disable_ipv6(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
+/// Path below /proc/sys of the sysctl by which a machine routes IPv6.
+pub const IPV6_FORWARDING: &str = "net/ipv6/conf/all/forwarding";
+
 /// Returns the path of a device's sysctl below /proc/sys.
 pub fn device_sysctl(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")

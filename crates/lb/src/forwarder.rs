@@ -380,13 +380,18 @@ impl Forwarder {
         self.switch_when_ready()
     }
 
-    fn stamps(&self) -> bool {
-        self.services.values().any(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer)
-    }
-
     /// Returns missing settings of this machine's kernel.
     fn routing_problems(&self) -> Vec<String> {
-        if self.stamps() { routing::problems(&self.interface) } else { Vec::new() }
+        let stamped = self.services.values().map(|(service, _)| service);
+        let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
+        let mut problems = Vec::new();
+        if stamped.clone().any(|service| service.address.socket.is_ipv4()) {
+            problems = routing::problems(&self.interface);
+        }
+        if stamped.any(|service| service.address.socket.is_ipv6()) {
+            problems.extend(routing::ipv6_problem());
+        }
+        problems
     }
 
     /// Returns faults of this machine.

@@ -15,6 +15,20 @@ pub fn problems(interface: &str) -> Vec<String> {
     problems_of(interface, value)
 }
 
+/// Returns the problem of IPv6 answers, if there is one. Linux forwards for all devices or for none, and has no setting
+/// for redirects: hosts ignore those for routes by another address than the router's link-local one.
+pub fn ipv6_problem() -> Option<String> {
+    ipv6_problem_of(&std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/forwarding").ok()?)
+}
+
+fn ipv6_problem_of(forwarding: &str) -> Option<String> {
+    (forwarding.trim() == "0").then(|| {
+        "net.ipv6.conf.all.forwarding is 0: expected 1, or no IPv6 answer of a server whose timestamps are by \"lb\" \
+         reaches a client"
+            .to_owned()
+    })
+}
+
 /// `value`: of a sysctl, by its directory and name.
 fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
@@ -40,6 +54,12 @@ fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Ve
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn missing_ipv6_forwarding_is_named() {
+        assert_eq!(ipv6_problem_of("1\n"), None);
+        assert!(ipv6_problem_of("0\n").unwrap().starts_with("net.ipv6.conf.all.forwarding is 0: expected 1"));
+    }
 
     #[test]
     fn routing_problems_are_named() {

@@ -108,17 +108,6 @@ impl Transfer {
     }
 }
 
-/// A setting that a service with an IPv6 VIP cannot have yet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NotForIpv6 {
-    /// LB-side stamping.
-    #[error("timestamps by \"lb\": expected \"server\" or \"off\"")]
-    LbTimestamps,
-    /// A migration.
-    #[error("a migration: expected neither `migrate_from` nor `migrate_to`")]
-    Migration,
-}
-
 /// Data-plane settings of a service besides its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
@@ -173,15 +162,6 @@ impl ServiceMode {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == Timestamps::Off
             || self.transfer.is_some()
-    }
-
-    /// Returns the settings that a service with an IPv6 VIP cannot have.
-    pub fn not_for_ipv6(self) -> impl Iterator<Item = NotForIpv6> {
-        let settings = [
-            (self.timestamps == Timestamps::LoadBalancer, NotForIpv6::LbTimestamps),
-            (self.transfer.is_some(), NotForIpv6::Migration),
-        ];
-        settings.into_iter().filter_map(|(applies, setting)| applies.then_some(setting))
     }
 
     /// Returns the default mode. UDP has no cookie: by flow.

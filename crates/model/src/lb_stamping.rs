@@ -10,6 +10,7 @@
 
 use coreward_intf as intf;
 
+use crate::connection_table::client_word;
 use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
@@ -87,20 +88,19 @@ impl Clock {
         self.agreeing >= AGREEING
     }
 
-    /// Records a SYN-ACK to the client of `tuple` at `now_ms`, with its TSval, if it has one.
-    pub fn syn_ack(&mut self, tuple: &FourTuple, milliseconds: Option<u32>, now_ms: u32) {
+    /// Records a SYN-ACK of the connection with this [`connection_word`] at `now_ms`, with its TSval, if it has one.
+    pub fn syn_ack(&mut self, connection: u32, milliseconds: Option<u32>, now_ms: u32) {
         self.syn_acks += 1;
         let Some(milliseconds) = milliseconds else { return };
         self.with_timestamps += 1;
         let offset_ms = milliseconds.wrapping_sub(now_ms);
-        let client = client_word(tuple);
         if self.agreeing == 0 || !agree(offset_ms, self.newest_ms, intf::LB_STAMPING_TOLERANCE_MS) {
             self.disagreed += u64::from(self.agreeing > 0);
             self.agreeing = 1;
-        } else if !self.is_verified() && client != self.newest_client {
+        } else if !self.is_verified() && connection != self.newest_client {
             self.agreeing += 1;
         }
-        (self.newest_ms, self.newest_client) = (offset_ms, client);
+        (self.newest_ms, self.newest_client) = (offset_ms, connection);
         let near = |known| agree(offset_ms, known, intf::LB_STAMPING_TOLERANCE_MS / 2);
         if self.is_verified() && !self.offset_ms.is_some_and(near) {
             self.offset_ms = Some(offset_ms);
@@ -123,11 +123,12 @@ fn agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Distinguishes connections by their SYN-ACKs: address XOR ports in the packet's byte order.
-fn client_word(tuple: &FourTuple) -> u32 {
+/// Returns the word that distinguishes connections by their SYN-ACKs: the client's, by the load balancer's key, XOR
+/// ports in the packet's byte order.
+pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
-    let word = |at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
-    word(0) ^ word(bytes.len() - 4)
+    let ports = u32::from_ne_bytes(bytes[bytes.len() - 4..].try_into().expect("four bytes"));
+    client_word(key, tuple.client().ip()) ^ ports
 }
 
 #[cfg(test)]
@@ -177,20 +178,20 @@ mod tests {
     fn clock_is_known_after_several_agreeing_connections() {
         let mut clock = Clock::default();
         for second in 0..10u32 {
-            clock.syn_ack(&tuple(1, 1), Some(5_000_000 + second * 1000), 7 + second * 1000);
+            clock.syn_ack(1, Some(5_000_000 + second * 1000), 7 + second * 1000);
         }
         assert_eq!((clock.agreeing, clock.is_verified(), clock.offset_ms), (1, false, None));
         for port in 2..5 {
-            clock.syn_ack(&tuple(1, port), Some(5_010_100), 10_000);
+            clock.syn_ack(port, Some(5_010_100), 10_000);
         }
         assert!(clock.is_verified() && clock.disagreed == 0);
         assert_eq!(clock.at(10_000), 5_010_100);
         // Small deviations keep it. A new clock ends it for new connections only.
-        clock.syn_ack(&tuple(1, 9), Some(5_010_000), 10_200);
+        clock.syn_ack(9, Some(5_010_000), 10_200);
         assert_eq!((clock.at(10_000), clock.is_verified()), (5_010_100, true));
-        clock.syn_ack(&tuple(1, 10), Some(77), 10_200);
+        clock.syn_ack(10, Some(77), 10_200);
         assert_eq!((clock.at(10_000), clock.is_verified(), clock.disagreed), (5_010_100, false, 1));
-        clock.syn_ack(&tuple(1, 11), None, 10_200);
+        clock.syn_ack(11, None, 10_200);
         assert_eq!((clock.syn_acks, clock.with_timestamps), (16, 15));
     }
 

@@ -169,11 +169,7 @@ impl GenState {
     /// Returns a mode for a service; IPv6 does not have all of them.
     fn mode(&self, address: ServiceAddress, rng: &mut FuzzRng) -> ServiceMode {
         let mode = self.mode_of_ipv4(address.protocol, rng);
-        if address.socket.is_ipv4() || mode.not_for_ipv6().next().is_none() {
-            return mode;
-        }
-        let timestamps = if mode.timestamps == Timestamps::Off { Timestamps::Off } else { Timestamps::Server };
-        ServiceMode { transfer: None, timestamps, ..mode }
+        if address.socket.is_ipv4() { mode } else { ServiceMode { transfer: None, ..mode } }
     }
 
     fn mode_of_ipv4(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {

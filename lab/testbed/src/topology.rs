@@ -249,8 +249,8 @@ impl Testbed {
         }
         ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT, DEVICE) + &routes))?;
         if self.options.answers_by_load_balancer {
+            self.make_forward(&namespace)?;
             namespace.set_sysctls(&[
-                ("ipv4/ip_forward", "1"),
                 ("ipv4/conf/all/send_redirects", "0"),
                 (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
             ])?;

@@ -5,7 +5,7 @@ use std::mem::offset_of;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::consistency::{Consistency, NotForIpv6, ServiceMode, Timestamps, Transfer};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::tuple::{Protocol, address_of};
 use coreward_model::{ServerId, ServiceAddress};
@@ -55,8 +55,8 @@ pub enum ModeError {
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
     /// Not built for IPv6 yet.
-    #[error("service {0}: an IPv6 VIP with {1}")]
-    NotForIpv6(ServiceAddress, NotForIpv6),
+    #[error("service {0}: an IPv6 VIP with a migration: expected an IPv4 VIP")]
+    MigratesIpv6(ServiceAddress),
 }
 
 fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
@@ -74,10 +74,10 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
     if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
         return Err(ModeError::CannotTransfer(*address));
     }
-    match mode.not_for_ipv6().next().filter(|_| address.socket.is_ipv6()) {
-        Some(setting) => Err(ModeError::NotForIpv6(*address, setting)),
-        None => Ok(()),
+    if mode.transfer.is_some() && address.socket.is_ipv6() {
+        return Err(ModeError::MigratesIpv6(*address));
     }
+    Ok(())
 }
 
 /// Returns a slot's number: SERVICE_INDEX_MASK and so on of `bpf/include/intf.h`.

@@ -4,7 +4,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use coreward_dataplane::lb::Options;
 use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, Transfer};
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
 use coreward_model::placement::{PlacementState, Rule};
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -12,7 +12,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
-use crate::support::balancer::{Balancer, Identification, XDP_DROP, before, random_table, service};
+use crate::support::balancer::{Balancer, Identification, XDP_DROP, before, id, random_table, service};
 use crate::support::stateful::{STATEFUL, number_of, own};
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, may_load_bpf, timestamp};
 
@@ -279,14 +279,14 @@ fn prefix_of_ipv6_holds_a_part_of_the_connection_table() {
 }
 
 #[test]
-fn ipv6_services_of_other_modes_are_rejected() {
-    if !may_load_bpf("ipv6_services_of_other_modes_are_rejected") {
+fn migration_of_an_ipv6_service_is_rejected() {
+    if !may_load_bpf("migration_of_an_ipv6_service_is_rejected") {
         return;
     }
     let mut balancer = balancer(&mut seeded_rng(66, 0));
-    let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
+    let mode = ServiceMode { transfer: Some(Transfer::AdoptedFrom(id(7))), ..ServiceMode::default() };
     let error = balancer.lb.set_services(&[(service(VIP), mode)]).unwrap_err().to_string();
-    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP with timestamps"), "{error}");
+    assert!(error.contains("[2001:db8::c8:1]:80/tcp: an IPv6 VIP with a migration"), "{error}");
 }
 
 #[test]

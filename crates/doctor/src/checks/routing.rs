@@ -1,10 +1,11 @@
 //! Checks of routed packets.
 
-use crate::facts::{Facts, Role, device_sysctl};
+use crate::facts::{Facts, IPV6_FORWARDING, Role, device_sysctl};
 use crate::finding::Finding;
 
+/// Returns whether a service with an IPv4 VIP is stamped here.
 fn stamps_replies_here(facts: &Facts) -> bool {
-    facts.services.iter().any(|service| service.stamped_by_lb)
+    facts.services.iter().any(|service| service.stamped_by_lb && service.vip().is_ipv4())
 }
 
 /// RFC 3704, Sect. 2.2: strict.
@@ -34,6 +35,22 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
 }
 
 pub fn forwarding(facts: &Facts) -> Vec<Finding> {
+    let mut findings = forwarding_ipv4(facts);
+    findings.extend(forwarding_ipv6(facts));
+    findings
+}
+
+fn forwarding_ipv6(facts: &Facts) -> Option<Finding> {
+    facts.services.iter().find(|service| service.stamped_by_lb && service.vip().is_ipv6())?;
+    if facts.sysctl(IPV6_FORWARDING)? != 0 {
+        return Some(Finding::ok("on for IPv6"));
+    }
+    let why = "servers' answers come to this machine as to a router: none reaches a client";
+    let fault = Finding::fault("net.ipv6.conf.all.forwarding is 0: expected 1", why);
+    Some(fault.sysctl(IPV6_FORWARDING.to_owned(), "1", false))
+}
+
+fn forwarding_ipv4(facts: &Facts) -> Vec<Finding> {
     if !stamps_replies_here(facts) {
         return vec![];
     }

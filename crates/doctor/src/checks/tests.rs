@@ -413,6 +413,22 @@ fn answers_by_a_load_balancer_need_a_router() {
 }
 
 #[test]
+fn load_balancer_that_stamps_for_ipv6_alone_needs_its_forwarding_alone() {
+    let stamping = |forwarding: &'static str| {
+        move |facts: &mut Facts| {
+            facts.services[0].stamped_by_lb = true;
+            facts.services[0].address.socket.set_ip("2001:db8::1".parse().unwrap());
+            facts.sysctls.insert("net/ipv4/conf/eth7/forwarding".to_owned(), "0".to_owned());
+            facts.sysctls.insert(IPV6_FORWARDING.to_owned(), forwarding.to_owned());
+        }
+    };
+    let of_forwarding = |forwarding| {
+        found(Role::Lb, stamping(forwarding)).into_iter().filter(|(check, _)| *check == "forwarding").count()
+    };
+    assert_eq!((of_forwarding("0"), of_forwarding("1")), (1, 0));
+}
+
+#[test]
 fn slow_or_unsynchronised_clocks_are_found() {
     let server = |change: fn(&mut Facts)| found(Role::Server, change);
     assert_eq!(server(|facts| facts.clock.source = "hpet".to_owned()), [("clock-source", WARNING)]);

@@ -19,7 +19,9 @@ use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
-use crate::facts::{Address, BpfFileSystem, Clock, Facts, Kernel, Role, Settings, device_sysctl, disable_ipv6};
+use crate::facts::{
+    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING, Kernel, Role, Settings, device_sysctl, disable_ipv6,
+};
 pub use settings::CliOptions;
 
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
@@ -89,6 +91,7 @@ fn sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
         }
     }
     paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6));
+    paths.push(IPV6_FORWARDING.to_owned());
     let read = |path: String| {
         let value = fs::read_to_string(Path::new("/proc/sys").join(&path)).ok()?;
         Some((path, value.trim().to_owned()))

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_config::{Period, Reader, Span, Spanned, format_time};
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::consistency::{ServiceMode, Timestamps};
+use coreward_model::consistency::Timestamps;
 use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
 use coreward_wire::ServiceIndex;
@@ -146,9 +146,8 @@ impl Services<'_> {
                 self.no_server_has(address.socket.ip(), &service.vip.span, reader);
             }
             if address.is_some_and(|address| address.socket.is_ipv6()) {
-                mode::check_ipv6(service, mode, reader);
+                mode::check_ipv6(service, reader);
             }
-            self.needs_ipv4(service, &pool, mode, reader);
             let is_ipv6 = |address: IpAddr| address.is_ipv6();
             let has_ipv6 = address.is_some_and(|address| is_ipv6(address.socket.ip()))
                 || pool.iter().any(|position| is_ipv6(self.servers[*position].address));
@@ -174,24 +173,6 @@ impl Services<'_> {
         }
         transfer::check_servers(&services, self.servers, listed, reader);
         services
-    }
-
-    /// LB-side stamping is for servers with IPv4 addresses.
-    fn needs_ipv4(&self, service: &Service, pool: &[usize], mode: ServiceMode, reader: &mut Reader<'_>) {
-        let Some(written) = &service.timestamps else { return };
-        if mode.timestamps != Timestamps::LoadBalancer {
-            return;
-        }
-        let ipv6 = pool.iter().map(|position| &self.servers[*position]).find(|server| server.address.is_ipv6());
-        if let Some(server) = ipv6 {
-            let message = format!(
-                "{:?} with server {:?} at {}: expected servers with IPv4 addresses",
-                mode.timestamps.name(),
-                server.name,
-                server.address
-            );
-            reader.mistake(written.span(), message);
-        }
     }
 
     /// A VIP is on every server's loopback without ARP, so a server with this address would be unreachable.

@@ -1,4 +1,5 @@
 use coreward_config::Source;
+use coreward_model::consistency::Timestamps;
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::ProbeAddress;
 
@@ -58,10 +59,6 @@ fn vip_that_no_client_reaches_is_rejected_with_its_kind() {
 fn setting_that_ipv6_does_not_allow_is_rejected_in_its_line() {
     for (keys, message) in [
         (
-            "timestamps = \"lb\"",
-            "7:14: key `service.timestamps`: an IPv6 VIP with timestamps by \"lb\": expected \"server\" or \"off\"",
-        ),
-        (
             "migrate_to = \"10.2.0.9\"",
             "7:14: key `service.migrate_to`: an IPv6 VIP with a migration: expected neither `migrate_from` nor \
              `migrate_to`",
@@ -99,10 +96,11 @@ fn server_may_have_an_ipv6_address() {
 }
 
 #[test]
-fn ipv6_server_is_rejected_where_the_load_balancer_stamps() {
-    let expected = "fleet.toml:7:14: key `service.timestamps`: \"lb\" with server \"s1\" at 2001:db8::11: expected \
-                    servers with IPv4 addresses";
-    assert_eq!(parse_server("2001:db8::11", "timestamps = \"lb\"").unwrap_err(), expected);
+fn load_balancers_stamp_for_either_family() {
+    for vip in ["10.200.0.1:80", "[2001:db8::1]:80"] {
+        assert_eq!(parse(vip, "timestamps = \"lb\"").unwrap().services[0].mode.timestamps, Timestamps::LoadBalancer);
+    }
+    assert!(parse_server("2001:db8::11", "timestamps = \"lb\"").is_ok());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Consistency mode of a service: valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
 use coreward_config::{Reader, Spanned};
-use coreward_model::consistency::{Consistency, NotForIpv6, ServiceMode, Timestamps};
+use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::policy;
 use coreward_model::tuple::Protocol;
 
@@ -26,17 +26,11 @@ pub fn of(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> Ser
     ServiceMode { forwarding, ..mode }
 }
 
-/// Adds the settings that an IPv6 VIP does not allow to the reader's list.
-pub fn check_ipv6(service: &Service, mode: ServiceMode, reader: &mut Reader<'_>) {
-    let migration = service.migrate_from.as_ref().or(service.migrate_to.as_ref()).map(Spanned::span);
-    // The mode of the document has no transfer: it lacks the other load balancer's id.
-    let settings = mode.not_for_ipv6().chain(migration.as_ref().map(|_| NotForIpv6::Migration));
-    for setting in settings {
-        let span = match setting {
-            NotForIpv6::LbTimestamps => service.timestamps.as_ref().map(Spanned::span),
-            NotForIpv6::Migration => migration.clone(),
-        };
-        reader.mistake(span.unwrap_or_else(|| service.vip.span.clone()), format!("an IPv6 VIP with {setting}"));
+/// Adds what an IPv6 VIP does not allow to the reader's list.
+pub fn check_ipv6(service: &Service, reader: &mut Reader<'_>) {
+    if let Some(migration) = service.migrate_from.as_ref().or(service.migrate_to.as_ref()) {
+        let message = "an IPv6 VIP with a migration: expected neither `migrate_from` nor `migrate_to`";
+        reader.mistake(migration.span(), message);
     }
 }
 

@@ -12,7 +12,7 @@ use crate::ServerId;
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::key_activation;
-use crate::lb_stamping::{self, Clock};
+use crate::lb_stamping::{self, Clock, connection_word};
 use crate::tuple::Protocol;
 
 /// The server behind a source address, and its clock.
@@ -130,13 +130,13 @@ impl LoadBalancer {
 
     /// Processes a frame that a server of such a service may have sent; `None`: it did not.
     pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
-        let outer = packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
-        let whole = packet::ip(frame).ok().filter(|whole| whole.vip.is_ipv4())?;
-        if outer.protocol != Protocol::Tcp.number() || whole.part != Part::Whole {
+        packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
+        let whole = packet::ip(frame).ok()?;
+        if whole.protocol != Protocol::Tcp.number() || whole.part != Part::Whole {
             return None;
         }
         let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
-        let service_slot = self.service_at(whole.client, ports.0, outer.protocol).ok()?;
+        let service_slot = self.service_at(whole.client, ports.0, whole.protocol).ok()?;
         if !self.is_lb_stamped(service_slot) {
             return None;
         }
@@ -185,7 +185,7 @@ impl LoadBalancer {
             known.clock.answer(milliseconds, now_ms);
             return true;
         }
-        known.clock.syn_ack(&packet.tuple(), milliseconds, now_ms);
+        known.clock.syn_ack(connection_word(&self.stateful.key, &packet.tuple()), milliseconds, now_ms);
         if milliseconds.is_some() && known.clock.is_verified() && plain.is_none() {
             return true;
         }

@@ -5,17 +5,18 @@
 use std::process::Command;
 
 use coreward_model::consistency::Timestamps;
-use coreward_testbed::addresses::{DEVICE, VIP};
+use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
 use serde_json::Value;
 
 use crate::support::{TestEnv, eventually, unbroken};
 
-/// Servers with these values of net.ipv4.tcp_timestamps.
-fn site(instance: &str, tcp_timestamps: &[&str]) -> TestEnv {
+/// Servers with these values of net.ipv4.tcp_timestamps, which are for both families.
+fn site(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
+        family,
         servers: tcp_timestamps.len() as u16,
         router_mtu: Some(1500),
         answers_by_load_balancer: true,
@@ -50,7 +51,11 @@ fn clock(site: &TestEnv, server: &str) -> (String, String) {
 
 fn forward(site: &TestEnv, value: &str) {
     let load_balancer = site.testbed.load_balancer(1).unwrap();
-    load_balancer.set_sysctls(&[(&format!("ipv4/conf/{DEVICE}/forwarding"), value)]).unwrap();
+    let setting = match site.testbed.options().family {
+        Family::Ipv4 => format!("ipv4/conf/{DEVICE}/forwarding"),
+        Family::Ipv6 => "ipv6/conf/all/forwarding".to_owned(),
+    };
+    load_balancer.set_sysctls(&[(&setting, value)]).unwrap();
 }
 
 /// Connections to every server, until their clocks are known.
@@ -59,7 +64,8 @@ fn warm_up(site: &TestEnv) {
     // Below the ports of the streams that come.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
     let mut connect = Command::new("bash");
-    connect.args(["-c", &format!("for n in {{1..100}}; do exec 3<>/dev/tcp/{VIP}/80; exec 3>&-; done")]);
+    let vip = site.testbed.service().ip();
+    connect.args(["-c", &format!("for n in {{1..100}}; do exec 3<>/dev/tcp/{vip}/80; exec 3>&-; done")]);
     site.testbed.run(client, connect).unwrap();
     let servers = site.testbed.server_numbers();
     eventually(*TIMEOUT, "all clocks are known", || {
@@ -69,10 +75,21 @@ fn warm_up(site: &TestEnv) {
 
 #[test]
 fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
-    if skip_without_privilege("servers_without_an_agent_come_and_go_and_no_connection_breaks") {
-        return;
+    if !skip_without_privilege("servers_without_an_agent_come_and_go_and_no_connection_breaks") {
+        no_connection_breaks("lbts", Family::Ipv4);
     }
-    let mut site = site("lbts", &["2"; 5]);
+}
+
+#[test]
+fn servers_without_an_agent_come_and_go_and_no_ipv6_connection_breaks() {
+    if !skip_without_privilege("servers_without_an_agent_come_and_go_and_no_ipv6_connection_breaks") {
+        no_connection_breaks("lbts6", Family::Ipv6);
+    }
+}
+
+/// Servers come and go, keys change, and the load balancer restarts.
+fn no_connection_breaks(instance: &str, family: Family) {
+    let mut site = site(instance, family, &["2"; 5]);
     // A load balancer that loses its memory loses the connections that are not stamped: let there be none.
     warm_up(&site);
     site.set(5, None);
@@ -116,7 +133,7 @@ fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
         return;
     }
     // Without timestamps; with clocks of their own, as Linux has it by default; with one clock.
-    let mut site = site("lbtsown", &["0", "1", "2", "2"]);
+    let mut site = site("lbtsown", Family::Ipv4, &["0", "1", "2", "2"]);
     let client = site.streams(150.0);
     site.connections(375);
     site.set(4, Some(AdminState::Draining));
