@@ -63,6 +63,8 @@ static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct pa
 		next = header.next;
 		if (at > TRANSPORT_MASK - TCP_CHECKSUM_OFFSET)
 			return parse_ended(LB_COUNTER_DROP_EXTENSION_HEADERS);
+		if (packet->fragment && at > packet->end)
+			return parse_ended(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (packet->fragment)
 			break;
 	}

@@ -165,6 +165,10 @@ fn malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes() {
     drop(&with(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
     // The chain of extension headers ends beyond the packet, or beyond what is read.
     drop(&ipv6_frame([client.0, VIP.0], &[(0, vec![0, 0])], 6, &[]), "drop_malformed_ipv6");
+    // A later fragment whose header ends behind the packet, in padding.
+    let mut fragment = ipv6_frame([client.0, VIP.0], &[(44, vec![0, 0, 0, 8, 0, 0, 0, 7])], 17, &[0; 8]);
+    fragment[18..20].copy_from_slice(&7u16.to_be_bytes());
+    drop(&fragment, "drop_malformed_ipv6");
     let long = (60, [&[0, 9][..], &[0; 78]].concat());
     drop(&frame_behind(&[long], client, ACK, vec![]), "drop_extension_headers");
     // Six headers are walked over, a seventh one is no protocol that is balanced.

@@ -91,9 +91,8 @@ fn walk(packet: &[u8]) -> Result<Walked, Ended> {
         // All but the reserved bits: 0 if it is the whole packet (RFC 6946).
         if number == FRAGMENT && field & !0x6 != 0 {
             let part = if field & !0x7 == 0 { Part::First } else { Part::Later };
-            // A frame that ends in the fragment header has no transport header either.
-            let identification =
-                packet.get(at - 4..at).map_or(0, |id| u32::from_be_bytes([id[0], id[1], id[2], id[3]]));
+            let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
+            let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
             return Ok(Walked { protocol: next, part, identification, transport: at });
         }
     }
