@@ -28,7 +28,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop, XdpMode};
-use crate::forwarder::Forwarder;
+use crate::forwarder::{Forwarder, PROGRAM_LIMIT};
 use crate::health::Health;
 use crate::last_configuration::LastConfiguration;
 use crate::sweeper::Sweeper;
@@ -39,8 +39,6 @@ const TICK_INTERVAL: Duration = Duration::from_millis(100);
 const STATE_GAP: Duration = Duration::from_millis(20);
 /// Queue of messages to the controller: a state, counts and socket queries.
 const MESSAGES: usize = 64;
-/// Time limit of a configuration, which may need another program: loading it took 10 s in a loaded, emulated machine.
-const CONFIGURATION_LIMIT: Duration = Duration::from_secs(60);
 const UNRESOLVED: &str = "MAC addresses are not resolved";
 
 /// Runs until SIGTERM or SIGINT; pinned objects stay at work. Fails when the file is invalid, another process is at
@@ -362,7 +360,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
     match update.update {
         Some(Update::Configuration(configuration)) => {
             let taken = match FleetConfiguration::decode(configuration) {
-                Ok((number, configuration, refused)) => coreward_daemon::block_within(CONFIGURATION_LIMIT, || {
+                Ok((number, configuration, refused)) => coreward_daemon::block_within(PROGRAM_LIMIT, || {
                     forwarder.apply_configuration(number, configuration, &refused)
                 }),
                 Err(error) => {
@@ -376,7 +374,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         Some(Update::Change(change)) => {
             let taken = match FleetChange::decode(change) {
                 Ok((change, refused)) => {
-                    coreward_daemon::block_within(CONFIGURATION_LIMIT, || forwarder.apply_change(change, &refused))
+                    coreward_daemon::block_within(PROGRAM_LIMIT, || forwarder.apply_change(change, &refused))
                 }
                 Err(error) => {
                     let error = anyhow::Error::from(error);

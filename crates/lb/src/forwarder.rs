@@ -42,6 +42,8 @@ const SWEEP_BEATS: u32 = 10;
 const SWEPT_AT_ONCE: u32 = 131_072;
 /// Time after which servers without ARP answer do not delay an upgrade.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit of a change that loads another program: 10 s in a loaded, emulated machine.
+pub const PROGRAM_LIMIT: Duration = Duration::from_secs(60);
 /// Time after the start within which a controller should have sent a configuration.
 const CONFIGURATION_DUE: Duration = Duration::from_secs(5);
 /// Interval of counts, which read the whole table.
@@ -342,7 +344,12 @@ impl Forwarder {
         let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!("a table for service index {}, which is not configured", service.get());
         };
-        self.balancer.install_table(*index, table)?;
+        let index = *index;
+        if self.balancer.changes_rule(index, table) {
+            coreward_daemon::block_within(PROGRAM_LIMIT, || self.balancer.install_table(index, table))?;
+        } else {
+            self.balancer.install_table(index, table)?;
+        }
         if self.table_ages.renew(service) {
             tracing::info!(
                 event = "table-renewed",

@@ -54,9 +54,14 @@ impl LoadBalancer {
         self.install(service, Hashing::Kept, &table)
     }
 
+    /// Whether the service has no table or one of another rule: installing `table` may load another program.
+    pub fn changes_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
+        self.service(service).rule() != rule_of(table)
+    }
+
     fn install(&mut self, service: ServiceIndex, hashing: Hashing, table: &PlacementTable) -> anyhow::Result<()> {
         tables::check(table)?;
-        let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
+        let rule = rule_of(table);
         let with_rule = EnabledFeatures { rules: rule.unwrap_or(0), ..self.variant.in_use };
         self.change_variant(Variant { in_use: self.variant.in_use.and(with_rule), ..self.variant })?;
         let written = self.write_table(service, hashing, table)?;
@@ -124,6 +129,11 @@ impl LoadBalancer {
         let at = self.maps.state.load(table_at(service)) as u32;
         tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
     }
+}
+
+/// Returns the table's rule as a bit; `None`: it places nothing.
+fn rule_of(table: &PlacementTable) -> Option<u32> {
+    (!table.members.is_empty()).then(|| 1 << table.rule.number())
 }
 
 /// Returns the offset of the word with the offset of a service's table.
