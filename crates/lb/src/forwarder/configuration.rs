@@ -198,9 +198,9 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Returns the consequence of having no configuration, neither from a controller nor saved.
+    /// Returns the consequence of having no configuration, neither from a controller nor saved, once one is overdue.
     pub(super) fn missing_configuration(&self) -> Option<&'static str> {
-        if self.keys.is_some() {
+        if self.keys.is_some() || self.missing_logged_at.is_some() {
             return None;
         }
         Some(if self.balancer.taken_over() || self.balancer.is_upgrade_pending() {
