@@ -197,6 +197,6 @@ struct connection_takes {
  * Index of the connection for the server: in the SYN's TSecr, always 0 on the wire (RFC 7323, Sect. 3.2), from which
  * the server's ingress program removes it. This bit and the cookie's kind, owner and slot.
  */
-#define SYN_ECHO_HOLDS_COOKIE 0x10000u
+#define SYN_TSECR_HOLDS_COOKIE 0x10000u
 
 #endif

@@ -163,9 +163,9 @@ static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 }
 
 /* Index of a TSecr's key: its key bit, in clear. */
-static __always_inline __u32 cookie_key_index(__u32 echo)
+static __always_inline __u32 cookie_key_index(__u32 tsecr)
 {
-	return (echo & COOKIE_KEY_BIT) / COOKIE_KEY_BIT;
+	return (tsecr & COOKIE_KEY_BIT) / COOKIE_KEY_BIT;
 }
 
 #endif

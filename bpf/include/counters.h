@@ -88,17 +88,17 @@ enum server_counter {
 	/* As before, of a SYN-ACK without a socket here: from another network namespace, such as a container's. */
 	SERVER_COUNTER_EGRESS_FOREIGN_CLOCK,
 	SERVER_COUNTER_EGRESS_FORWARDED, /* a SYN-ACK from another network namespace was stamped */
-	SERVER_COUNTER_INGRESS_WITHOUT_ECHO,
+	SERVER_COUNTER_INGRESS_WITHOUT_TSECR,
 	/* TSecr does not hold this server's id: left unchanged. */
 	SERVER_COUNTER_INGRESS_OTHER_COOKIE,
-	SERVER_COUNTER_TO_ALL_ACCEPTED, /* sent to all servers, and the socket is here */
-	SERVER_COUNTER_TO_ALL_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
+	SERVER_COUNTER_BROADCAST_ACCEPTED, /* sent to all servers, and the socket is here */
+	SERVER_COUNTER_BROADCAST_IGNORED, /* sent to all servers, and the socket is elsewhere: dropped */
 	SERVER_COUNTER_INDEX_LEARNT, /* a SYN brought the index of its entry in a connection table */
 	SERVER_COUNTER_INDEX_UNKNOWN, /* a packet of a stateful service left with the server's id: no index is known */
 	SERVER_COUNTER_INDEX_GIVEN_UP, /* its connection table is lost: from now on the server's id */
 	SERVER_COUNTER_CHAINED, /* no socket here: handed to the bucket's server before */
-	SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED,
-	SERVER_COUNTER_ICMP_TO_ALL_IGNORED,
+	SERVER_COUNTER_ICMP_BROADCAST_ACCEPTED,
+	SERVER_COUNTER_ICMP_BROADCAST_IGNORED,
 	SERVER_COUNTER_HANDSHAKE, /* a stamped SYN-ACK was sent for the first time (and once again, if it had to be) */
 	SERVER_COUNTER_HANDSHAKE_STALLED, /* a stamped SYN-ACK was sent for the fourth time */
 	SERVER_COUNTER_CONNECTION_STALLED, /* a segment of a stamped connection was sent for the fifth time */

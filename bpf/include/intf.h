@@ -12,7 +12,7 @@
  *
  * THE COOKIE (Cheetah, NSDI'20, Sect. 3.2; the layout is ours, see docs/design.md, "The cookie")
  *
- *    TSval on the wire, from server to client; the client echoes it in TSecr:
+ *    TSval on the wire, from server to client; the client returns it in TSecr:
  *
  *    31                              16 15  14  13                       0
  *    +--------------------------------+---+---+--------------------------+
@@ -338,18 +338,18 @@ struct service_state {
 
 /* ---- the broadcast fallback ------------------------------------------------------------------------------------ */
 
-/* Why a packet goes to all servers of its service. Each has a rate of its own, so that none starves another. */
-enum broadcast_reason {
-	BROADCAST_UNKNOWN_COOKIE, /* a cookie that names no server and no connection */
-	BROADCAST_RESET, /* a reset without timestamps */
-	BROADCAST_ICMP, /* an ICMP error whose quote names no server */
-	BROADCAST_OWNER_LOST, /* a cookie with an index of a connection table that is lost */
-	BROADCAST_FRAGMENTATION_NEEDED, /* no broadcast, but limited likewise: an ICMP error to a packet's sender */
-	BROADCAST_REASON_COUNT,
+/* Kinds of rate-limited packets: broadcasts by cause, and ICMP errors. Each has its own rate: none starves another. */
+enum limited_kind {
+	LIMITED_UNKNOWN_COOKIE, /* a cookie that names no server and no connection */
+	LIMITED_RESET, /* a reset without timestamps */
+	LIMITED_ICMP_ERROR, /* an ICMP error whose quote names no server */
+	LIMITED_OWNER_LOST, /* a cookie with an index of a connection table that is lost */
+	LIMITED_FRAGMENTATION_NEEDED, /* no broadcast, but limited likewise: an ICMP error to a packet's sender */
+	LIMITED_KIND_COUNT,
 };
 
 /* A power of two: a mask bounds a reason. */
-#define BROADCAST_REASON_SLOTS 8
+#define LIMITED_KIND_SLOTS 8
 
 /* Sources share a bucket by their hash. */
 #define BROADCAST_SHARDS 4096
@@ -360,8 +360,8 @@ enum broadcast_reason {
  */
 struct broadcast_buckets {
 	__u64 by_source[BROADCAST_SHARDS];
-	__u64 by_service[MAX_SERVICES][BROADCAST_REASON_SLOTS];
-	__u64 of_all[BROADCAST_REASON_SLOTS];
+	__u64 by_service[MAX_SERVICES][LIMITED_KIND_SLOTS];
+	__u64 of_all[LIMITED_KIND_SLOTS];
 };
 
 /* ---- servers as the load balancer sees them -------------------------------------------------------------------- */

@@ -22,7 +22,7 @@
 #define TIMESTAMP_WORDS_OFFSET 2
 struct timestamp_words {
 	__be32 value;
-	__be32 echo;
+	__be32 tsecr;
 } __attribute__((packed));
 
 #define TIMESTAMP_NONE -1

@@ -51,8 +51,8 @@ static __always_inline int apply_decision(struct xdp_md *ctx, const struct packe
 		rewrite_flow_label(data, decision->before);
 	else if (decision->before != KEEP_IDENTIFICATION)
 		rewrite_identification(data, decision->before);
-	if (decision->echo != KEEP_ECHO)
-		rewrite_timestamp(data, data_end, packet, packet->echo_offset, decision->echo);
+	if (decision->tsecr != KEEP_TSECR)
+		rewrite_timestamp(data, data_end, packet, packet->tsecr_offset, decision->tsecr);
 	if (decision->server_id != NO_SERVER)
 		return forward_to_server(ctx, packet, decision);
 	rewrite_mac(data, decision->destination);
@@ -66,7 +66,7 @@ static __always_inline int apply_decision(struct xdp_md *ctx, const struct packe
 		.service = LB_COUNTERS_NO_SERVICE,                                                                     \
 		.server_id = NO_SERVER,                                                                                \
 		.before = KEEP_IDENTIFICATION,                                                                         \
-		.echo = KEEP_ECHO,                                                                                     \
+		.tsecr = KEEP_TSECR,                                                                                   \
 	})
 
 #endif

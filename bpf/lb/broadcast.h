@@ -3,7 +3,7 @@
  * Broadcast fallback: the packet goes to the broadcast MAC address, and the one server with the socket accepts it.
  *
  * Rates limit it per source address (hashed buckets), per service and for the whole load balancer (struct
- * broadcast_buckets), so that it is no amplifier. Each enum broadcast_reason has its own: a flood of forged cookies
+ * broadcast_buckets), so that it is no amplifier. Each enum limited_kind has its own: a flood of forged cookies
  * does not affect resets and ICMP errors.
  *
  * A source above its rate may use the first half of the service's and the load balancer's burst. Otherwise packets with
@@ -27,13 +27,13 @@ struct token_bucket {
 };
 
 /* By reason; fixed at load time. */
-const volatile struct token_bucket broadcast_by_source[BROADCAST_REASON_SLOTS];
-const volatile struct token_bucket broadcast_by_service[BROADCAST_REASON_SLOTS];
-const volatile struct token_bucket broadcast_of_all[BROADCAST_REASON_SLOTS];
+const volatile struct token_bucket broadcast_by_source[LIMITED_KIND_SLOTS];
+const volatile struct token_bucket broadcast_by_service[LIMITED_KIND_SLOTS];
+const volatile struct token_bucket broadcast_of_all[LIMITED_KIND_SLOTS];
 
 struct broadcast_buckets broadcast SEC(".bss.broadcast");
 
-_Static_assert(BROADCAST_REASON_COUNT <= BROADCAST_REASON_SLOTS, "each reason has a slot");
+_Static_assert(LIMITED_KIND_COUNT <= LIMITED_KIND_SLOTS, "each reason has a slot");
 
 #define BROADCAST_MAC 0xffffffffffffull
 
@@ -53,7 +53,7 @@ static __always_inline bool take_token(__u64 *paid_until_word, const volatile st
 }
 
 /* Returns whether a packet from `source` may be broadcast. A global function, as decide() is. */
-__noinline int may_broadcast(__u32 service, __u32 source, __u32 reason)
+__noinline int take_rate_tokens(__u32 service, __u32 source, __u32 reason)
 {
 	__u64 hash = connection_hash(service, source, reason);
 	__u64 now = bpf_ktime_get_ns();
@@ -61,7 +61,7 @@ __noinline int may_broadcast(__u32 service, __u32 source, __u32 reason)
 
 	/* Kernel 6.1's verifier must see the masks on the registers that become indexes. */
 	barrier_var(reason);
-	reason &= BROADCAST_REASON_SLOTS - 1;
+	reason &= LIMITED_KIND_SLOTS - 1;
 	barrier_var(service);
 	service &= MAX_SERVICES - 1;
 	halvings =

@@ -338,9 +338,9 @@ static __always_inline __u32 cookie_owner(__u32 cookie)
 }
 
 /* Returns a SYN's TSecr for the server. */
-static __always_inline __u32 syn_echo(__u32 owner, __u32 slot)
+static __always_inline __u32 syn_tsecr(__u32 owner, __u32 slot)
 {
-	return SYN_ECHO_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_SLOT_BITS | slot;
+	return SYN_TSECR_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_SLOT_BITS | slot;
 }
 
 #endif

@@ -19,8 +19,8 @@
 
 /* As `before`: the packet's identification stays. */
 #define KEEP_IDENTIFICATION 0x10000u
-/* As `echo`: TSecr stays. */
-#define KEEP_ECHO 0xffffffffu
+/* As `tsecr`: TSecr stays. */
+#define KEEP_TSECR 0xffffffffu
 
 struct decision {
 	enum lb_counter outcome;
@@ -31,8 +31,8 @@ struct decision {
 	__u32 server_id;
 	/* Previous server, for the packet's IP identification; or KEEP_IDENTIFICATION. */
 	__u32 before;
-	/* New TSecr: in a SYN SYN_ECHO_HOLDS_COOKIE or 0, else the server's own time; or KEEP_ECHO. */
-	__u32 echo;
+	/* New TSecr: in a SYN SYN_TSECR_HOLDS_COOKIE or 0, else the server's own time; or KEEP_TSECR. */
+	__u32 tsecr;
 	/*
 	 * Counts by server, for policies. Forged packets must not count: a SYN to a bucket's or entry's server, a FIN
 	 * or RST without a cookie. (A forged SYN makes an entry.)
@@ -47,11 +47,11 @@ static __always_inline bool is_forwarded(enum lb_counter outcome)
 	return outcome > LB_COUNTER_PASSED_NOT_SERVICE && outcome < LB_COUNTER_DROP_MALFORMED_IPV4;
 }
 
-static __always_inline __u32 cookie_of(__u32 echo, __u32 client_address, __u32 vip_address, __u32 ports)
+static __always_inline __u32 cookie_of(__u32 tsecr, __u32 client_address, __u32 vip_address, __u32 ports)
 {
-	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
+	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(tsecr)];
 
-	return reveal(cookie_hash(key, client_address, vip_address, ports), echo & COOKIE_HIDDEN_MASK,
+	return reveal(cookie_hash(key, client_address, vip_address, ports), tsecr & COOKIE_HIDDEN_MASK,
 		      COOKIE_HIDDEN_BITS);
 }
 
@@ -60,7 +60,7 @@ static __always_inline __u32 packet_cookie(const struct packet *packet)
 {
 	if (is_ipv6(packet))
 		return packet->cookie;
-	return cookie_of(packet->echo, packet->client_address, packet->vip_address, packet->ports);
+	return cookie_of(packet->tsecr, packet->client_address, packet->vip_address, packet->ports);
 }
 
 static __always_inline __u32 find_service_of(const struct packet *packet)
@@ -99,19 +99,19 @@ static __always_inline bool server_is_known(__u32 service, __u32 id)
 }
 
 /* Broadcasts within the rates (broadcast.h). `over_rate`: the outcome above them. */
-static __always_inline void decide_to_all(enum broadcast_reason reason, __u32 source, enum lb_counter over_rate,
-					  struct decision *decision)
+static __always_inline void decide_broadcast(enum limited_kind reason, __u32 source, enum lb_counter over_rate,
+					     struct decision *decision)
 {
 	/* A broadcast ends at the first router. */
 	if (forwarding_of(decision->service) != FORWARDING_L2) {
 		decision->outcome = LB_COUNTER_DROP_NOT_BROADCAST;
 		return;
 	}
-	if (!may_broadcast(decision->service, source, reason)) {
+	if (!take_rate_tokens(decision->service, source, reason)) {
 		decision->outcome = over_rate;
 		return;
 	}
-	decision->outcome = reason == BROADCAST_OWNER_LOST ? LB_COUNTER_BROADCAST_OWNER_LOST : LB_COUNTER_BROADCAST;
+	decision->outcome = reason == LIMITED_OWNER_LOST ? LB_COUNTER_BROADCAST_OWNER_LOST : LB_COUNTER_BROADCAST;
 	decision->destination = BROADCAST_MAC;
 }
 

@@ -16,9 +16,9 @@
 
 #define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT + sizeof(struct tcphdr))
 #define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_LENGTH)
-#define FAST_PATH_IPV6_ECHO                                                                                            \
+#define FAST_PATH_IPV6_TSECR                                                                                           \
 	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
-	 __builtin_offsetof(struct timestamp_words, echo))
+	 __builtin_offsetof(struct timestamp_words, tsecr))
 /* Ethertype and version. Big-endian in the packet: 86 dd 6 (traffic class). */
 #define FAST_PATH_IPV6_ETHERTYPE_MASK 0x00f0ffffu
 #define FAST_PATH_IPV6_ETHERTYPE 0x0060dd86u
@@ -51,14 +51,14 @@ static __always_inline bool is_fast_path_ipv6(const void *data, const void *data
 }
 
 /* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
-static __always_inline __u32 fast_path_syn_echo_ipv6(const void *data, const void *data_end)
+static __always_inline __u32 fast_path_syn_tsecr_ipv6(const void *data, const void *data_end)
 {
-	__u32 echo_at;
+	__u32 tsecr_at;
 
 	if (data + IPV6_TRANSPORT + FAST_PATH_SYN_HEADER > data_end)
 		return 0;
-	echo_at = usual_syn_echo(data + IPV6_TRANSPORT);
-	return echo_at && is_fast_path_tcp_ipv6(data, data_end) ? IPV6_TRANSPORT + echo_at : 0;
+	tsecr_at = common_syn_tsecr(data + IPV6_TRANSPORT);
+	return tsecr_at && is_fast_path_tcp_ipv6(data, data_end) ? IPV6_TRANSPORT + tsecr_at : 0;
 }
 
 #endif

@@ -89,7 +89,7 @@ static __always_inline bool answer_fragmentation_needed(struct xdp_md *ctx, __u3
 	if (!may_answer(data, data_end) || data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return false;
 	source = PACKET_U32(data, IP_AT(saddr));
-	return may_broadcast(service, source, BROADCAST_FRAGMENTATION_NEEDED) && write_fragmentation_needed(ctx, mtu);
+	return take_rate_tokens(service, source, LIMITED_FRAGMENTATION_NEEDED) && write_fragmentation_needed(ctx, mtu);
 }
 
 #endif

@@ -114,7 +114,7 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	if (found < 0)
 		return found == TIMESTAMP_UNREADABLE ? parse_ended(LB_COUNTER_DROP_INTERNAL) : 0;
 	quoted->has_timestamp = 1;
-	quoted->echo = bpf_ntohl(words.value);
+	quoted->tsecr = bpf_ntohl(words.value);
 	return 0;
 }
 
@@ -150,7 +150,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 	else if (has_other_balancer(service))
 		decide_other_balancer(service, decision);
 	else
-		decide_to_all(BROADCAST_ICMP, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
+		decide_broadcast(LIMITED_ICMP_ERROR, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
 }
 
 static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struct packet *packet,

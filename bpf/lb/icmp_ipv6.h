@@ -92,7 +92,7 @@ static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struc
 	if (data + QUOTED_IPV6_TRANSPORT > data_end)
 		return parse_ended(LB_COUNTER_DROP_INTERNAL);
 	if (quoted.has_timestamp)
-		quoted.cookie = cookie_of_ipv6(quoted.echo, data + QUOTED_IPV6_AT(destination),
+		quoted.cookie = cookie_of_ipv6(quoted.tsecr, data + QUOTED_IPV6_AT(destination),
 					       data + QUOTED_IPV6_AT(source), quoted.ports);
 	service = decode_service(number);
 	decide_quoted(ctx, &service, packet->client_address, &quoted, decision);

@@ -22,7 +22,7 @@
 #include "service_mode.h"
 
 /* forward_fast_path_decided() of IPv6. */
-static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 number, __u32 echo_at)
+static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -31,7 +31,7 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 		.family = ADDRESS_FAMILY_IPV6,
 		.has_timestamp = 1,
 		.protocol = IPPROTO_TCP,
-		.echo_offset = echo_at,
+		.tsecr_offset = tsecr_at,
 		.transport = IPV6_TRANSPORT,
 		.client_at = IPV6_AT(source),
 	};
@@ -41,9 +41,9 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 	packet.client_address = client_word_ipv6(data + IPV6_AT(source));
 	packet.ports = PACKET_U32(data, IPV6_TRANSPORT);
 	packet.flags = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET);
-	echo_at &= OPTION_MASK;
-	if (data + echo_at + sizeof(packet.echo) <= data_end)
-		packet.echo = bpf_ntohl(PACKET_U32(data, echo_at));
+	tsecr_at &= OPTION_MASK;
+	if (data + tsecr_at + sizeof(packet.tsecr) <= data_end)
+		packet.tsecr = bpf_ntohl(PACKET_U32(data, tsecr_at));
 	decide(ctx, number, &packet, &decision);
 	return apply_decision(ctx, &packet, &decision);
 }
@@ -53,12 +53,12 @@ static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 echo_at = fast_path_syn_echo_ipv6(data, data_end), number;
+	__u32 tsecr_at = fast_path_syn_tsecr_ipv6(data, data_end), number;
 
-	if (!echo_at || data + FAST_PATH_IPV6_LENGTH > data_end || !sent_to_us(data))
+	if (!tsecr_at || data + FAST_PATH_IPV6_LENGTH > data_end || !sent_to_us(data))
 		return -1;
 	number = service_of_ipv6(data + IPV6_AT(destination), PACKET_U32(data, IPV6_TRANSPORT) >> 16, IPPROTO_TCP);
-	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, echo_at) : -1;
+	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, tsecr_at) : -1;
 }
 
 /* forward_fast_path_by_index() of IPv6. */
@@ -104,8 +104,8 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	if (has_other_balancer(&service))
 		return -1;
 	if (!has_cookies(&service))
-		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_ECHO);
-	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_ECHO)), data + IPV6_AT(source),
+		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_TSECR);
+	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_TSECR)), data + IPV6_AT(source),
 				data + IPV6_AT(destination), ports);
 	if (is_index(&service, cookie))
 		return forward_fast_path_by_index_ipv6(ctx, service.index, cookie);
@@ -147,7 +147,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 		data_end = (void *)(long)ctx->data_end;
 		if (data + IPV6_TRANSPORT > data_end)
 			return parse_ended(LB_COUNTER_DROP_INTERNAL);
-		packet->cookie = cookie_of_ipv6(packet->echo, data + IPV6_AT(source), data + IPV6_AT(destination),
+		packet->cookie = cookie_of_ipv6(packet->tsecr, data + IPV6_AT(source), data + IPV6_AT(destination),
 						packet->ports);
 	}
 	decide(ctx, number, packet, decision);

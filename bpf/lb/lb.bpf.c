@@ -80,8 +80,8 @@
 
 /* ---- section 3, the fast path ---------------------------------------------------------------------------------- */
 
-/* Fills `packet`, of the fast path's form, if the frame holds it. `echo_at`: offset of TSecr. */
-static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 echo_at, struct packet *packet)
+/* Fills `packet`, of the fast path's form, if the frame holds it. `tsecr_at`: offset of TSecr. */
+static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, struct packet *packet)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -89,7 +89,7 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 echo_at, st
 	*packet = (struct packet){
 		.has_timestamp = 1,
 		.protocol = IPPROTO_TCP,
-		.echo_offset = echo_at,
+		.tsecr_offset = tsecr_at,
 		.transport = FAST_PATH_TCP,
 	};
 	if (data + FAST_PATH_LENGTH > data_end)
@@ -98,9 +98,9 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 echo_at, st
 	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
 	packet->ports = PACKET_U32(data, FAST_PATH_TCP);
 	packet->flags = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET);
-	echo_at &= OPTION_MASK;
-	if (data + echo_at + sizeof(packet->echo) <= data_end)
-		packet->echo = bpf_ntohl(PACKET_U32(data, echo_at));
+	tsecr_at &= OPTION_MASK;
+	if (data + tsecr_at + sizeof(packet->tsecr) <= data_end)
+		packet->tsecr = bpf_ntohl(PACKET_U32(data, tsecr_at));
 	return true;
 }
 
@@ -108,12 +108,12 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 echo_at, st
  * A packet of the fast path for which a cookie does not suffice: one without a cookie, or a SYN. Not inlined: its stack
  * would count in every call of lb(), and the kernel allows 512 bytes for a call chain.
  */
-static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number, __u32 echo_at)
+static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
 {
 	struct decision decision = UNDECIDED;
 	struct packet packet;
 
-	if (!read_fast_path(ctx, echo_at, &packet))
+	if (!read_fast_path(ctx, tsecr_at, &packet))
 		return XDP_DROP;
 	decide(ctx, number, &packet, &decision);
 	return apply_decision(ctx, &packet, &decision);
@@ -123,12 +123,12 @@ static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number
  * A SYN of a service with cookies: forward_fast_path_decided() with everything inlined. A return costs 7 ns where
  * returns are protected (retbleed, SRSO). A global function, as decide() is.
  */
-__noinline int forward_new_connection(struct xdp_md *ctx, __u32 number, __u32 echo_at)
+__noinline int forward_new_connection(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
 {
 	struct decision decision = UNDECIDED;
 	struct packet packet;
 
-	if (!read_fast_path(ctx, echo_at, &packet))
+	if (!read_fast_path(ctx, tsecr_at, &packet))
 		return XDP_DROP;
 	decide_new_connection(ctx, number, &packet, &decision);
 	return apply_decision(ctx, &packet, &decision);
@@ -139,11 +139,11 @@ static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 echo_at = fast_path_syn_echo(data, data_end), number;
+	__u32 tsecr_at = fast_path_syn_tsecr(data, data_end), number;
 	struct service service;
 	__u16 port;
 
-	if (!echo_at || data + FAST_PATH_LENGTH > data_end || !sent_to_us(data))
+	if (!tsecr_at || data + FAST_PATH_LENGTH > data_end || !sent_to_us(data))
 		return -1;
 	port = PACKET_U16(data, FAST_PATH_TCP + sizeof(port));
 	number = find_lb_service(&lb_state.directories,
@@ -152,8 +152,8 @@ static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 		return -1;
 	service = decode_service(number);
 	if (has_cookies(&service) && !is_handed_over(&service))
-		return forward_new_connection(ctx, number, echo_at);
-	return forward_fast_path_decided(ctx, number, echo_at);
+		return forward_new_connection(ctx, number, tsecr_at);
+	return forward_fast_path_decided(ctx, number, tsecr_at);
 }
 
 /* The established packet of a connection whose cookie, of kind 1, names an entry of our own connection table. */
@@ -224,9 +224,9 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 				     ? forward_fast_path_by_flow(ctx, service.index, client_address, ports)
 				     : -1;
 
-		return action < 0 ? forward_fast_path_decided(ctx, number, FAST_PATH_ECHO) : action;
+		return action < 0 ? forward_fast_path_decided(ctx, number, FAST_PATH_TSECR) : action;
 	}
-	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, FAST_PATH_ECHO)), client_address, vip_address, ports);
+	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, FAST_PATH_TSECR)), client_address, vip_address, ports);
 	/* Read again: the hash takes all registers, and one that is spilled on the way costs more. */
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;

@@ -160,23 +160,23 @@ static __always_inline __u64 lb_stamping_hash(struct xdp_md *ctx, __u32 key_inde
 	return tuple_hash(ctx, &lb_state.keys.key[key_index & 1], packet);
 }
 
-/* Returns the server's id in the cookie of `packet->echo`. */
+/* Returns the server's id in the cookie of `packet->tsecr`. */
 static __always_inline __u32 lb_stamped_id(struct xdp_md *ctx, const struct packet *packet)
 {
-	__u32 index = (packet->echo & LB_STAMPING_KEY_BIT) / LB_STAMPING_KEY_BIT;
+	__u32 index = (packet->tsecr & LB_STAMPING_KEY_BIT) / LB_STAMPING_KEY_BIT;
 
-	return reveal(lb_stamping_hash(ctx, index, packet), packet->echo & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
+	return reveal(lb_stamping_hash(ctx, index, packet), packet->tsecr & LB_STAMPING_ID_MASK, LB_STAMPING_ID_BITS);
 }
 
 /* Returns the TSval that the server at `mac` sent: the latest one of its clock with these 20 bits. */
-static __always_inline __u32 lb_stamped_echo(struct xdp_md *ctx, __u32 service, __u64 mac, const struct packet *packet)
+static __always_inline __u32 lb_stamped_tsecr(struct xdp_md *ctx, __u32 service, __u64 mac, const struct packet *packet)
 {
 	const struct lb_stamped_server *server = lb_stamped_server(service, mac);
 	__u32 time, latest;
 
 	if (!server)
-		return packet->echo;
-	time = (packet->echo >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(ctx, service, packet);
+		return packet->tsecr;
+	time = (packet->tsecr >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(ctx, service, packet);
 	latest = clock_of(server) + LB_STAMPING_SLACK_MS;
 	return latest - ((latest - time) & LB_STAMPING_TIME_MASK);
 }

@@ -62,7 +62,7 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	}
 	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
 	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
-	decision->echo = lb_stamped_echo(ctx, decision->service, decision->destination, packet);
+	decision->tsecr = lb_stamped_tsecr(ctx, decision->service, decision->destination, packet);
 }
 
 static __always_inline void decide_lb_stamped(struct xdp_md *ctx, struct service_state *state,

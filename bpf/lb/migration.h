@@ -31,7 +31,7 @@ static __always_inline void decide_unknown(const struct service *service, __u32 
 	if (has_other_balancer(service))
 		decide_other_balancer(service, decision);
 	else
-		decide_to_all(BROADCAST_UNKNOWN_COOKIE, source, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
+		decide_broadcast(LIMITED_UNKNOWN_COOKIE, source, LB_COUNTER_DROP_UNKNOWN_COOKIE, decision);
 }
 
 #endif

@@ -100,7 +100,7 @@ static __always_inline bool answer_packet_too_big(struct xdp_md *ctx, __u32 serv
 	if (!may_answer_ipv6(data, data_end) || data + IPV6_TRANSPORT > data_end)
 		return false;
 	source = client_word_ipv6(data + IPV6_AT(source));
-	return may_broadcast(service, source, BROADCAST_FRAGMENTATION_NEEDED) && write_packet_too_big(ctx, mtu);
+	return take_rate_tokens(service, source, LIMITED_FRAGMENTATION_NEEDED) && write_packet_too_big(ctx, mtu);
 }
 
 #endif

@@ -68,7 +68,7 @@ struct packet {
 	};
 	/* Source port in the low half, destination port in the high one. */
 	__u32 ports;
-	__u32 echo;
+	__u32 tsecr;
 	/* TCP flags; 0 for other protocols. */
 	__u8 flags;
 	__u8 has_timestamp;
@@ -84,7 +84,7 @@ struct packet {
 	/* 0: the packet is complete; else the field of its offset and "more fragments". */
 	__u16 fragment;
 	/* Offset of TSecr in the frame; 0: none. */
-	__u16 echo_offset;
+	__u16 tsecr_offset;
 	/* Offsets in the frame of the header behind IP, and of the packet's end according to IP. */
 	__u16 transport;
 	__u32 end;
@@ -119,9 +119,9 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define FAST_PATH_OPTIONS (FAST_PATH_TCP + sizeof(struct tcphdr))
 /* NOP NOP TIMESTAMP, TSval, TSecr. */
 #define FAST_PATH_LENGTH (FAST_PATH_OPTIONS + OPTIONS_ALIGNED_LENGTH)
-#define FAST_PATH_ECHO                                                                                                 \
+#define FAST_PATH_TSECR                                                                                                \
 	(FAST_PATH_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                         \
-	 __builtin_offsetof(struct timestamp_words, echo))
+	 __builtin_offsetof(struct timestamp_words, tsecr))
 
 /* Ethertype IPv4, version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
 #define FAST_PATH_ETHERTYPE_MASK 0x00ffffffu
@@ -148,9 +148,9 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
 #define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
 /* Offsets of TSecr in both, from the TCP header on. */
-#define SYN_LINUX_ECHO (sizeof(struct tcphdr) + 12)
-#define SYN_BSD_ECHO (sizeof(struct tcphdr) + 16)
-#define FAST_PATH_SYN_HEADER (SYN_BSD_ECHO + sizeof(__u32))
+#define SYN_LINUX_TSECR (sizeof(struct tcphdr) + 12)
+#define SYN_BSD_TSECR (sizeof(struct tcphdr) + 16)
+#define FAST_PATH_SYN_HEADER (SYN_BSD_TSECR + sizeof(__u32))
 
 /*
  * Returns whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a complete TCP segment.
@@ -182,7 +182,7 @@ static __always_inline bool is_fast_path_frame(const void *data, const void *dat
  * Returns the offset of TSecr in the TCP header, of which FAST_PATH_SYN_HEADER bytes are there, of a SYN with the first
  * options above; 0 for any other segment.
  */
-static __always_inline __u32 usual_syn_echo(const void *tcp)
+static __always_inline __u32 common_syn_tsecr(const void *tcp)
 {
 	const void *options = tcp + sizeof(struct tcphdr);
 	__u32 second, third;
@@ -193,23 +193,23 @@ static __always_inline __u32 usual_syn_echo(const void *tcp)
 		return 0;
 	second = PACKET_U32(options, 4);
 	if (second == SYN_OPTIONS_LINUX)
-		return SYN_LINUX_ECHO;
+		return SYN_LINUX_TSECR;
 	third = PACKET_U32(options, 8);
 	if ((second & SYN_OPTIONS_NOP_SCALE_MASK) == SYN_OPTIONS_NOP_SCALE &&
 	    (third == SYN_OPTIONS_SACK_TIMESTAMP || third == SYN_OPTIONS_NOPS_TIMESTAMP))
-		return SYN_BSD_ECHO;
+		return SYN_BSD_TSECR;
 	return 0;
 }
 
 /* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
-static __always_inline __u32 fast_path_syn_echo(const void *data, const void *data_end)
+static __always_inline __u32 fast_path_syn_tsecr(const void *data, const void *data_end)
 {
-	__u32 echo_at;
+	__u32 tsecr_at;
 
 	if (data + FAST_PATH_TCP + FAST_PATH_SYN_HEADER > data_end)
 		return 0;
-	echo_at = usual_syn_echo(data + FAST_PATH_TCP);
-	return echo_at && is_fast_path_tcp(data, data_end) ? FAST_PATH_TCP + echo_at : 0;
+	tsecr_at = common_syn_tsecr(data + FAST_PATH_TCP);
+	return tsecr_at && is_fast_path_tcp(data, data_end) ? FAST_PATH_TCP + tsecr_at : 0;
 }
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */
@@ -304,8 +304,8 @@ static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32
 	int found = load_timestamp(ctx, offset, length, &words);
 
 	packet->has_timestamp = 0;
-	packet->echo = 0;
-	packet->echo_offset = 0;
+	packet->tsecr = 0;
+	packet->tsecr_offset = 0;
 	if (found == TIMESTAMP_MALFORMED)
 		return parse_ended(LB_COUNTER_DROP_MALFORMED_TCP);
 	if (found == TIMESTAMP_UNREADABLE)
@@ -313,8 +313,8 @@ static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32
 	if (found < 0)
 		return 0;
 	packet->has_timestamp = 1;
-	packet->echo = bpf_ntohl(words.echo);
-	packet->echo_offset = offset + found + TIMESTAMP_WORDS_OFFSET + sizeof(words.value);
+	packet->tsecr = bpf_ntohl(words.tsecr);
+	packet->tsecr_offset = offset + found + TIMESTAMP_WORDS_OFFSET + sizeof(words.value);
 	return 0;
 }
 

@@ -100,12 +100,12 @@ static __always_inline __u32 service_of_ipv6(const void *vip, __u16 port, __u8 p
 	return find_lb_service_ipv6(&lb_state.directories, &key);
 }
 
-static __always_inline __u32 cookie_of_ipv6(__u32 echo, const void *client, const void *vip, __u32 ports)
+static __always_inline __u32 cookie_of_ipv6(__u32 tsecr, const void *client, const void *vip, __u32 ports)
 {
-	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(echo)];
+	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(tsecr)];
 	__u64 hash = cookie_hash_ipv6(key, client, vip, ports);
 
-	return reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
+	return reveal(hash, tsecr & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
 }
 
 #endif

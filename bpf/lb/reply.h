@@ -36,7 +36,7 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 	return current & 1;
 }
 
-/* Returns TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no echo"). */
+/* Returns TSval with the cookie, never 0 (RFC 7323, Sect. 3.2: "no TSecr"). */
 static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					      const struct lb_stamped_server *server, __u32 milliseconds)
 {
@@ -95,7 +95,7 @@ static __always_inline bool is_to_be_stamped(struct xdp_md *ctx, __u32 service, 
 static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   __u64 source_mac)
 {
-	__u32 offset = packet->echo_offset - sizeof(__u32), milliseconds, stamped;
+	__u32 offset = packet->tsecr_offset - sizeof(__u32), milliseconds, stamped;
 	struct lb_stamped_server *server = lb_stamped_server(service, source_mac);
 	__be32 value = 0;
 

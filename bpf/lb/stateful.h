@@ -57,7 +57,7 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
 	} else {
-		decide_to_all(BROADCAST_OWNER_LOST, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
+		decide_broadcast(LIMITED_OWNER_LOST, source, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED, decision);
 	}
 }
 
@@ -230,7 +230,7 @@ static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct d
 		return false;
 	decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
 	decision->opens = reopen_connection(connection);
-	decision->echo = syn_echo(owner, recent);
+	decision->tsecr = syn_tsecr(owner, recent);
 	move_recent(hash, recent);
 	return true;
 }
@@ -246,7 +246,7 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 	__u64 *held;
 	int taken;
 
-	decision->echo = packet->echo ? 0 : KEEP_ECHO;
+	decision->tsecr = packet->tsecr ? 0 : KEEP_TSECR;
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
 	held = held_by_client(ctx, packet);
@@ -261,7 +261,7 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 		insert_recent(hash, taken);
 	else
 		move_recent(hash, taken);
-	decision->echo = syn_echo(owner, taken);
+	decision->tsecr = syn_tsecr(owner, taken);
 }
 
 static __always_inline void decide_first_stateful(struct xdp_md *ctx, struct service_state *state,

@@ -79,8 +79,8 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	}
 	/* A host without that connection resets without timestamps, whatever the connection had. */
 	if (packet->flags & TCP_RST) {
-		decide_to_all(BROADCAST_RESET, packet->client_address, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
-			      decision);
+		decide_broadcast(LIMITED_RESET, packet->client_address, LB_COUNTER_DROP_BROADCAST_RATE_LIMITED,
+				 decision);
 		decision->before = NO_SERVER;
 		return;
 	}

@@ -63,17 +63,17 @@ static __always_inline bool clamped_lately(__u32 group, __u32 milliseconds)
 
 /*
  * Applies the PAWS clamp: replaces time->sent, for the server's own TSval `milliseconds`, when the client's last
- * TSecr was restored to `last_echo`.
+ * TSecr was restored to `last_tsecr`.
  */
-static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_echo, struct time_part *time)
+static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_tsecr, struct time_part *time)
 {
 	struct held_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow), next = {};
 	__u32 milliseconds = time->original, group = clamp_group(&segment->flow);
-	__u16 recent = last_echo;
+	__u16 recent = last_tsecr;
 
-	if (held && held->confirmed && held->original == last_echo) {
+	if (held && held->confirmed && held->original == last_tsecr) {
 		recent = held->sent;
-	} else if (held && held->original_before == last_echo) {
+	} else if (held && held->original_before == last_tsecr) {
 		/* Not returned so far, or the TSecr is still on its way from ingress to TCP. */
 		time->sent = held->sent;
 		time->original = held->original;
@@ -82,12 +82,12 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 		return;
 	}
 	/* From the client's value to now; more than a turn is counted as such. */
-	if ((__u16)(last_echo - recent) + (milliseconds - last_echo) < LARGEST_STEP_MS)
+	if ((__u16)(last_tsecr - recent) + (milliseconds - last_tsecr) < LARGEST_STEP_MS)
 		return;
 	next.sent = recent + LARGEST_STEP_MS;
 	next.sent_before = recent;
 	next.original = milliseconds;
-	next.original_before = last_echo;
+	next.original_before = last_tsecr;
 	bpf_map_update_elem(&held_timestamps, &segment->flow, &next, BPF_ANY);
 	time->sent = next.sent;
 	state.last_hold_ms[group] = milliseconds;
@@ -95,19 +95,20 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 }
 
 /*
- * Returns the time part to send for the server's own TSval, when the client's last TSecr was restored to `last_echo`
+ * Returns the time part to send for the server's own TSval, when the client's last TSecr was restored to `last_tsecr`
  * (0: none).
  */
-static __always_inline struct time_part time_to_send(const struct segment *segment, __u32 milliseconds, __u32 last_echo)
+static __always_inline struct time_part time_to_send(const struct segment *segment, __u32 milliseconds,
+						     __u32 last_tsecr)
 {
 	struct time_part time = {.sent = milliseconds, .original = milliseconds};
-	__u32 elapsed = milliseconds - last_echo;
+	__u32 elapsed = milliseconds - last_tsecr;
 	__u32 group = clamp_group(&segment->flow);
 
 	/* Restored values are never ahead by more than the slack: this one was forged, and changes nothing. */
-	if (last_echo && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
+	if (last_tsecr && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
 	    (elapsed >= LARGEST_STEP_MS || clamped_lately(group, milliseconds)))
-		apply_tsval_clamp(segment, last_echo, &time);
+		apply_tsval_clamp(segment, last_tsecr, &time);
 	return time;
 }
 

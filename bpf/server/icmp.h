@@ -48,10 +48,10 @@ static __always_inline bool quoted_socket_is_here(struct __sk_buff *skb, __u8 pr
 static __always_inline int accept_at_socket(struct __sk_buff *skb, bool here)
 {
 	if (!here) {
-		count(SERVER_COUNTER_ICMP_TO_ALL_IGNORED);
+		count(SERVER_COUNTER_ICMP_BROADCAST_IGNORED);
 		return TC_ACT_SHOT;
 	}
-	count(SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED);
+	count(SERVER_COUNTER_ICMP_BROADCAST_ACCEPTED);
 	bpf_skb_change_type(skb, PACKET_HOST);
 	return TC_ACT_UNSPEC;
 }

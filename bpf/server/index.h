@@ -36,16 +36,16 @@ struct {
  */
 static __noinline int learn_index(struct __sk_buff *skb, const struct segment *segment)
 {
-	__u32 echo = segment->timestamp == NO_TIMESTAMP ? 0 : bpf_ntohl(segment->echo);
-	__u16 index = echo & COOKIE_ID_MASK;
+	__u32 tsecr = segment->timestamp == NO_TIMESTAMP ? 0 : bpf_ntohl(segment->tsecr);
+	__u16 index = tsecr & COOKIE_ID_MASK;
 
-	if ((echo & ~COOKIE_ID_MASK) != (SYN_ECHO_HOLDS_COOKIE | COOKIE_KIND_BIT)) {
+	if ((tsecr & ~COOKIE_ID_MASK) != (SYN_TSECR_HOLDS_COOKIE | COOKIE_KIND_BIT)) {
 		bpf_map_delete_elem(&half_open_indexes, &segment->flow);
 		return TC_ACT_UNSPEC;
 	}
 	bpf_map_update_elem(&half_open_indexes, &segment->flow, &index, BPF_ANY);
 	count(SERVER_COUNTER_INDEX_LEARNT);
-	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->echo, 0);
+	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->tsecr, 0);
 }
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */

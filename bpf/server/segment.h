@@ -39,7 +39,7 @@ struct segment {
 	/* Offset of TSval in the TCP header, or NO_TIMESTAMP. */
 	__u32 timestamp;
 	__be32 value;
-	__be32 echo;
+	__be32 tsecr;
 	/* IP identification, or the lower 16 bits of the flow label. */
 	__u16 previous_server;
 	/* ADDRESS_FAMILY_*. */
@@ -156,7 +156,7 @@ static __always_inline void take_timestamp(struct segment *segment, __u32 offset
 {
 	segment->timestamp = sizeof(struct tcphdr) + offset + 2;
 	segment->value = ((const struct timestamp_words *)(option + 2))->value;
-	segment->echo = ((const struct timestamp_words *)(option + 2))->echo;
+	segment->tsecr = ((const struct timestamp_words *)(option + 2))->tsecr;
 }
 
 /* Finds the timestamp option of a segment of locate_pulled(), on a packet that may have been pulled since. */
@@ -169,7 +169,7 @@ static __always_inline enum located locate_timestamp(struct __sk_buff *skb, stru
 	int offset;
 
 	segment->timestamp = NO_TIMESTAMP;
-	segment->value = segment->echo = 0;
+	segment->value = segment->tsecr = 0;
 	if ((void *)(tcp + 1) > data_end)
 		return LOCATED_BEYOND_LINEAR;
 	if (tcp->doff * 4 < sizeof(*tcp) || segment->tcp_offset + tcp->doff * 4 > skb->len)

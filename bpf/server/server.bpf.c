@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a server's NIC: stamps the cookie into what leaves for a client, and takes it out of what the client echoes, so
+ * At a server's NIC: stamps the cookie into what leaves for a client, and takes it out of what the client returns, so
  * that neither the server's TCP nor its applications know of it. (The bit diagram is at the head of intf.h.)
  *
  * 1. Place: tc ingress and tc egress of the Ethernet device of a service's packets (direct server return: answers leave
@@ -33,8 +33,8 @@
  *    too. Entries need no deletion: one that does not fit the last TSecr is ignored and overwritten. Losing one (LRU)
  *    costs a wrong round-trip sample, at worst a retransmission.
  *
- * 5. Ingress. The echo's key bit names the key; if the rest names this server, TSecr is restored; any other echo is left
- *    as it is (a connection that is older than coreward, or a forged one). SYNs carry no echo.
+ * 5. Ingress. TSecr's key bit names the key; if the rest names this server, TSecr is restored; any other TSecr is left
+ *    as it is (a connection that is older than coreward, or a forged one). SYNs carry no TSecr.
  *
  * 6. The index (index.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the index of the connection's
  *    entry into the SYN's TSecr, 0 on the wire. This program removes it and keeps it in an LRU map until the connection
@@ -193,7 +193,7 @@ int server_egress(struct __sk_buff *skb)
 	struct segment segment;
 	struct tcp_sock *socket = NULL;
 	struct bpf_sock *sk;
-	__u32 milliseconds, last_echo = 0, number, cookie;
+	__u32 milliseconds, last_tsecr = 0, number, cookie;
 	struct time_part time;
 	__u64 word;
 	/* A SYN-ACK of a SYN cookie has no socket either, but came from no device. */
@@ -228,7 +228,7 @@ int server_egress(struct __sk_buff *skb)
 			count(SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 			return TC_ACT_UNSPEC;
 		}
-		last_echo = socket->rx_opt.rcv_tsecr;
+		last_tsecr = socket->rx_opt.rcv_tsecr;
 		watch_connection(&segment, socket);
 	} else if (!plain_clock(milliseconds)) {
 		count(segment.syn && forwarded ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK
@@ -241,7 +241,7 @@ int server_egress(struct __sk_buff *skb)
 			count(SERVER_COUNTER_EGRESS_FORWARDED);
 	}
 	count(SERVER_COUNTER_STAMPED);
-	time = time_to_send(&segment, milliseconds, last_echo);
+	time = time_to_send(&segment, milliseconds, last_tsecr);
 	cookie = cookie_to_send(&segment, number, socket, time.original, forwarded);
 	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, cookie, time)));
 }
@@ -257,28 +257,29 @@ static __always_inline bool stamped_here(struct __sk_buff *skb, const struct seg
 	return cookie == (number & SERVER_NUMBER_ID_MASK);
 }
 
-static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 number, bool sent_to_all)
+static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 number,
+				   bool is_broadcast)
 {
-	__u32 echo = bpf_ntohl(segment->echo);
-	__u64 hash = flow_hash(&state.keys.key[cookie_key_index(echo)], segment);
-	__u32 cookie = reveal(hash, echo & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
+	__u32 tsecr = bpf_ntohl(segment->tsecr);
+	__u64 hash = flow_hash(&state.keys.key[cookie_key_index(tsecr)], segment);
+	__u32 cookie = reveal(hash, tsecr & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS);
 	__u64 time_hash;
 
 	if (!stamped_here(skb, segment, number, cookie)) {
 		count(SERVER_COUNTER_INGRESS_OTHER_COOKIE);
 		return TC_ACT_UNSPEC;
 	}
-	if (sent_to_all && cookie & COOKIE_KIND_BIT)
+	if (is_broadcast && cookie & COOKIE_KIND_BIT)
 		give_up_index(skb, segment, cookie & COOKIE_ID_MASK);
 	time_hash = flow_hash(&state.time_key, segment);
 	count(SERVER_COUNTER_RESTORED);
-	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->echo,
-		       bpf_htonl(restored(segment, (echo >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
+	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->tsecr,
+		       bpf_htonl(restored(segment, (tsecr >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
 }
 
 /* Processes TCP for a service. */
 static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u64 word, __u32 number,
-					  bool sent_to_all)
+					  bool is_broadcast)
 {
 	int verdict;
 
@@ -286,18 +287,18 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 		count(SERVER_COUNTER_DROP_MALFORMED_TCP);
 		return TC_ACT_SHOT;
 	}
-	if (!segment->syn && !sent_to_all && carries_server_before(number, segment) && !is_forwarded_service(word)) {
+	if (!segment->syn && !is_broadcast && carries_server_before(number, segment) && !is_forwarded_service(word)) {
 		verdict = forward_to_previous(skb, segment, number & SERVER_NUMBER_ID_MASK);
 		if (verdict != TC_ACT_UNSPEC)
 			return verdict;
 	}
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;
-	if (segment->syn || segment->timestamp == NO_TIMESTAMP || !segment->echo) {
-		count(SERVER_COUNTER_INGRESS_WITHOUT_ECHO);
+	if (segment->syn || segment->timestamp == NO_TIMESTAMP || !segment->tsecr) {
+		count(SERVER_COUNTER_INGRESS_WITHOUT_TSECR);
 		return segment->syn && number & SERVER_NUMBER_STATEFUL ? learn_index(skb, segment) : TC_ACT_UNSPEC;
 	}
-	return restore(skb, segment, number, sent_to_all);
+	return restore(skb, segment, number, is_broadcast);
 }
 
 /* Processes a broadcast packet that is not TCP. */
@@ -310,24 +311,24 @@ SEC("tc")
 int server_ingress(struct __sk_buff *skb)
 {
 	struct segment segment;
-	bool sent_to_all;
+	bool is_broadcast;
 	__u32 number;
 	__u64 word;
 
-	sent_to_all = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
+	is_broadcast = skb->pkt_type == PACKET_BROADCAST || skb->pkt_type == PACKET_MULTICAST;
 	if (locate_pulled(skb, &segment, FROM_CLIENT) != LOCATED_TCP)
-		return sent_to_all ? accept_broadcast_error(skb) : TC_ACT_UNSPEC;
+		return is_broadcast ? accept_broadcast_error(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
 	number = service_of(&segment, &word);
 	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
-	if (sent_to_all) {
+	if (is_broadcast) {
 		if (!socket_is_here(skb, &segment)) {
-			count(SERVER_COUNTER_TO_ALL_IGNORED);
+			count(SERVER_COUNTER_BROADCAST_IGNORED);
 			return TC_ACT_SHOT;
 		}
-		count(SERVER_COUNTER_TO_ALL_ACCEPTED);
+		count(SERVER_COUNTER_BROADCAST_ACCEPTED);
 		bpf_skb_change_type(skb, PACKET_HOST);
 	}
 	/* RSS hashed the outer header of encapsulated packets: the inner one predicts nothing. */
@@ -335,7 +336,7 @@ int server_ingress(struct __sk_buff *skb)
 		count_established(skb, &segment);
 	else if (segment.syn && !sample_every_syn && !segment.ack && !(number & SERVER_NUMBER_ENCAPSULATED))
 		sample_rss(skb, &segment);
-	return accept_segment(skb, &segment, word, number, sent_to_all);
+	return accept_segment(skb, &segment, word, number, is_broadcast);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -269,8 +269,8 @@ fn servers_that_load_balancers_stamp_for_need_no_agent() {
 
     let (address, client) = (reported.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
-    let echo = lb_stamping::stamp(&reported.keys, &key, &tuple, server, 5);
-    let packet = ExplainedPacket::Established { cookie: Some(echo), reset: false };
+    let tsecr = lb_stamping::stamp(&reported.keys, &key, &tuple, server, 5);
+    let packet = ExplainedPacket::Established { cookie: Some(tsecr), reset: false };
     let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
     assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
     let reset = ExplainedPacket::Established { cookie: None, reset: true };

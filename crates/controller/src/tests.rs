@@ -531,12 +531,12 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
     let time_key = CookieKey { k0: 1, k1: 2 };
     for name in ["s0", "s1"] {
         let id = harness.controller.fleet().id(name).unwrap();
-        let echo = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
-        let reply = harness.explain_packet(7, established(echo), at(0));
+        let tsecr = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
+        let reply = harness.explain_packet(7, established(tsecr), at(0));
         assert_eq!(reply.chosen_server.as_deref(), Some(name));
         assert_eq!(reply.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
         // The same TSecr from another port is another server's, or none's.
-        assert_ne!(harness.explain_packet(8, established(echo), at(0)).chosen_server.as_deref(), Some(name));
+        assert_ne!(harness.explain_packet(8, established(tsecr), at(0)).chosen_server.as_deref(), Some(name));
     }
     let entry = cookie::stamp(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
     let reason = harness.explain_packet(7, established(entry), at(0)).reason;

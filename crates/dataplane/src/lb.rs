@@ -84,8 +84,8 @@ pub struct BroadcastRates {
     pub of_all: PacketRate,
 }
 
-/// By `enum broadcast_reason`.
-pub type Broadcast = [BroadcastRates; intf::BROADCAST_REASON_COUNT as usize];
+/// By `enum limited_kind`.
+pub type Broadcast = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
 
 impl BroadcastRates {
     const fn new(by_source: (u32, u32), by_service: (u32, u32), of_all: (u32, u32)) -> Self {
@@ -105,10 +105,10 @@ impl BroadcastRates {
     /// cost one delivery per connection, all at the same time.
     pub const DEFAULT: Broadcast = {
         let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
-        let mut rates = [small; intf::BROADCAST_REASON_COUNT as usize];
-        rates[intf::BROADCAST_ICMP as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
-        rates[intf::BROADCAST_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
-        rates[intf::BROADCAST_FRAGMENTATION_NEEDED as usize] = Self::new((250, 64), (10_000, 1_000), (20_000, 2_000));
+        let mut rates = [small; intf::LIMITED_KIND_COUNT as usize];
+        rates[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
+        rates[intf::LIMITED_OWNER_LOST as usize] = Self::new((2_500, 500), (10_000, 1_000), (20_000, 2_000));
+        rates[intf::LIMITED_FRAGMENTATION_NEEDED as usize] = Self::new((250, 64), (10_000, 1_000), (20_000, 2_000));
         rates
     };
 }

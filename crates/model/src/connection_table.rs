@@ -147,8 +147,8 @@ pub fn owner_and_slot(number: u16) -> (OwnerNumber, u32) {
 }
 
 /// Returns the TSecr that a stateful service's first packet carries to the server.
-pub fn syn_echo(owner: OwnerNumber, slot: u32) -> u32 {
-    intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, slot))
+pub fn syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
+    intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, slot))
 }
 
 /// Keyed hash of a connection, by a key that never changes while the table lives (the fleet's keys do).

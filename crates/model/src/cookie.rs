@@ -161,9 +161,9 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
 }
 
 /// Returns the cookie in the client's TSecr.
-pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> Cookie {
-    let key = &keys.keys[usize::from(echo & intf::COOKIE_KEY_BIT != 0)];
-    let plain = Permutation::COOKIE.reveal(hash(key, tuple), echo & intf::COOKIE_HIDDEN_MASK) as u16;
+pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
+    let key = &keys.keys[usize::from(tsecr & intf::COOKIE_KEY_BIT != 0)];
+    let plain = Permutation::COOKIE.reveal(hash(key, tuple), tsecr & intf::COOKIE_HIDDEN_MASK) as u16;
     let number = plain & intf::COOKIE_ID_MASK as u16;
     if plain & intf::COOKIE_KIND_BIT as u16 == 0 {
         Cookie::Server(ServerId::try_from(u64::from(number)).expect("14 bits"))
@@ -173,8 +173,8 @@ pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> Cookie {
 }
 
 /// Returns the stamped time part from the client's TSecr: low 16 bits of the server's own TSval.
-pub fn echoed_time(time_key: &CookieKey, tuple: &FourTuple, echo: u32) -> u16 {
-    ((echo >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_mask(time_key, tuple))
+pub fn stamped_time(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
+    ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_mask(time_key, tuple))
 }
 
 /// Time by which a server's own TSval may be ahead of the clock that restores it, in ms: the kernel's and BPF's clock
@@ -226,7 +226,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_echo_names_the_server_and_restores_the_time(
+        fn tsecr_names_the_server_and_restores_the_time(
             k: [u64; 4], time: [u64; 2], second: bool, client: u32, port: u16, id in 0u64..16_384, sent: u32, age in 0u32..65_000,
         ) {
             let (keys, time_key) = (keys(k, second), CookieKey { k0: time[0], k1: time[1] });
@@ -237,7 +237,7 @@ mod tests {
             // The key that stamps may have changed meanwhile; the key bit of TSecr names the right one.
             let rotated = FleetKeys { current: KeyIndex::First, ..keys };
             prop_assert_eq!(recognise(&rotated, &tuple, stamped), Cookie::Server(server));
-            let restored = restore(echoed_time(&time_key, &tuple, stamped), sent.wrapping_add(age));
+            let restored = restore(stamped_time(&time_key, &tuple, stamped), sent.wrapping_add(age));
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
     }

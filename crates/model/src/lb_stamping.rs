@@ -51,16 +51,16 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: Serv
 }
 
 /// Returns the server that the client's TSecr names, if it was stamped.
-pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, echo: u32) -> ServerId {
-    let key = &keys.keys[usize::from(echo & intf::LB_STAMPING_KEY_BIT != 0)];
-    let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), echo & intf::LB_STAMPING_ID_MASK);
+pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> ServerId {
+    let key = &keys.keys[usize::from(tsecr & intf::LB_STAMPING_KEY_BIT != 0)];
+    let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), tsecr & intf::LB_STAMPING_ID_MASK);
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
 /// Returns the server's own TSval for a TSecr: the latest one of its clock, which shows `clock_ms` now, with these 20
 /// bits. Right for values up to 16 minutes old.
-pub fn restore(time_key: &CookieKey, tuple: &FourTuple, echo: u32, clock_ms: u32) -> u32 {
-    let time = (echo >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
+pub fn restore(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
+    let time = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
     let latest = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
     latest.wrapping_sub(latest.wrapping_sub(time) & intf::LB_STAMPING_TIME_MASK)
 }
@@ -145,7 +145,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_echo_names_the_server_and_gives_its_time_back(
+        fn tsecr_names_the_server_and_returns_its_time(
             seed: u64, k: [u64; 4], second: bool, client: u32, port: u16, id in 0..SERVER_IDS, sent: u32,
             age in 0u32..900_000, early in 0u32..50_000,
         ) {

@@ -44,33 +44,33 @@ pub struct PawsClamp {
 }
 
 impl PawsClamp {
-    /// Returns the time part to send. `milliseconds` is the server's own TSval; `last_echo` is the client's last TSecr
+    /// Returns the time part to send. `milliseconds` is the server's own TSval; `last_tsecr` is the client's last TSecr
     /// as it was restored for the kernel, 0 without one.
-    pub fn time_to_send(&mut self, milliseconds: u32, last_echo: u32) -> TimePart {
+    pub fn time_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
         let plain = TimePart { sent: milliseconds as u16, original: milliseconds };
-        let elapsed = milliseconds.wrapping_sub(last_echo);
+        let elapsed = milliseconds.wrapping_sub(last_tsecr);
         // A restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
-        if last_echo == 0 || forged || elapsed < LARGEST_STEP_MS && !self.clamped_recently(milliseconds) {
+        if last_tsecr == 0 || forged || elapsed < LARGEST_STEP_MS && !self.clamped_recently(milliseconds) {
             return plain;
         }
-        let mut recent = last_echo as u16;
+        let mut recent = last_tsecr as u16;
         match self.held {
-            Some(held) if held.confirmed && held.time.original == last_echo => recent = held.time.sent,
-            Some(held) if held.before.original == last_echo => {
+            Some(held) if held.confirmed && held.time.original == last_tsecr => recent = held.time.sent,
+            Some(held) if held.before.original == last_tsecr => {
                 self.last_hold_ms = milliseconds;
                 return held.time;
             }
             _ => {}
         }
         // From the client's value to now; more than a turn is counted as such.
-        let distance = u32::from((last_echo as u16).wrapping_sub(recent)).wrapping_add(elapsed);
+        let distance = u32::from((last_tsecr as u16).wrapping_sub(recent)).wrapping_add(elapsed);
         if distance < LARGEST_STEP_MS {
             return plain;
         }
         let time = TimePart { sent: recent.wrapping_add(LARGEST_STEP_MS as u16), original: milliseconds };
         self.held =
-            Some(ClampedTsval { time, before: TimePart { sent: recent, original: last_echo }, confirmed: false });
+            Some(ClampedTsval { time, before: TimePart { sent: recent, original: last_tsecr }, confirmed: false });
         self.last_hold_ms = milliseconds;
         time
     }
@@ -123,7 +123,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, echoed_time, recognise, stamp};
+    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, recognise, stamp, stamped_time};
     use crate::{FourTuple, ServerId};
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
@@ -177,7 +177,7 @@ mod tests {
         keys: FleetKeys,
         switch_ms: u32,
         rule: PawsClamp,
-        last_echo: u32,
+        last_tsecr: u32,
         to_client: VecDeque<Sent>,
         to_server: VecDeque<Sent>,
         /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
@@ -201,7 +201,7 @@ mod tests {
                 },
                 switch_ms: now.wrapping_sub(1000),
                 rule: PawsClamp { last_hold_ms: now.wrapping_sub(1 << 30), held: None },
-                last_echo: 0,
+                last_tsecr: 0,
                 to_client: VecDeque::new(),
                 to_server: VecDeque::new(),
                 recent: None,
@@ -222,7 +222,7 @@ mod tests {
         fn happens(&mut self, event: Event) {
             match event {
                 Event::Packet { from_server: true, lost } => {
-                    let time = self.rule.time_to_send(self.now, self.last_echo);
+                    let time = self.rule.time_to_send(self.now, self.last_tsecr);
                     let keys = self.keys.at(time.original, self.switch_ms);
                     let value = stamp(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
                     if !lost {
@@ -233,11 +233,12 @@ mod tests {
                     self.to_server.extend(self.recent.filter(|_| !lost));
                 }
                 Event::Arrival { at_server: true } => {
-                    if let Some(echo) = self.to_server.pop_front() {
-                        assert_eq!(recognise(&self.keys, &self.tuple, echo.value), server());
-                        self.last_echo = self.rule.restore(echoed_time(&TIME_KEY, &self.tuple, echo.value), self.now);
-                        self.restored_too_new = self.last_echo.wrapping_sub(echo.at) as i32 > 1 << 15;
-                        let ahead = self.last_echo.wrapping_sub(self.now) as i32;
+                    if let Some(tsecr) = self.to_server.pop_front() {
+                        assert_eq!(recognise(&self.keys, &self.tuple, tsecr.value), server());
+                        self.last_tsecr =
+                            self.rule.restore(stamped_time(&TIME_KEY, &self.tuple, tsecr.value), self.now);
+                        self.restored_too_new = self.last_tsecr.wrapping_sub(tsecr.at) as i32 > 1 << 15;
+                        let ahead = self.last_tsecr.wrapping_sub(self.now) as i32;
                         assert!(ahead <= RESTORE_SLACK_MS as i32, "restored {ahead} ms into the future");
                     }
                 }
@@ -293,9 +294,9 @@ mod tests {
             for _ in 0..=silence / LARGEST_STEP_MS {
                 connection.round_trip();
                 // The kernel sees the time that has passed since it sent.
-                prop_assert_eq!(connection.last_echo, connection.now);
+                prop_assert_eq!(connection.last_tsecr, connection.now);
             }
-            prop_assert_eq!(connection.rule.time_to_send(connection.now, connection.last_echo).sent, connection.now as u16);
+            prop_assert_eq!(connection.rule.time_to_send(connection.now, connection.last_tsecr).sent, connection.now as u16);
         }
     }
 }

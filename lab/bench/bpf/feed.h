@@ -16,7 +16,7 @@ struct variation {
 	__u32 client_address;
 	__u32 ports;
 	/* TSecr. */
-	__u32 echo;
+	__u32 tsecr;
 	/* Index in `lines` of fresh_packets.bpf.c. */
 	__u32 line;
 };

@@ -52,25 +52,25 @@ const volatile __u64 first_word;
 const volatile __u64 second_word;
 const volatile __u32 frame_length;
 /* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
-const volatile __u32 echo_at;
+const volatile __u32 tsecr_at;
 /* Offset of the ports. */
 const volatile __u32 ports_at;
 /* Upper half of `ports` from fresh_source(). */
 const volatile __u32 destination_port;
 
 /* Runs the measured program on the frame with that client. Returns only if it cannot. */
-static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_address, __u32 ports, __u32 echo)
+static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_address, __u32 ports, __u32 tsecr)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + FAST_PATH_LENGTH > data_end || data + echo_at + sizeof(echo) > data_end ||
+	if (data + FAST_PATH_LENGTH > data_end || data + tsecr_at + sizeof(tsecr) > data_end ||
 	    data + client_at + sizeof(client_address) > data_end || data + ports_at + sizeof(ports) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, 0) = first_word;
 	PACKET_U32(data, client_at) = client_address;
 	PACKET_U32(data, ports_at) = ports;
-	PACKET_U32(data, echo_at) = echo;
+	PACKET_U32(data, tsecr_at) = tsecr;
 	bpf_tail_call_static(ctx, &measured, 0);
 	return XDP_ABORTED;
 }
@@ -80,7 +80,7 @@ int fresh_packet(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
 
-	return call_measured(ctx, packet->client_address, packet->ports, packet->echo);
+	return call_measured(ctx, packet->client_address, packet->ports, packet->tsecr);
 }
 
 SEC("xdp")
@@ -94,7 +94,7 @@ int fresh_packet_and_line(struct xdp_md *ctx)
 	if (!line)
 		return XDP_ABORTED;
 	asm volatile("%0 = *(u64 *)(%1 + 0)" : "=r"(word) : "r"(line));
-	return call_measured(ctx, packet->client_address, packet->ports, packet->echo);
+	return call_measured(ctx, packet->client_address, packet->ports, packet->tsecr);
 }
 
 SEC("xdp")
@@ -107,7 +107,7 @@ int fresh_packet_after_line(struct xdp_md *ctx)
 	if (!line)
 		return XDP_ABORTED;
 	/* The line holds 0, which the CPU learns from memory only. */
-	return call_measured(ctx, packet->client_address ^ line->words[0], packet->ports, packet->echo);
+	return call_measured(ctx, packet->client_address ^ line->words[0], packet->ports, packet->tsecr);
 }
 
 SEC("xdp")
@@ -127,7 +127,7 @@ int fresh_packet_shortened(struct xdp_md *ctx)
 	if (data + 2 * sizeof(__u64) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, sizeof(__u64)) = second_word;
-	return call_measured(ctx, packet->client_address, packet->ports, packet->echo);
+	return call_measured(ctx, packet->client_address, packet->ports, packet->tsecr);
 }
 
 #define SOURCE_MASK ((1ull << 48) - 1)

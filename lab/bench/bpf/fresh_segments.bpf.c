@@ -39,7 +39,7 @@ int fresh_request(struct __sk_buff *skb)
 {
 	const struct variation *packet = take_packet();
 
-	return call_measured(skb, packet, packet->echo);
+	return call_measured(skb, packet, packet->tsecr);
 }
 
 /* A server's: TSval is the clock, or the measured program would leave it alone. */

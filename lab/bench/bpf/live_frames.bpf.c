@@ -11,7 +11,7 @@
  * 3. Established packets are read from an array, in an order drawn by user space. The client of a new connection is a
  *    number that never repeats, so each SYN is of an unknown connection.
  *
- * 4. swap_macs() is the floor, read_echo() adds the read of a cookie. sink() receives the returned frames.
+ * 4. swap_macs() is the floor, read_tsecr() adds the read of a cookie. sink() receives the returned frames.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -39,7 +39,7 @@ struct live_packet {
 	/* As at the start of the TCP header. */
 	__u32 ports;
 	/* TSecr. */
-	__u32 echo;
+	__u32 tsecr;
 	/* enum live_form. */
 	__u32 form;
 };
@@ -53,7 +53,7 @@ const volatile struct live_frame frames[LIVE_FORMS];
 const volatile __u32 target;
 
 /* A TSecr that no frame has. */
-#define NO_ECHO 0xffffffff
+#define NO_TSECR 0xffffffff
 
 #define SOURCE_MASK ((1ull << 48) - 1)
 
@@ -88,7 +88,7 @@ int generate(struct xdp_md *ctx)
 	} else {
 		PACKET_U32(data, IP_AT(saddr)) = packet->client_address;
 		PACKET_U32(data, FAST_PATH_TCP) = packet->ports;
-		PACKET_U32(data, FAST_PATH_ECHO) = packet->echo;
+		PACKET_U32(data, FAST_PATH_TSECR) = packet->tsecr;
 	}
 	return bpf_redirect(target, 0);
 }
@@ -115,12 +115,12 @@ int swap_macs(struct xdp_md *ctx)
 
 /* The floor of any balancer with cookies: the timestamps are in the frame's second cache line. */
 SEC("xdp")
-int read_echo(struct xdp_md *ctx)
+int read_tsecr(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, FAST_PATH_ECHO) == NO_ECHO)
+	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, FAST_PATH_TSECR) == NO_TSECR)
 		return XDP_PASS;
 	return swap(data);
 }

@@ -2,9 +2,9 @@
 //!
 //! A cookie hides 15 bits (kind and id) by a permutation that the keyed hash of the 4-tuple draws. So, precisely:
 //!
-//! * A random echo names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
+//! * A random TSecr names each of the 2^15 values with the same probability, hence each known server with 2^-15, and no
 //!   server that is not known.
-//! * A cookie taken to another connection (another 4-tuple) is a random echo there.
+//! * A cookie taken to another connection (another 4-tuple) is a random TSecr there.
 //! * A flip of any bit of the low 16 of one's own valid cookie is a random TSecr, too, for all ids (the key bit: under
 //!   the other key). Flipping the upper 16 bits (the time) changes nothing.
 //!
@@ -32,12 +32,12 @@ const ACK: u8 = 0x10;
 
 /// Number of hits of each server, and the expected number.
 #[derive(Debug, Clone)]
-pub struct EchoCoverage {
+pub struct TsecrCoverage {
     pub tried: u64,
     pub reached: BTreeMap<ServerId, u64>,
 }
 
-impl EchoCoverage {
+impl TsecrCoverage {
     /// By how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is off its mean, if
     /// each server is reached with probability 2^-15. (With thousands of servers its distribution is nearly normal.)
     pub fn deviations(&self) -> f64 {
@@ -56,7 +56,7 @@ impl EchoCoverage {
 pub struct Flips {
     /// Valid cookies tried.
     pub cookies: u64,
-    /// By bit of the echo: how often another server was reached.
+    /// By bit of TSecr: how often another server was reached.
     pub elsewhere: [u64; 32],
     /// By bit: how often the same server was.
     pub same: [u64; 32],
@@ -105,14 +105,14 @@ impl Cookies {
         let server = self.rng.pick(&self.servers);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
         let keys = FleetKeys { current, ..self.keys };
-        let echo =
+        let tsecr =
             cookie::stamp(&keys, &TIME_KEY, &FourTuple::ipv4(client, VIP), Cookie::Server(server), self.rng.u32());
-        (server, echo)
+        (server, tsecr)
     }
 
-    /// The server that a packet with that echo reaches; `None`: it goes to all or is dropped.
-    fn reached(&mut self, client: (Ipv4Addr, u16), echo: u32) -> anyhow::Result<Option<ServerId>> {
-        let buckets = Buckets::OfService(self.service_slot, intf::BROADCAST_UNKNOWN_COOKIE);
+    /// The server that a packet with that TSecr reaches; `None`: it goes to all or is dropped.
+    fn reached(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
+        let buckets = Buckets::OfService(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
         self.harness.change(&Change::Tokens(buckets, true))?;
         let ip = Ip {
             mac: OWN_MAC,
@@ -124,7 +124,7 @@ impl Cookies {
             option_words: 0,
             service_and_life: [0, 64],
         };
-        let options = [&[1, 1][..], &timestamp(1, echo)].concat();
+        let options = [&[1, 1][..], &timestamp(1, tsecr)].concat();
         let segment = Tcp { ports: (client.1, VIP.1), flags: ACK, options };
         self.packet.clear();
         ip.packet(&mut self.packet, |packet| segment.segment(packet, (1, 1), 0));
@@ -135,7 +135,7 @@ impl Cookies {
         let to = &self.harness.frame_after()[..6];
         match outcome.server {
             Some(id) => {
-                ensure!(self.known.contains(&id), "an echo reached {id}, which is not known");
+                ensure!(self.known.contains(&id), "an tsecr reached {id}, which is not known");
                 ensure!(to == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(), "sent to {to:x?}, not to {id}");
             }
             None => ensure!(outcome.counter == intf::LB_COUNTER_BROADCAST && to == [0xff; 6], "{outcome:?}"),
@@ -145,28 +145,28 @@ impl Cookies {
 
     fn spread(
         &mut self,
-        echoes: u64,
-        mut echo: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
-    ) -> anyhow::Result<EchoCoverage> {
+        tsecr_values: u64,
+        mut tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
+    ) -> anyhow::Result<TsecrCoverage> {
         let mut reached: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
-        for _ in 0..echoes {
-            let (client, echo) = echo(self);
-            if let Some(id) = self.reached(client, echo)? {
+        for _ in 0..tsecr_values {
+            let (client, tsecr) = tsecr(self);
+            if let Some(id) = self.reached(client, tsecr)? {
                 *reached.get_mut(&id).expect("a known server") += 1;
             }
         }
-        Ok(EchoCoverage { tried: echoes, reached })
+        Ok(TsecrCoverage { tried: tsecr_values, reached })
     }
 
-    /// Random echoes from random clients. Fails when an echo reaches a server that is not known, or BPF program and
+    /// Random TSecr values from random clients. Fails when one reaches an unknown server, or BPF program and
     /// reference model differ.
-    pub fn random(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
-        self.spread(echoes, |cookies| (cookies.client(), cookies.rng.u32()))
+    pub fn random(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
+        self.spread(tsecr_values, |cookies| (cookies.client(), cookies.rng.u32()))
     }
 
-    /// Valid cookies of one connection, echoed by another.
-    pub fn replayed(&mut self, echoes: u64) -> anyhow::Result<EchoCoverage> {
-        self.spread(echoes, |cookies| {
+    /// Valid cookies of one connection, returned by another.
+    pub fn replayed(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
+        self.spread(tsecr_values, |cookies| {
             let (client, other) = (cookies.client(), cookies.client());
             (other, cookies.valid(client).1)
         })
@@ -178,10 +178,10 @@ impl Cookies {
         let mut flips = Flips { cookies, ..Flips::default() };
         for _ in 0..cookies {
             let client = self.client();
-            let (server, echo) = self.valid(client);
-            ensure!(self.reached(client, echo)? == Some(server), "a valid cookie of {server} went astray");
+            let (server, tsecr) = self.valid(client);
+            ensure!(self.reached(client, tsecr)? == Some(server), "a valid cookie of {server} went astray");
             for bit in 0..32 {
-                match self.reached(client, echo ^ 1 << bit)? {
+                match self.reached(client, tsecr ^ 1 << bit)? {
                     Some(id) if id == server => flips.same[bit] += 1,
                     Some(_) => flips.elsewhere[bit] += 1,
                     None => {}

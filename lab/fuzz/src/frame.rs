@@ -133,10 +133,10 @@ pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
     frame.extend(std::iter::repeat_n(0xa5, payload));
 }
 
-pub fn timestamp(value: u32, echo: u32) -> [u8; 10] {
+pub fn timestamp(value: u32, tsecr: u32) -> [u8; 10] {
     let mut option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
     option[2..6].copy_from_slice(&value.to_be_bytes());
-    option[6..].copy_from_slice(&echo.to_be_bytes());
+    option[6..].copy_from_slice(&tsecr.to_be_bytes());
     option
 }
 

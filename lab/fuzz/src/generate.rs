@@ -127,9 +127,9 @@ fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         3 => rng.pick(&[SYN, ACK | FIN, ACK | RST, RST, 0]),
         _ => ACK | PSH,
     };
-    let echo = rng.u32();
+    let tsecr = rng.u32();
     let own = if rng.chance(1, 8) { rng.u32() } else { server_clock(state, &address, rng) };
-    let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(rng, flags, &timestamp(own, echo)) };
+    let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(rng, flags, &timestamp(own, tsecr)) };
     let (payload, numbers) = (payload_length(rng), (rng.u32(), rng.u32()));
     let ip = ip(rng, source.0, client.0, frame::TCP);
     ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
@@ -158,7 +158,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     match planned.address.protocol {
         Protocol::Udp => to_client.datagram(&mut quoted, |packet| frame::udp(packet, (vip.1, client.1), 20)),
         Protocol::Tcp => {
-            let stamp = echo(state, planned, rng, ipv6::tuple(client, vip));
+            let stamp = tsecr(state, planned, rng, ipv6::tuple(client, vip));
             let time = timestamp(stamp, rng.u32());
             let options = match rng.below(8) {
                 0 => soup(rng, &time),
@@ -211,14 +211,14 @@ fn segment(
         9..12 => ACK | PSH,
         _ => ACK,
     };
-    let echo = echo(state, planned, rng, ipv6::tuple(client, vip));
-    Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, echo) }
+    let tsecr = tsecr(state, planned, rng, ipv6::tuple(client, vip));
+    Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, tsecr) }
 }
 
 /// The client's TSecr: mostly the cookie of a server that is or was known.
-fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
+fn tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_lb_stamped() {
-        return lb_stamped_echo(state, planned, rng, &tuple);
+        return lb_stamped_tsecr(state, planned, rng, &tuple);
     }
     let any =
         |rng: &mut FuzzRng| ServerId::try_from(rng.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range");
@@ -237,7 +237,7 @@ fn echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: FourTuple
 }
 
 /// The client's TSecr with LB-side stamping.
-fn lb_stamped_echo(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
+fn lb_stamped_tsecr(state: &GenState, planned: &Planned, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
     if planned.servers.is_empty() || rng.chance(1, 10) {
         return rng.u32();
     }
@@ -262,8 +262,8 @@ fn index_of(state: &GenState, planned: &Planned, tuple: &FourTuple) -> Option<u1
     state.indexed.iter().rev().find(given).map(|entry| entry.number)
 }
 
-fn options(rng: &mut FuzzRng, flags: u8, echo: u32) -> Vec<u8> {
-    let time = timestamp(rng.u32(), if flags & SYN != 0 && rng.chance(15, 16) { 0 } else { echo });
+fn options(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
+    let time = timestamp(rng.u32(), if flags & SYN != 0 && rng.chance(15, 16) { 0 } else { tsecr });
     options_with(rng, flags, &time)
 }
 

@@ -7,7 +7,7 @@
 //! * [`harness`]: both load balancers side by side
 //! * [`change`]: changes of the state, and differences
 //! * [`consistency`]: whether connections stay with their server while everything changes
-//! * [`cookies`]: what a client gains by other echoes than it was sent
+//! * [`cookies`]: what a client gains by other TSecr values than it was sent
 //! * [`memory`]: the BPF program's maps
 //! * [`promises`]: what the documentation promises of every packet, without the model
 //! * [`shrink`]: the least that shows a difference

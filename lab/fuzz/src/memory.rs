@@ -66,7 +66,7 @@ impl Memory {
             Buckets::OfService(service, reason) => {
                 set(
                     offset_of!(intf::broadcast_buckets, by_service),
-                    service * intf::BROADCAST_REASON_SLOTS as usize + reason as usize,
+                    service * intf::LIMITED_KIND_SLOTS as usize + reason as usize,
                 );
             }
             Buckets::OfAll(reason) => set(offset_of!(intf::broadcast_buckets, of_all), reason as usize),

@@ -34,9 +34,9 @@ impl Case<'_> {
                 self.by_bucket(table, "if the load balancer's flow table does not know the connection, it goes by")
             }
             Consistency::Stateless | Consistency::Stateful => match cookie {
-                Some(echo) if mode.timestamps == Timestamps::LoadBalancer => self.by_lb_stamped_cookie(echo),
+                Some(tsecr) if mode.timestamps == Timestamps::LoadBalancer => self.by_lb_stamped_cookie(tsecr),
                 _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, LB_STAMPED_RESET.to_owned()),
-                Some(echo) if mode.timestamps == Timestamps::Server => self.by_cookie(echo),
+                Some(tsecr) if mode.timestamps == Timestamps::Server => self.by_cookie(tsecr),
                 _ if reset => {
                     let reason = "a reset without timestamps follows the load balancer's flow table; \
                                   without an entry it is broadcast, and the server with the connection accepts it";
@@ -81,10 +81,10 @@ impl Case<'_> {
         (Some(server), format!("{first} bucket {bucket} of {} to {name}{before}", table.bucket_count.get()))
     }
 
-    fn by_cookie(&self, echo: u32) -> Verdict {
+    fn by_cookie(&self, tsecr: u32) -> Verdict {
         let keys = &self.view.cookie_keys;
-        let key = if echo & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
-        match cookie::recognise(keys, &self.tuple, echo) {
+        let key = if tsecr & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
+        match cookie::recognise(keys, &self.tuple, tsecr) {
             Cookie::Server(id) if self.view.service.members.contains_key(&id) => {
                 (Some(id), format!("its cookie, made with key {key}, names server id {}, {}", id.get(), self.name(id)))
             }
@@ -94,8 +94,8 @@ impl Case<'_> {
     }
 
     /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
-    fn by_lb_stamped_cookie(&self, echo: u32) -> Verdict {
-        let id = lb_stamping::recognise(&self.view.cookie_keys, &self.tuple, echo);
+    fn by_lb_stamped_cookie(&self, tsecr: u32) -> Verdict {
+        let id = lb_stamping::recognise(&self.view.cookie_keys, &self.tuple, tsecr);
         let first = "if the load balancer's flow table does not know the connection, its cookie counts:";
         if self.view.service.members.contains_key(&id) {
             return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));

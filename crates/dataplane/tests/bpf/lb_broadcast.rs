@@ -41,8 +41,8 @@ fn reset(client: (Ipv4Addr, u16)) -> Vec<u8> {
 }
 
 /// A packet with a cookie that names no server, most likely: five servers have 5 of 32,768.
-fn unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), echo: u32) -> Vec<u8> {
-    Tcp { flags: ACK, options: aligned_timestamp(1, echo), ..Tcp::new(client, vip) }.frame()
+fn unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), tsecr: u32) -> Vec<u8> {
+    Tcp { flags: ACK, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, vip) }.frame()
 }
 
 fn reaches_all(balancer: &Balancer, frame: &[u8]) -> bool {
@@ -80,8 +80,8 @@ fn genuine_icmp_errors_are_accepted_beside_forged_packets() {
     let mut rng = seeded_rng(122, 0);
     let mut any = || (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
     let balancer = || balancer(1, Options::default());
-    let mut echo = seeded_rng(123, 0);
-    assert_eq!(accepted_beside(&balancer(), || unknown_cookie(any(), VIP, echo.next_u32())), 100, "unknown cookies");
+    let mut tsecr = seeded_rng(123, 0);
+    assert_eq!(accepted_beside(&balancer(), || unknown_cookie(any(), VIP, tsecr.next_u32())), 100, "unknown cookies");
     assert_eq!(accepted_beside(&balancer(), || reset(any())), 100, "resets");
     assert_eq!(accepted_beside(&balancer(), || icmp(any().0, any())), 100, "ICMP errors of any source");
     // The rates have room for both: nothing is scarce.
@@ -106,8 +106,7 @@ fn one_source_leaves_tokens_to_the_others() {
         return;
     }
     let rates = BroadcastRates { by_source: rate(10), by_service: rate(100), of_all: rate(1000) };
-    let balancer =
-        balancer(1, Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() });
+    let balancer = balancer(1, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(124, 0);
     let junk = (0..1000u16).map(|port| reset((FORGED, port)));
     let sent = junk.filter(|frame| reaches_all(&balancer, frame)).count();
@@ -125,7 +124,7 @@ fn all_services_together_are_bounded() {
     }
     let rates = BroadcastRates { by_source: rate(100), by_service: rate(100), of_all: rate(300) };
     let balancer =
-        balancer(40, Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() });
+        balancer(40, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(125, 0);
     let sent = (0..2000u16)
         .filter(|n| {

@@ -94,8 +94,9 @@ fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
 
     let options = capture::Options { pin_directory: pins.path(), service: service(VIP), capture_length: 200 };
     let mut capture = Capture::start(options.clone()).unwrap();
-    let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
-    let established = Tcp { destination_mac: mac, options: aligned_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) };
+    let tsecr =
+        cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
+    let established = Tcp { destination_mac: mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) };
     let mut malformed = established.frame();
     malformed[14] = 0x41;
     let frames = [

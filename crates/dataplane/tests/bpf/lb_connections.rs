@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_slot, syn_echo};
+use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_slot, syn_tsecr};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::Rule;
@@ -17,7 +17,7 @@ use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_TX, random_table, service};
 use crate::support::stateful::{
-    STATEFUL, VIP, balancer, client, echo_of, established, ipv4_client, own, owner, packet, syn, syn_with_echo, tuple,
+    STATEFUL, VIP, balancer, client, established, ipv4_client, own, owner, packet, syn, syn_with_tsecr, tsecr_of, tuple,
 };
 use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, tcp_sum, timestamp};
 
@@ -54,7 +54,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
     for opened in &opened {
         balancer.expect_by_index(opened);
         let mut slow_path = packet(&balancer.keys, opened.client, opened.number, ACK);
-        let echo = cookie::stamp(
+        let tsecr = cookie::stamp(
             &balancer.keys,
             &support::TIME_KEY,
             &tuple(opened.client),
@@ -62,7 +62,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
             5,
         );
         slow_path.options = odd.clone();
-        slow_path.options[7..11].copy_from_slice(&echo.to_be_bytes());
+        slow_path.options[7..11].copy_from_slice(&tsecr.to_be_bytes());
         let slow_path = slow_path.frame();
         balancer.expect_sent_to(0, &slow_path, opened.server, "connection_table");
         let entry = balancer.entry(opened.client).unwrap();
@@ -102,16 +102,16 @@ fn server_learns_the_index_at_any_option_offset() {
         }
         let behind: &[u8] = if round % 2 == 0 { &[3, 3, 7] } else { &[] };
         let ip_options = vec![1; 4 * (round / 8 % 11)];
-        // The client's echo should be 0; some are not.
-        let echo = if round % 5 == 0 { rng.next_u32() } else { 0 };
-        let with = |echo: u32| {
-            let options = [&before[..], &timestamp(rng.clone().next_u32(), echo), behind].concat();
+        // The client's TSecr should be 0; some are not.
+        let tsecr = if round % 5 == 0 { rng.next_u32() } else { 0 };
+        let with = |tsecr: u32| {
+            let options = [&before[..], &timestamp(rng.clone().next_u32(), tsecr), behind].concat();
             let tcp = Tcp { flags: SYN, options, ip_options: ip_options.clone(), ..Tcp::new(client, VIP) };
             tcp.frame_with(77, 0)
         };
-        let (verdict, forwarded) = balancer.counted(&with(echo), Some(0), "new_connection");
+        let (verdict, forwarded) = balancer.counted(&with(tsecr), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");
-        let mut expected = with(syn_echo(own(), entry.index.slot()));
+        let mut expected = with(syn_tsecr(own(), entry.index.slot()));
         expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
         expected[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(verdict, XDP_TX);
@@ -179,8 +179,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table: TableSize::try_from(1024).unwrap(),
-        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 });
-            intf::BROADCAST_REASON_COUNT as usize],
+        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 }); intf::LIMITED_KIND_COUNT as usize],
         ..Options::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -193,7 +192,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     let opened = balancer.opened(client(&mut rng));
     let mut unknown = 0;
     let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
-        balancer.expect_to_all_or(0, frame, Identification::Kept, "drop_unknown_cookie");
+        balancer.expect_broadcast_or(0, frame, Identification::Kept, "drop_unknown_cookie");
         unknown += 1;
         assert_eq!(balancer.events(0, "connection_unknown"), unknown);
     };
@@ -209,9 +208,9 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     let entry = balancer.entry(opened.client).unwrap();
     assert_eq!((entry.packets, entry.closing), (1, false), "nothing of that was counted for it");
     // At the other service it is another tuple, and another connection.
-    let echo =
+    let tsecr =
         cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(opened.client), Cookie::TableIndex(opened.number), 5);
-    let mut elsewhere = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(opened.client, VIP) };
+    let mut elsewhere = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(opened.client, VIP) };
     elsewhere.destination.set_port(other_vip.1);
     let (_, _) = balancer.run(&elsewhere.frame());
     assert_eq!(balancer.entry(opened.client).unwrap().packets, 1);
@@ -223,19 +222,19 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
     let frame = established(&balancer, opened.client, opened.number);
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(index, opened.server);
-    balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
     assert_eq!(balancer.events(0, "connection_unknown"), unknown);
 }
 
 #[test]
-fn an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own() {
-    if !may_load_bpf("an_index_of_another_table_goes_to_its_owner_or_to_all_at_a_rate_of_its_own") {
+fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
+    if !may_load_bpf("index_of_another_table_goes_to_its_owner_or_is_broadcast") {
         return;
     }
     let mut rng = seeded_rng(105, 0);
     let mut broadcast =
-        [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::BROADCAST_REASON_COUNT as usize];
-    broadcast[intf::BROADCAST_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
+        [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::LIMITED_KIND_COUNT as usize];
+    broadcast[intf::LIMITED_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
     let options = Options { broadcast, ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     balancer.lb.set_owner(Some(own()));
@@ -291,11 +290,11 @@ fn without_an_owner_number_connections_are_of_the_stateless_kind() {
         let (server, number) = balancer.open(client);
         assert_eq!(number, None);
         // A client that writes there what only a load balancer may is not believed.
-        let forged = syn_with_echo(client, syn_echo(own(), 3)).frame();
+        let forged = syn_with_tsecr(client, syn_tsecr(own(), 3)).frame();
         let (_, forwarded) = balancer.counted(&forged, Some(0), "new_connection");
-        assert_eq!((echo_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
-        let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
-        let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+        assert_eq!((tsecr_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
+        let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
+        let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
         balancer.expect_sent_to(0, &frame, server, "established");
     }
     assert_eq!(balancer.lb.connections_in_use(), 0);
@@ -323,7 +322,7 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
     for _ in 0..5000 {
         let (verdict, forwarded) = balancer.run(&syn(client(&mut rng)));
         assert_eq!(verdict, XDP_TX);
-        refused += u64::from(echo_of(&forwarded) == 0);
+        refused += u64::from(tsecr_of(&forwarded) == 0);
     }
     assert_eq!(refused, 5000 - (2048 - 700));
     assert_eq!(balancer.lb.connections_in_use(), 2048, "every partition is full");
@@ -336,8 +335,8 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
     let late = client(&mut rng);
     let (server, number) = balancer.open(late);
     assert_eq!(number, None);
-    let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
-    let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(late, VIP) }.frame();
+    let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
+    let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(late, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 
     // Ten seconds later the flood's entries are free again, and no agent was queried.
@@ -372,14 +371,14 @@ fn an_entry_is_freed_once_and_only_as_it_was_seen() {
     assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
     balancer.expect_by_index(&second);
     let frame = established(&balancer, first.client, first.number);
-    balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
     assert_eq!(balancer.events(0, "connection_unknown"), 1);
 
     // There is one free slot, and the next connection gets it: another generation.
     let next = balancer.opened(client(&mut rng));
     let entry = balancer.entry(next.client).unwrap();
     assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));
-    balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+    balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
     balancer.expect_by_index(&next);
     assert_eq!(balancer.lb.free_connections(&seen).unwrap(), 0);
     assert_eq!(balancer.entry(next.client).unwrap().packets, 2);

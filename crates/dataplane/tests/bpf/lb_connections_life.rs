@@ -235,7 +235,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
             if let Some(MacAddress(source)) = came_from {
                 frame[6..12].copy_from_slice(&source);
             }
-            after.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+            after.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
         }
     };
     let mut after = rebooted(&before, &ids, &mut rng);

@@ -127,10 +127,10 @@ fn established_packets_follow_the_cookie_not_the_table() {
         let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
-        let echo = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let tsecr = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
         // The aligned timestamp; other positions; IP options in front; with a payload, and a bare ACK.
-        let usual = aligned_timestamp(rng.next_u32(), echo);
-        let bare = timestamp(rng.next_u32(), echo);
+        let usual = aligned_timestamp(rng.next_u32(), tsecr);
+        let bare = timestamp(rng.next_u32(), tsecr);
         let odd = [&[1][..], &bare, &[0]].concat();
         let behind_others = [&[254, 5, 1, 2, 3, 2, 4, 0, 0, 1, 1, 1][..], &bare].concat();
         let ended = [&[5, 10, 0, 0, 0, 1, 0, 0, 0, 9][..], &bare].concat();
@@ -146,8 +146,8 @@ fn established_packets_follow_the_cookie_not_the_table() {
 }
 
 #[test]
-fn random_echoes_are_treated_as_the_model_reads_them() {
-    if !may_load_bpf("random_echoes_are_treated_as_the_model_reads_them") {
+fn random_tsecr_values_are_treated_as_in_the_model() {
+    if !may_load_bpf("random_tsecr_values_are_treated_as_in_the_model") {
         return;
     }
     let mut rng = seeded_rng(4, 0);
@@ -162,9 +162,9 @@ fn random_echoes_are_treated_as_the_model_reads_them() {
     let mut seen = [0; 3];
     for _ in 0..4000 {
         let client = client(&mut rng);
-        let echo = rng.next_u32();
-        let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
-        match cookie::recognise(&balancer.keys, &tuple(client), echo) {
+        let tsecr = rng.next_u32();
+        let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
+        match cookie::recognise(&balancer.keys, &tuple(client), tsecr) {
             Cookie::Server(server) if unresolved.contains(&server) => {
                 seen[0] += 1;
                 balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
@@ -175,7 +175,7 @@ fn random_echoes_are_treated_as_the_model_reads_them() {
             }
             _ => {
                 seen[2] += 1;
-                balancer.expect_to_all_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
+                balancer.expect_broadcast_or(0, &frame, Identification::Kept, "drop_unknown_cookie");
             }
         }
     }
@@ -316,12 +316,12 @@ fn services_do_not_see_each_others_servers_and_tables() {
 }
 
 #[test]
-fn to_all_is_limited_per_service_and_recovers() {
-    if !may_load_bpf("to_all_is_limited_per_service_and_recovers") {
+fn broadcast_is_limited_per_service_and_recovers() {
+    if !may_load_bpf("broadcast_is_limited_per_service_and_recovers") {
         return;
     }
     let mut rng = seeded_rng(10, 0);
-    let mut balancer = Balancer::with_to_all_rate(&[VIP], 20, 8, &mut rng);
+    let mut balancer = Balancer::with_broadcast_rate(&[VIP], 20, 8, &mut rng);
     let reset = Tcp { flags: RST, ..Tcp::new(client(&mut rng), VIP) }.frame();
     let outcomes =
         |balancer: &mut Balancer, count: usize| (0..count).filter(|_| balancer.run(&reset).0 == XDP_TX).count();
@@ -345,8 +345,8 @@ fn a_mac_address_that_changes_is_used_from_the_next_packet_on() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let server = balancer.replace_servers(0, 1, &mut rng)[0];
     let client = client(&mut rng);
-    let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
-    let frame = Tcp { options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }.frame();
+    let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
+    let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
     let mac = MacAddress([0x02, 1, 2, 3, 4, 5]);
     balancer.macs.insert((0, server), mac);

@@ -254,7 +254,7 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
     }
     for inner in Family::BOTH {
         let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
-        let options = Options { broadcast: [rates; intf::BROADCAST_REASON_COUNT as usize], ..Options::default() };
+        let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
         let form = Form { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
         let (balancer, _) = balancer_with(form, mode(form), MTU, options);
         let frame = syn_of(inner, MTU);

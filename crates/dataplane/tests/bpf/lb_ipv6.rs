@@ -96,10 +96,10 @@ fn established_packets_of_ipv6_follow_the_cookie() {
         let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
-        let echo = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
-        let odd = [&[1][..], &timestamp(1, echo), &[0]].concat();
+        let tsecr = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let odd = [&[1][..], &timestamp(1, tsecr), &[0]].concat();
         let flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
-        for options in [aligned_timestamp(1, echo), odd] {
+        for options in [aligned_timestamp(1, tsecr), odd] {
             balancer.expect_sent_to(0, &frame(client, flags, options.clone()), server, "established");
             for headers in extension_headers() {
                 let behind = frame_behind(&headers, client, flags, options.clone());
@@ -212,7 +212,7 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
         balancer.expect_sent_to(0, &whole, server, "icmp_error");
         // Without the timestamp it is broadcast.
         let short = error(kind, router, client, aligned_timestamp(value, 7), 48);
-        balancer.expect_to_all_or(0, &short, Identification::Kept, "drop_broadcast_rate_limited");
+        balancer.expect_broadcast_or(0, &short, Identification::Kept, "drop_broadcast_rate_limited");
     }
     let whole = error(2, router, client(&mut rng), vec![], usize::MAX);
     balancer.expect_without_service(&error(2, router, client(&mut rng), vec![], 47), XDP_DROP, "drop_malformed_icmp");
@@ -251,9 +251,9 @@ fn stateful_connections_of_ipv6_find_their_entry() {
         let (_, again) = balancer.counted(&syn(client), Some(0), "new_connection");
         assert_eq!((&sent[..6], number_of(&again)), (&balancer.macs[&(0, server)].0[..], Some(number)));
         let stamped = Cookie::TableIndex(number);
-        let echo = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
+        let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
         for flags in [ACK, ACK | FIN] {
-            let packet = frame(client, flags, aligned_timestamp(1, echo));
+            let packet = frame(client, flags, aligned_timestamp(1, tsecr));
             balancer.expect_sent_to(0, &packet, server, "connection_table");
         }
     }

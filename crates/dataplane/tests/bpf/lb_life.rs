@@ -53,8 +53,8 @@ fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
 
 /// A packet of an established connection, to the MAC address of the load balancer's device.
 fn established(destination_mac: [u8; 6]) -> Vec<u8> {
-    let echo = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
-    Tcp { destination_mac, options: aligned_timestamp(1, echo), ..Tcp::new(CLIENT, VIP) }.frame()
+    let tsecr = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
+    Tcp { destination_mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) }.frame()
 }
 
 fn device_mac() -> [u8; 6] {

@@ -147,8 +147,8 @@ fn expect_stamped_answers_without_socket(family: Family) {
     again.flags = FIN | ACK;
     again.payload.clear();
     again.destination_mac = last[6..12].try_into().unwrap();
-    let echo = word(&last, timestamp_offset(&last).unwrap());
-    again.options = support::aligned_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), echo);
+    let tsecr = word(&last, timestamp_offset(&last).unwrap());
+    again.options = support::aligned_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), tsecr);
     let sequence = word(&last, tcp + 8).wrapping_sub(1);
     let frame = again.frame_with(sequence, word(&last, tcp + 4));
     sniffer.send(&bed, &frame);
@@ -205,12 +205,12 @@ fn expect_broadcast_at_connection(family: Family) {
     other.flags = ACK;
     sniffer.send(&bed, &other.frame_with(sequence, 1));
     let answers = sniffer.settled_from_vip(&bed);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_IGNORED), 1);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
     assert_eq!(answers.len(), 0, "the server kept silent");
 
     sniffer.send(&bed, &reset.frame_with(sequence, 0));
     assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_ACCEPTED), 1);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
 }
 
 #[test]
@@ -386,7 +386,7 @@ fn an_idle_ipv6_connection_continues() {
 fn expect_idle_connections_continue(family: Family) {
     let bed = Bed::of(family, ServiceMode::default());
     go_on_after(&bed, &[33, 36, 40], &[false]);
-    // Before the first echo several segments may be held.
+    // Before the first TSecr several segments may be held.
     let held = bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMPED);
     assert!(held >= 9, "{held} packets held");
     assert_eq!(bed.counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);

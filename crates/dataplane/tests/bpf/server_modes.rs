@@ -16,7 +16,7 @@ use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, syn_echo};
+use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, syn_tsecr};
 use crate::support::network::VIP;
 use crate::support::server_bed::{Bed, PORT, TIMEOUT, client, flags, id, keys, vip};
 use crate::support::{
@@ -59,11 +59,11 @@ fn expect_index_stamped(family: Family) {
         bed.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = bed.listen();
         let mut client = HandClient::new(&bed, 4001, true);
-        let answer = client.open(syn_echo(INDEX));
+        let answer = client.open(syn_tsecr(INDEX));
         assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_LEARNT), 1);
         assert_eq!(cookie_of(&client, &answer), Cookie::TableIndex(INDEX));
-        let echoed = word(&answer, timestamp_offset(&answer).unwrap() + 4);
-        assert_eq!(echoed, 1, "the client's own TSval");
+        let returned = word(&answer, timestamp_offset(&answer).unwrap() + 4);
+        assert_eq!(returned, 1, "the client's own TSval");
         client.acknowledge();
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(TIMEOUT)).unwrap();
@@ -91,7 +91,7 @@ fn expect_id_without_index(family: Family) {
     let listener = bed.listen();
     // A connection that had one, whose 4-tuple is used again: what was known of it is forgotten.
     let mut first = HandClient::new(&bed, 4002, true);
-    first.open(syn_echo(INDEX));
+    first.open(syn_tsecr(INDEX));
     let reset = first.frame(RST | ACK, first.recent, b"");
     first.send(&reset);
     first.overheard();
@@ -118,14 +118,14 @@ fn expect_id_after_lost_table(family: Family) {
     let bed = Bed::of(family, STATEFUL);
     let listener = bed.listen();
     let mut client = HandClient::new(&bed, 4003, true);
-    client.open(syn_echo(INDEX));
+    client.open(syn_tsecr(INDEX));
     client.acknowledge();
     let (mut server, _) = listener.accept().unwrap();
     let with_index = client.talk(b"request", unchanged);
     assert_eq!(cookie_of(&client, &with_index[0]), Cookie::TableIndex(INDEX));
-    // One round trip by way of all servers; what the client has echoed until then is still restored.
+    // One round trip by way of all servers; what the client has returned until then is still restored.
     let after = client.talk(b"request", |frame| send_to_all(frame));
-    assert_eq!(bed.counter(intf::SERVER_COUNTER_TO_ALL_ACCEPTED), 1);
+    assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
     assert_eq!(bed.counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
     assert_eq!(cookie_of(&client, after.last().unwrap()), Cookie::Server(id()));
     let step = client.recent.wrapping_sub(word(&with_index[0], timestamp_offset(&with_index[0]).unwrap()));
@@ -146,11 +146,11 @@ fn a_flood_of_syns_costs_indexes_and_no_connection() {
     let bed = Bed::with(STATEFUL);
     let listener = bed.listen();
     let (mut established, mut half_open) = (HandClient::new(&bed, 4004, true), HandClient::new(&bed, 4005, true));
-    established.open(syn_echo(INDEX));
+    established.open(syn_tsecr(INDEX));
     established.acknowledge();
     let _first = listener.accept().unwrap();
     assert!(!established.talk(b"request", unchanged).is_empty());
-    let answer = half_open.open(syn_echo(INDEX + 1));
+    let answer = half_open.open(syn_tsecr(INDEX + 1));
     assert_eq!(cookie_of(&half_open, &answer), Cookie::TableIndex(INDEX + 1));
 
     // Twice as many as there is room for, from as many clients; each is answered.
@@ -158,7 +158,7 @@ fn a_flood_of_syns_costs_indexes_and_no_connection() {
         let mut syn = Tcp::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
         syn.flags = SYN;
         syn.payload.clear();
-        syn.options = aligned_timestamp(1, syn_echo(7));
+        syn.options = aligned_timestamp(1, syn_tsecr(7));
         test_run::run(bed.programs.program(Direction::Ingress), &syn.frame(), 1).unwrap();
         let mut answer = Tcp::new((VIP, PORT), (*syn.source.ip(), 5));
         answer.flags = SYN | ACK;
@@ -344,7 +344,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     let mut client = HandClient::new(&bed, 4009, true);
     let counted = || {
         let counter = |counter| bed.counter(counter);
-        (counter(intf::SERVER_COUNTER_ICMP_TO_ALL_ACCEPTED), counter(intf::SERVER_COUNTER_ICMP_TO_ALL_IGNORED))
+        (counter(intf::SERVER_COUNTER_ICMP_BROADCAST_ACCEPTED), counter(intf::SERVER_COUNTER_ICMP_BROADCAST_IGNORED))
     };
     let cases = [
         (vip(family), self::client(family, port), (1, 0)),

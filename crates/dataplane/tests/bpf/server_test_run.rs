@@ -163,8 +163,8 @@ fn egress_stamping_equals_the_reference_model() {
         let milliseconds = now_ms() - uniform_below(&mut rng, 900);
         let mut packet = Tcp::between(vip(family), client);
         packet.flags = [ACK, SYN | ACK, RST | ACK][uniform_below(&mut rng, 3) as usize];
-        let echo = rng.next_u32();
-        packet.options = options(&mut rng, timestamp(milliseconds, echo));
+        let tsecr = rng.next_u32();
+        packet.options = options(&mut rng, timestamp(milliseconds, tsecr));
         add_ip_options(&mut packet, &mut rng);
         let frame = packet.frame();
         let at = timestamp_offset(&frame).unwrap();
@@ -192,14 +192,14 @@ fn tsecr_is_restored() {
     for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
         let client = client(family, &mut rng);
         let tuple = tuple_of(client);
-        // An echo may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
+        // An TSecr may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..server.keys };
         let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
-        let echo = cookie::stamp(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
+        let tsecr = cookie::stamp(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
         let mut packet = Tcp::between(client, vip(family));
         let value = rng.next_u32();
-        packet.options = options(&mut rng, timestamp(value, echo));
+        packet.options = options(&mut rng, timestamp(value, tsecr));
         add_ip_options(&mut packet, &mut rng);
         let frame = packet.frame();
         let at = timestamp_offset(&frame).unwrap() + 4;
@@ -274,7 +274,7 @@ fn expect_foreign_packets_unchanged(server: &Server, family: Family) {
     };
     passes(Direction::Egress, &egress(other_vip), &[]);
     passes(Direction::Egress, &egress(|p| p.options.clear()), &["egress_without_timestamp"]);
-    // A random offset per connection, or microseconds: not the clock by which echoes are restored.
+    // A random offset per connection, or microseconds: not the clock by which TSecr values are restored.
     passes(
         Direction::Egress,
         &egress(|p| p.options = aligned_timestamp(now_ms().wrapping_add(5000), 1)),
@@ -284,18 +284,18 @@ fn expect_foreign_packets_unchanged(server: &Server, family: Family) {
     let tuple = tuple_of(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
     let stamp = |cookie| server.stamp(&tuple, cookie, now_ms());
-    let ingress = |echo, flags| {
+    let ingress = |tsecr, flags| {
         let mut packet = Tcp::between(client, vip);
-        packet.options = aligned_timestamp(1, echo);
+        packet.options = aligned_timestamp(1, tsecr);
         packet.flags = flags;
         packet
     };
     let other_cookie = ["ingress_other_cookie", "ingress_established"];
     passes(Direction::Ingress, &ingress(stamp(Cookie::Server(other_id)), ACK), &other_cookie);
     passes(Direction::Ingress, &ingress(stamp(Cookie::TableIndex(server.id.get())), ACK), &other_cookie);
-    passes(Direction::Ingress, &ingress(0, ACK), &["ingress_without_echo", "ingress_established"]);
+    passes(Direction::Ingress, &ingress(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
     // Test runs record no receive queue, so nothing can be compared.
-    passes(Direction::Ingress, &ingress(0, SYN), &["ingress_without_echo", "rss_unpredicted"]);
+    passes(Direction::Ingress, &ingress(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
     let mut other_host = ingress(stamp(Cookie::Server(server.id)), ACK);
     other_host.destination_mac = [2, 0, 0, 0, 0, 1];
     passes(Direction::Ingress, &other_host, &[]);
@@ -312,7 +312,7 @@ fn broadcast_without_a_socket_is_dropped() {
         packet.destination_mac = [0xff; 6];
         packet.flags = RST;
         let (verdict, _, counted) = server.counted(Direction::Ingress, &packet.frame());
-        assert_eq!((verdict, counted), (TC_ACT_SHOT, vec!["to_all_ignored"]));
+        assert_eq!((verdict, counted), (TC_ACT_SHOT, vec!["broadcast_ignored"]));
     }
 }
 
@@ -323,13 +323,13 @@ fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
     }
     let server = Server::new(&mut seeded_rng(7, 0));
     let client = some_client(Family::Ipv6);
-    let echo = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
+    let tsecr = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
     let first_fragment = (44, vec![0, 0, 0, 1, 1, 2, 3, 4]);
     let later_fragment = (44, vec![0, 0, 0, 8, 1, 2, 3, 4]);
     let long_options = (60, [&[0, 9][..], &[0; 78]].concat());
     for header in [first_fragment, later_fragment, long_options] {
         let mut packet = Tcp::between(client, vip(Family::Ipv6));
-        packet.options = aligned_timestamp(1, echo);
+        packet.options = aligned_timestamp(1, tsecr);
         let (_, _, counted) = server.counted(Direction::Ingress, &packet.frame());
         assert!(counted.contains(&"restored"), "{counted:?}");
         packet.extension_headers = vec![header];
@@ -367,12 +367,12 @@ fn malformed_packets_pass_whole_or_are_dropped() {
         let direction = if round % 2 == 0 { Direction::Egress } else { Direction::Ingress };
         let family = Family::BOTH[round / 2 % 2];
         let (client, vip) = (some_client(family), vip(family));
-        let echo = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
+        let tsecr = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
         let mut packet = match direction {
             Direction::Egress => Tcp::between(vip, client),
             Direction::Ingress => Tcp::between(client, vip),
         };
-        packet.options = options(&mut rng, timestamp(now_ms(), echo));
+        packet.options = options(&mut rng, timestamp(now_ms(), tsecr));
         add_ip_options(&mut packet, &mut rng);
         let mut frame = packet.frame();
         damage(&mut rng, &mut frame);

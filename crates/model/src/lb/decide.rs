@@ -46,8 +46,8 @@ impl LoadBalancer {
             if let Identification::Before(before) = decision.identification {
                 packet::set_identification(frame, before);
             }
-            if let Some((echo, value)) = &decision.echo {
-                packet::set_echo(frame, echo, *value);
+            if let Some((tsecr, value)) = &decision.tsecr {
+                packet::set_tsecr(frame, tsecr, *value);
             }
             let to_server = outcome.service.zip(outcome.server);
             if let Err(dropped) = self.emit(frame, &decision, to_server, now_ns) {
@@ -180,7 +180,7 @@ impl LoadBalancer {
             (None, Some(other)) => self.to_other_balancer(service_slot, other),
             (None, None) => {
                 let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_to_all((service_slot, whole.client), intf::BROADCAST_ICMP, over_rate, now_ns)
+                self.deliver_broadcast((service_slot, whole.client), intf::LIMITED_ICMP_ERROR, over_rate, now_ns)
             }
         };
         Ok(Decision { event, ..decision })
@@ -235,7 +235,7 @@ impl LoadBalancer {
             Some(other) => self.to_other_balancer(of.0, other),
             None => {
                 let over_rate = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
-                self.deliver_to_all(of, intf::BROADCAST_UNKNOWN_COOKIE, over_rate, now_ns)
+                self.deliver_broadcast(of, intf::LIMITED_UNKNOWN_COOKIE, over_rate, now_ns)
             }
         }
     }
@@ -253,7 +253,7 @@ impl LoadBalancer {
         let mode = service.mode;
         let first = packet.flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
-            return match first && packet.echo.is_some() {
+            return match first && packet.tsecr.is_some() {
                 true => match self.half_open(service_slot, packet) {
                     Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
                     None => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
@@ -261,18 +261,18 @@ impl LoadBalancer {
                 false => self.by_lb_stamped_cookie(service_slot, packet),
             };
         }
-        match (mode.consistency, packet.echo.filter(|_| service.has_cookies())) {
+        match (mode.consistency, packet.tsecr.filter(|_| service.has_cookies())) {
             (Consistency::None, _) => self.by_rule(service_slot, packet, placed_as(first)),
             (Consistency::HashTable, _) => self.by_hash_table(service_slot, packet),
             (Consistency::Beamer, _) | (_, None) => self.without_cookie(service_slot, packet, now_ns),
-            (Consistency::Stateful, Some(echo)) if first => {
-                self.first_stateful(service_slot, packet, echo, sender.bytes)
+            (Consistency::Stateful, Some(tsecr)) if first => {
+                self.first_stateful(service_slot, packet, tsecr, sender.bytes)
             }
             (Consistency::Stateless, Some(_)) if first => {
                 self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
             }
-            (Consistency::Stateless | Consistency::Stateful, Some(echo)) => {
-                self.by_cookie(service_slot, packet, echo.value, sender, now_ns)
+            (Consistency::Stateless | Consistency::Stateful, Some(tsecr)) => {
+                self.by_cookie(service_slot, packet, tsecr.value, sender, now_ns)
             }
         }
     }
@@ -294,9 +294,16 @@ impl LoadBalancer {
         }
     }
 
-    fn by_cookie(&mut self, service_slot: usize, packet: &Packet, echo: u32, sender: &Sender, now_ns: u64) -> Decision {
+    fn by_cookie(
+        &mut self,
+        service_slot: usize,
+        packet: &Packet,
+        tsecr: u32,
+        sender: &Sender,
+        now_ns: u64,
+    ) -> Decision {
         let tuple = packet.tuple();
-        match cookie::recognise(&self.keys, &tuple, echo) {
+        match cookie::recognise(&self.keys, &tuple, tsecr) {
             Cookie::Server(id) if self.service(service_slot).server(id).is_some() => {
                 self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
             }
@@ -378,7 +385,7 @@ impl LoadBalancer {
         if packet.flags & RST != 0 {
             let (of, over_rate) = ((service_slot, packet.client.ip()), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self
-                .deliver_to_all(of, intf::BROADCAST_RESET, over_rate, now_ns)
+                .deliver_broadcast(of, intf::LIMITED_RESET, over_rate, now_ns)
                 .with_previous_server(intf::NO_SERVER as u16);
         }
         // Our connections are in the flow table since their second packet; the other load balancer must see all of its
@@ -431,7 +438,7 @@ impl LoadBalancer {
     }
 
     /// Broadcasts. `of`: the service's slot, and the source.
-    pub(super) fn deliver_to_all(
+    pub(super) fn deliver_broadcast(
         &mut self,
         of: (usize, IpAddr),
         reason: Reason,
@@ -444,7 +451,7 @@ impl LoadBalancer {
         if !self.broadcast.take(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {
             return Decision::end(over_rate);
         }
-        let lost = reason == intf::BROADCAST_OWNER_LOST;
+        let lost = reason == intf::LIMITED_OWNER_LOST;
         Decision::forward(
             if lost { intf::LB_COUNTER_BROADCAST_OWNER_LOST } else { intf::LB_COUNTER_BROADCAST },
             BROADCAST,

@@ -2,7 +2,7 @@
 
 use coreward_intf as intf;
 
-use super::packet::Echo;
+use super::packet::Tsecr;
 use super::{Mac, Outcome, Verdict};
 use crate::ServerId;
 
@@ -22,7 +22,7 @@ pub(super) struct Decision {
     pub server: Option<ServerId>,
     pub identification: Identification,
     /// New TSecr.
-    pub echo: Option<(Echo, u32)>,
+    pub tsecr: Option<(Tsecr, u32)>,
     pub event: Option<intf::lb_event>,
     /// The placement rule has placed a new connection.
     pub opens: bool,
@@ -37,7 +37,7 @@ impl Decision {
             destination: [0; 6],
             server: None,
             identification: Identification::Unchanged,
-            echo: None,
+            tsecr: None,
             event: None,
             opens: false,
             closes: false,
@@ -49,8 +49,8 @@ impl Decision {
     }
 
     /// Sets the first packet's TSecr to `value` for the server.
-    pub fn with_tsecr(self, echo: Echo, value: u32) -> Self {
-        Self { echo: Some((echo, value)), ..self }
+    pub fn with_tsecr(self, tsecr: Tsecr, value: u32) -> Self {
+        Self { tsecr: Some((tsecr, value)), ..self }
     }
 
     pub fn opening(self, opens: bool) -> Self {
@@ -84,7 +84,7 @@ impl Decision {
 
     pub fn outcome(&self, service: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
-        let reported = self.echo.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let reported = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
         let reported = reported.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
         Outcome { counter: self.counter, service, server, reported, event: self.event }
     }

@@ -35,7 +35,7 @@ impl LoadBalancer {
             true => (packet_ipv6::address_at(frame, ETHERNET_HEADER + 8), may_answer_ipv6(frame)),
             false => (packet::address_at(frame, ETHERNET_HEADER + 12), may_answer(frame)),
         };
-        let reason = intf::BROADCAST_FRAGMENTATION_NEEDED;
+        let reason = intf::LIMITED_FRAGMENTATION_NEEDED;
         let is_sent = may_answer
             && self.broadcast.take(&self.stateful.key, (slot, source), reason, &self.constants.broadcast, now_ns);
         if !is_sent {

@@ -151,12 +151,12 @@ impl LoadBalancer {
         let (Ok(packet), Some(mut known)) = (packet, self.lb_stamping.servers.get(&key).copied()) else {
             return Some(answered);
         };
-        let own = packet.echo.map(|echo| echo.own(frame));
+        let own = packet.tsecr.map(|tsecr| tsecr.own(frame));
         let stamped = self.stamps_answer(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
         self.lb_stamping.servers.insert(key, known);
         if let Some(own) = own.filter(|_| stamped) {
             let value = self.lb_stamped_value(service_slot, &packet, &known, own.value);
-            packet::set_echo(frame, &own, value);
+            packet::set_tsecr(frame, &own, value);
             answered.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
         Some(answered)
@@ -220,7 +220,7 @@ impl LoadBalancer {
             }
             return self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE);
         }
-        let Some(echo) = packet.echo else {
+        let Some(tsecr) = packet.tsecr else {
             if packet.flags & RST != 0 {
                 return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
@@ -230,16 +230,16 @@ impl LoadBalancer {
             };
         };
         let tuple = packet.tuple();
-        let id = lb_stamping::recognise(&self.keys, &tuple, echo.value);
+        let id = lb_stamping::recognise(&self.keys, &tuple, tsecr.value);
         let Some(server) = self.service(service_slot).server(id) else {
             return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
         let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
         let known = server.mac.and_then(|mac| self.lb_stamping.servers.get(&(service_slot, mac)));
         let clock_ms = known.map(|known| known.clock.at(self.now_ms()));
-        let restored = clock_ms.map_or(echo.value, |now| {
-            lb_stamping::restore(&self.lb_stamping.time_key(service_slot), &tuple, echo.value, now)
+        let restored = clock_ms.map_or(tsecr.value, |now| {
+            lb_stamping::restore(&self.lb_stamping.time_key(service_slot), &tuple, tsecr.value, now)
         });
-        decision.with_tsecr(echo, restored)
+        decision.with_tsecr(tsecr, restored)
     }
 }

@@ -153,22 +153,22 @@ pub(super) struct Packet {
     /// TCP flags.
     pub flags: u8,
     /// TSecr, if there is a timestamp option.
-    pub echo: Option<Echo>,
+    pub tsecr: Option<Tsecr>,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Echo {
+pub(super) struct Tsecr {
     pub value: u32,
     /// Offset of the TCP header in the frame, and of TSecr from there.
     transport: usize,
     at: usize,
 }
 
-impl Echo {
+impl Tsecr {
     /// Returns TSval, which precedes it.
-    pub fn own(self, frame: &[u8]) -> Echo {
+    pub fn own(self, frame: &[u8]) -> Tsecr {
         let at = self.at - 4;
-        Echo { value: u32_at(frame, self.transport + at), at, ..self }
+        Tsecr { value: u32_at(frame, self.transport + at), at, ..self }
     }
 }
 
@@ -193,8 +193,8 @@ pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, En
 
 /// Parses TCP between `ports` in a server's `packet`, as a client's packet of that connection.
 pub(super) fn tcp_answer(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
-    let Packet { client, vip, protocol, flags, echo } = tcp_header(packet, ports)?;
-    Ok(Packet { client: vip, vip: client, protocol, flags, echo })
+    let Packet { client, vip, protocol, flags, tsecr } = tcp_header(packet, ports)?;
+    Ok(Packet { client: vip, vip: client, protocol, flags, tsecr })
 }
 
 fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended> {
@@ -208,13 +208,13 @@ fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Ended>
         return Err(MALFORMED);
     }
     let options = &segment[TCP_HEADER..header];
-    let echo = timestamp_at(options).map_err(|Malformed| MALFORMED)?.map(|at| Echo {
+    let tsecr = timestamp_at(options).map_err(|Malformed| MALFORMED)?.map(|at| Tsecr {
         value: u32_at(options, at + 6),
         transport: packet.transport,
         at: TCP_HEADER + at + 6,
     });
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
-    Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, echo })
+    Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, tsecr })
 }
 
 /// Parses UDP between `ports` in `packet`: whole, or the first fragment of a longer datagram.
@@ -228,7 +228,7 @@ pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, En
         return Err(MALFORMED);
     }
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
-    Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, echo: None })
+    Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, tsecr: None })
 }
 
 /// The packet from VIP to client that an ICMP error quotes.
@@ -326,13 +326,13 @@ fn mended(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
 }
 
-/// Sets TSecr (or TSval, if `echo` is of that) and updates the TCP checksum.
-pub(super) fn set_echo(frame: &mut [u8], echo: &Echo, value: u32) {
-    let (at, checksum) = (echo.transport + echo.at, echo.transport + 16);
+/// Sets TSecr (or TSval, if `tsecr` is of that) and updates the TCP checksum.
+pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
+    let (at, checksum) = (tsecr.transport + tsecr.at, tsecr.transport + 16);
     for half in [0, 2] {
         let (old, new) = (u16_at(frame, at + half), (value >> (16 - 8 * half)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
-        let odd = !echo.at.is_multiple_of(2);
+        let odd = !tsecr.at.is_multiple_of(2);
         let counted = |word: u16| if odd { word.swap_bytes() } else { word };
         let mended = mended(u16_at(frame, checksum), counted(old), counted(new));
         frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());

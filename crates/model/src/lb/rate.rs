@@ -36,10 +36,10 @@ impl Bucket {
     }
 }
 
-/// Reason of a broadcast: `enum broadcast_reason`.
-pub type Reason = intf::broadcast_reason;
+/// Reason of a broadcast: `enum limited_kind`.
+pub type Reason = intf::limited_kind;
 /// Number of reasons.
-pub const REASONS: usize = intf::BROADCAST_REASON_COUNT as usize;
+pub const REASONS: usize = intf::LIMITED_KIND_COUNT as usize;
 
 /// The rates for one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,19 +161,19 @@ mod tests {
 
     #[test]
     fn one_source_cannot_use_up_the_broadcast_rate() {
-        let junk = [(Ipv4Addr::new(192, 0, 2, 1), 0, intf::BROADCAST_ICMP)];
-        assert_eq!(accepted(&junk, (0, intf::BROADCAST_ICMP)), 100);
+        let junk = [(Ipv4Addr::new(192, 0, 2, 1), 0, intf::LIMITED_ICMP_ERROR)];
+        assert_eq!(accepted(&junk, (0, intf::LIMITED_ICMP_ERROR)), 100);
     }
 
     #[test]
     fn other_kinds_and_services_keep_their_broadcast_rate() {
         let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
         // On average 1.5 of 100 sources share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
-        let of_another_kind = accepted(&sources(intf::BROADCAST_UNKNOWN_COOKIE), (0, intf::BROADCAST_ICMP));
+        let of_another_kind = accepted(&sources(intf::LIMITED_UNKNOWN_COOKIE), (0, intf::LIMITED_ICMP_ERROR));
         assert!(of_another_kind >= 92, "{of_another_kind}");
-        let of_another_service = accepted(&sources(intf::BROADCAST_ICMP), (1, intf::BROADCAST_ICMP));
+        let of_another_service = accepted(&sources(intf::LIMITED_ICMP_ERROR), (1, intf::LIMITED_ICMP_ERROR));
         assert!(of_another_service >= 92, "{of_another_service}");
-        let starved = accepted(&sources(intf::BROADCAST_ICMP), (0, intf::BROADCAST_ICMP));
+        let starved = accepted(&sources(intf::LIMITED_ICMP_ERROR), (0, intf::LIMITED_ICMP_ERROR));
         assert!(starved < 50, "{starved}");
     }
 
@@ -187,7 +187,7 @@ mod tests {
         let sent = (0..1_000_000u64)
             .filter(|n| {
                 let from = ((n % 1024) as usize, Ipv4Addr::from(*n as u32).into());
-                broadcast.take(&key, from, intf::BROADCAST_RESET, &rates, 1_000_000_000 + n * 1000)
+                broadcast.take(&key, from, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
             })
             .count();
         assert!((9_000..=10_001).contains(&sent), "{sent}");

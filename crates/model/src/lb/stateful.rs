@@ -13,7 +13,7 @@ use super::{LoadBalancer, Mac};
 use crate::connection_table::table::{ConnectionTable, FirstPacket, NotTaken, OwnMemory, RecentConnections};
 use crate::connection_table::{
     Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timers, owner_and_slot, source_shard,
-    syn_echo,
+    syn_tsecr,
 };
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
@@ -147,7 +147,7 @@ impl LoadBalancer {
             Owner::At(mac) if !owners.contains(&Owner::At(from)) => Decision::forward(intf::LB_COUNTER_TO_OWNER, mac),
             Owner::At(_) | Owner::Lost => {
                 let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_to_all(of, intf::BROADCAST_OWNER_LOST, over_rate, now_ns)
+                self.deliver_broadcast(of, intf::LIMITED_OWNER_LOST, over_rate, now_ns)
             }
         }
     }
@@ -171,7 +171,7 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        echo: packet::Echo,
+        tsecr: packet::Tsecr,
         bytes: u64,
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
@@ -184,10 +184,10 @@ impl LoadBalancer {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
             self.stateful.recent.remember(hash, index);
             let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
-            return decision.with_tsecr(echo, syn_echo(owner, index.slot()));
+            return decision.with_tsecr(tsecr, syn_tsecr(owner, index.slot()));
         }
         let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
-        let decision = if echo.value == 0 { decision } else { decision.with_tsecr(echo, 0) };
+        let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         if !self.stateful.may_take(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
@@ -203,6 +203,6 @@ impl LoadBalancer {
         };
         *self.stateful.held(packet.client.ip()) += 1;
         self.stateful.recent.remember(hash, index);
-        decision.with_tsecr(echo, syn_echo(owner, index.slot()))
+        decision.with_tsecr(tsecr, syn_tsecr(owner, index.slot()))
     }
 }

@@ -153,7 +153,7 @@ impl Balancer {
         Ok(())
     }
 
-    fn packet(&self, client: &SocketAddrV4, echo: u32) -> Packet {
+    fn packet(&self, client: &SocketAddrV4, tsecr: u32) -> Packet {
         let mut ports = [client.port().to_be_bytes(), self.case.destination().port().to_be_bytes()];
         if self.case == Case::LbStamped(Direction::ToClient) {
             ports.reverse();
@@ -162,7 +162,7 @@ impl Balancer {
         Packet {
             client_address: u32::from_ne_bytes(client.ip().octets()),
             ports: u32::from_ne_bytes(ports.try_into().expect("four bytes")),
-            echo: echo.to_be(),
+            tsecr: tsecr.to_be(),
             line: 0,
         }
     }
@@ -188,8 +188,8 @@ impl Balancer {
                 _ => Cookie::Server(self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize]),
             };
             let tuple = self.case.tuple(client);
-            let echo = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, stamped, rng.next_u32());
-            Ok(self.packet(client, echo))
+            let tsecr = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, stamped, rng.next_u32());
+            Ok(self.packet(client, tsecr))
         });
         packets.collect()
     }

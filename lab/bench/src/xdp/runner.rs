@@ -29,7 +29,7 @@ pub struct Packet {
     pub client_address: u32,
     pub ports: u32,
     /// TSecr.
-    pub echo: u32,
+    pub tsecr: u32,
     /// In the host's order: which line of memory [`Feed::AndLine`] and [`Feed::AfterLine`] load.
     pub line: u32,
 }
@@ -42,7 +42,7 @@ pub struct Frame {
     pub client_at: u32,
     pub ports_at: u32,
     /// Offset of TSecr, or of a reply's TSval.
-    pub echo_at: u32,
+    pub tsecr_at: u32,
     pub destination_port: u16,
 }
 
@@ -87,7 +87,7 @@ impl Runner {
         constants.frame_length = frame.bytes.len() as u32;
         constants.client_at = frame.client_at;
         constants.ports_at = frame.ports_at;
-        constants.echo_at = frame.echo_at;
+        constants.tsecr_at = frame.tsecr_at;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
         let loaded = open.load().context("loading fresh_packets.bpf.c")?;

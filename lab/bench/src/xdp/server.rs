@@ -139,7 +139,7 @@ impl Server {
         let milliseconds = now_ms()?;
         let packet = |client: &SocketAddrV4| {
             let (tuple, cookie) = (case.tuple(client), Cookie::Server(self.id));
-            let echo = cookie::stamp(&self.keys, &self.programs.time_key(), &tuple, cookie, milliseconds);
+            let tsecr = cookie::stamp(&self.keys, &self.programs.time_key(), &tuple, cookie, milliseconds);
             let mut ports = [client.port().to_be_bytes(), VIP.1.to_be_bytes()];
             if matches!(case.direction, Direction::Egress) {
                 ports.reverse();
@@ -147,7 +147,7 @@ impl Server {
             Packet {
                 client_address: u32::from_ne_bytes(client.ip().octets()),
                 ports: u32::from_ne_bytes(ports.concat().try_into().expect("four bytes")),
-                echo: echo.to_be(),
+                tsecr: tsecr.to_be(),
                 line: 0,
             }
         };
@@ -182,7 +182,7 @@ impl Runner {
         constants.mask = packets.len() as u32 - 1;
         constants.client_at = frame.client_at;
         constants.ports_at = frame.ports_at;
-        constants.timestamp_at = frame.echo_at;
+        constants.timestamp_at = frame.tsecr_at;
         let loaded = open.load().context("loading fresh_segments.bpf.c")?;
         let memory: MmapArray<[Packet; PACKETS]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);

@@ -72,7 +72,7 @@ impl Lane {
         let new = Lane { goal: goal(0.90), new_of_16: 16, ..established };
         vec![
             Self::FLOOR,
-            Lane { name: "swap MACs, read the echoed timestamp", floor: Some(Floor::ReadEcho), ..Self::FLOOR },
+            Lane { name: "swap MACs, read the returned timestamp", floor: Some(Floor::ReadTsecr), ..Self::FLOOR },
             Lane { name: "established, stateless", ..established },
             Lane { name: "established, stateful", consistency: Consistency::Stateful, goal: None, ..established },
             Lane { name: "established, hash-table", consistency: Consistency::HashTable, goal: None, ..established },

@@ -285,8 +285,8 @@ fn established(destination: (Ipv4Addr, u16)) -> Frame {
     frame(destination, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
 }
 
-/// TSecr is `echo` bytes into the options.
-fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> Frame {
+/// TSecr is `tsecr` bytes into the options.
+fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) -> Frame {
     let (vip, port) = destination;
     let tcp_header = 20 + options.len();
     let mut bytes = [&OWN_MAC.0[..], &[2, 0, 0, 0, 0, 2], &[8, 0]].concat();
@@ -295,9 +295,9 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], echo: u32) -> 
     bytes.extend([0x12, 0x34]);
     bytes.extend(port.to_be_bytes());
     bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
-    let echo_at = bytes.len() as u32 + echo;
+    let tsecr_at = bytes.len() as u32 + tsecr;
     bytes.extend(options);
-    Frame { bytes, client_at: CLIENT_AT, ports_at: TCP_AT as u32, echo_at, destination_port: port }
+    Frame { bytes, client_at: CLIENT_AT, ports_at: TCP_AT as u32, tsecr_at, destination_port: port }
 }
 
 /// The segment of a frame between a client and [`VIP`], in one between a client and [`VIP_IPV6`].
@@ -313,9 +313,9 @@ fn in_ipv6(ipv4: &Frame) -> Frame {
     bytes.extend(addresses.as_flattened());
     let ports_at = bytes.len();
     bytes.extend(segment);
-    let echo_at = ipv4.echo_at + (ports_at - TCP_AT) as u32;
+    let tsecr_at = ipv4.tsecr_at + (ports_at - TCP_AT) as u32;
     let client_at = (client_end - size_of::<Ipv4Addr>()) as u32;
-    Frame { bytes, client_at, ports_at: ports_at as u32, echo_at, ..*ipv4 }
+    Frame { bytes, client_at, ports_at: ports_at as u32, tsecr_at, ..*ipv4 }
 }
 
 /// A client's ACK to the IPv6 service.

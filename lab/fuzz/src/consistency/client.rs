@@ -20,7 +20,7 @@ const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
 /// Offset of a SYN's TSecr: its timestamp follows two options of 6 bytes.
-const SYN_ECHO: usize = ETHERNET + 20 + 20 + 6 + 6;
+const SYN_TSECR: usize = ETHERNET + 20 + 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// A packet that is not answered is sent again so often, then the client gives up.
 const ATTEMPTS: u32 = 25;
@@ -46,7 +46,7 @@ pub(super) struct Connection {
     stage: Stage,
     attempts: u32,
     /// The newest TSval from the server.
-    echo: u32,
+    tsecr: u32,
     /// Server of the first SYN-ACK.
     server: Option<usize>,
     /// Servers' ends; a SYN sent twice may have made two.
@@ -86,7 +86,7 @@ impl Simulation {
             timestamps,
             stage: Stage::Opening,
             attempts: 0,
-            echo: 0,
+            tsecr: 0,
             server: None,
             sockets: Vec::new(),
             hash: self.rng.u32(),
@@ -237,7 +237,7 @@ impl Simulation {
         let options = match flags {
             _ if !connection.timestamps || flags == RST => Vec::new(),
             SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(value, 0), &[1, 3, 3, 7]].concat(),
-            _ => [&[1, 1][..], &timestamp(value, connection.echo)].concat(),
+            _ => [&[1, 1][..], &timestamp(value, connection.tsecr)].concat(),
         };
         let ip = Ip {
             mac: to,
@@ -278,7 +278,7 @@ impl Simulation {
         }
         let to = &frame[..6];
         if to == BROADCAST {
-            return Ok(self.deliver_to_all(number));
+            return Ok(self.deliver_broadcast(number));
         }
         let owner = (0..self.load_balancers.len()).find(|other| load_balancer_mac(*other) == to);
         if let Some(owner) = owner {
@@ -294,17 +294,17 @@ impl Simulation {
     }
 
     /// Delivers to all: the server of the connection takes it, the others do nothing.
-    fn deliver_to_all(&mut self, number: u32) -> Delivery {
+    fn deliver_broadcast(&mut self, number: u32) -> Delivery {
         let Some(server) = self.connection(number).server else { return Delivery::Lost };
         if self.servers[server].life == Life::Gone {
             return Delivery::Lost;
         }
         let connection = self.connection(number);
         let tuple = FourTuple::ipv4(connection.client, VIP);
-        let echoed = cookie::recognise(&self.servers[server].keys, &tuple, connection.echo);
+        let returned = cookie::recognise(&self.servers[server].keys, &tuple, connection.tsecr);
         let id = self.servers[server].id;
         // Its load balancer has lost the entry: from now on the server's id.
-        if let Cookie::TableIndex(_) = echoed
+        if let Cookie::TableIndex(_) = returned
             && let Some(socket) = self.connection_mut(number).sockets.iter_mut().find(|socket| socket.server == server)
         {
             socket.cookie = Cookie::Server(id);
@@ -317,9 +317,9 @@ impl Simulation {
             return Delivery::Lost;
         }
         if flags == SYN {
-            let echo = frame.get(SYN_ECHO..SYN_ECHO + 4).filter(|_| self.connection(number).timestamps);
-            let echo = echo.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
-            let socket = self.servers[server].socket(server, echo);
+            let tsecr = frame.get(SYN_TSECR..SYN_TSECR + 4).filter(|_| self.connection(number).timestamps);
+            let tsecr = tsecr.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
+            let socket = self.servers[server].socket(server, tsecr);
             let sockets = &mut self.connection_mut(number).sockets;
             match sockets.iter_mut().find(|socket| socket.server == server) {
                 Some(half_open) => *half_open = socket,
@@ -367,8 +367,8 @@ impl Simulation {
         let tuple = FourTuple::ipv4(connection.client, VIP);
         let value = self.servers[server].stamp(&tuple, socket, now);
         // The first answer is what opens the connection.
-        if !from_another && (!lost || connection.echo == 0) {
-            self.connection_mut(number).echo = value;
+        if !from_another && (!lost || connection.tsecr == 0) {
+            self.connection_mut(number).tsecr = value;
         }
     }
 }

@@ -70,7 +70,7 @@ impl Simulation {
             simulation.load_balancers.push(load_balancer);
         }
         for number in 0..config.load_balancers {
-            simulation.tell_owner_to_all(number, 1);
+            simulation.send_owner(number, 1);
             simulation.at(SWEEP_MS, Event::Sweep(number));
         }
         simulation.at(0, Event::Arrival);
@@ -163,7 +163,7 @@ impl Simulation {
         self.report.tables += 1;
     }
 
-    fn tell_new_table(&mut self) {
+    fn send_new_table(&mut self) {
         self.new_table();
         for number in 0..self.load_balancers.len() {
             // After the load balancer's updates of servers.
@@ -172,7 +172,7 @@ impl Simulation {
         }
     }
 
-    pub(super) fn tell_table(&mut self, number: usize) -> anyhow::Result<()> {
+    pub(super) fn send_table_to(&mut self, number: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         if *alive {
             harness.change(&Change::Table(*service_slot, self.controller.table.clone()))?;
@@ -197,22 +197,22 @@ impl Simulation {
 
     pub(super) fn start_load_balancer(&mut self, number: usize) -> anyhow::Result<()> {
         self.load_balancers[number] = self.new_load_balancer(number)?;
-        self.tell_owner_to_all(number, DELAY_MS);
+        self.send_owner(number, DELAY_MS);
         for other in 0..self.load_balancers.len() {
-            self.tell_owner(number, other)?;
+            self.send_owner_to(number, other)?;
         }
         Ok(())
     }
 
     /// Sends all load balancers whether load balancer `number` is alive.
-    fn tell_owner_to_all(&mut self, number: usize, within_ms: usize) {
+    fn send_owner(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
             let delay = self.rng.below(within_ms) as u64;
             self.at(delay, Event::TellOwner(other, number));
         }
     }
 
-    pub(super) fn tell_owner(&mut self, number: usize, other: usize) -> anyhow::Result<()> {
+    pub(super) fn send_owner_to(&mut self, number: usize, other: usize) -> anyhow::Result<()> {
         let there = self.load_balancers[other].alive;
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive && number != other {
@@ -243,14 +243,14 @@ impl Simulation {
         Ok(())
     }
 
-    fn tell_all_of(&mut self, server: usize, within_ms: usize) {
+    fn send_server(&mut self, server: usize, within_ms: usize) {
         for number in 0..self.load_balancers.len() {
             let delay = self.rng.below(within_ms) as u64;
             self.at(delay, Event::TellServer(number, server));
         }
     }
 
-    pub(super) fn tell_server(&mut self, number: usize, server: usize) -> anyhow::Result<()> {
+    pub(super) fn send_server_to(&mut self, number: usize, server: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let server = &self.servers[server];
         if *alive {
@@ -265,7 +265,7 @@ impl Simulation {
     pub(super) fn new_key(&mut self) -> anyhow::Result<()> {
         let idle = self.controller.keys.current.other().get();
         self.controller.keys.keys[idle] = CookieKey::random(&mut self.rng.0);
-        self.tell_keys_to_all();
+        self.send_keys();
         self.at(KEY_SWITCH_MS, Event::SwitchKey);
         Ok(())
     }
@@ -273,7 +273,7 @@ impl Simulation {
     pub(super) fn switch_key(&mut self) -> anyhow::Result<()> {
         let keys = &mut self.controller.keys;
         keys.current = keys.current.other();
-        self.tell_keys_to_all();
+        self.send_keys();
         self.report.key_switches += 1;
         if self.now < self.end_ms() {
             self.at(self.config.key_rotation_ms, Event::NewKey);
@@ -281,7 +281,7 @@ impl Simulation {
         Ok(())
     }
 
-    fn tell_keys_to_all(&mut self) {
+    fn send_keys(&mut self) {
         for number in 0..self.load_balancers.len() {
             let delay = self.delay();
             self.at(delay, Event::TellKeys(number));
@@ -292,7 +292,7 @@ impl Simulation {
         }
     }
 
-    pub(super) fn tell_keys(&mut self, number: usize) -> anyhow::Result<()> {
+    pub(super) fn send_keys_to(&mut self, number: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
             harness.change(&Change::Keys(self.controller.keys))?;
@@ -321,8 +321,8 @@ impl Simulation {
             0..6 if serving < 2 * SERVERS => {
                 let server = self.add_server();
                 self.report.servers_joined += 1;
-                self.tell_all_of(server, DELAY_MS);
-                self.tell_new_table();
+                self.send_server(server, DELAY_MS);
+                self.send_new_table();
                 Ok(true)
             }
             6..9 if serving > SERVERS / 2 => Ok(self.drain()),
@@ -337,8 +337,8 @@ impl Simulation {
     fn drain(&mut self) -> bool {
         let Some(server) = self.pick_server(Life::Serving) else { return false };
         self.servers[server].life = Life::Draining;
-        self.tell_all_of(server, DELAY_MS);
-        self.tell_new_table();
+        self.send_server(server, DELAY_MS);
+        self.send_new_table();
         self.report.servers_drained += 1;
         self.leave_if_empty(server);
         true
@@ -349,7 +349,7 @@ impl Simulation {
     pub(super) fn leave_if_empty(&mut self, server: usize) {
         if self.servers[server].life == Life::Draining && self.servers[server].connections == 0 {
             self.servers[server].life = Life::Gone;
-            self.tell_all_of(server, DELAY_MS);
+            self.send_server(server, DELAY_MS);
         }
     }
 
@@ -357,8 +357,8 @@ impl Simulation {
         let Some(server) = self.pick_server(Life::Serving) else { return false };
         self.servers[server].life = Life::Gone;
         self.report.servers_failed += 1;
-        self.tell_all_of(server, FAILURE_MS);
-        self.tell_new_table();
+        self.send_server(server, FAILURE_MS);
+        self.send_new_table();
         true
     }
 
@@ -367,8 +367,8 @@ impl Simulation {
         let ill = self.servers.iter().filter(|server| !server.healthy).count();
         self.servers[server].healthy = !self.servers[server].healthy || ill > SERVERS / 4;
         self.report.other_changes += 1;
-        self.tell_all_of(server, DELAY_MS);
-        self.tell_new_table();
+        self.send_server(server, DELAY_MS);
+        self.send_new_table();
         true
     }
 
@@ -397,7 +397,7 @@ impl Simulation {
         }
         let number = self.rng.pick(&alive);
         self.load_balancers[number].alive = false;
-        self.tell_owner_to_all(number, FAILURE_MS);
+        self.send_owner(number, FAILURE_MS);
         let away = 2_000 + self.rng.below(20_000) as u64;
         self.report.load_balancers_restarted += 1;
         self.at(away, Event::Return(number));

@@ -156,9 +156,9 @@ impl Simulation {
             Event::Arrival => self.arrival(),
             Event::Packet(connection) => self.next_packet(connection),
             Event::Change => self.change(),
-            Event::TellServer(number, server) => self.tell_server(number, server),
-            Event::TellTable(number) => self.tell_table(number),
-            Event::TellKeys(number) => self.tell_keys(number),
+            Event::TellServer(number, server) => self.send_server_to(number, server),
+            Event::TellTable(number) => self.send_table_to(number),
+            Event::TellKeys(number) => self.send_keys_to(number),
             Event::TellServerKeys(server) => {
                 self.servers[server].set_keys(self.controller.keys, self.now);
                 Ok(())
@@ -166,7 +166,7 @@ impl Simulation {
             Event::NewKey => self.new_key(),
             Event::SwitchKey => self.switch_key(),
             Event::Return(number) => self.start_load_balancer(number),
-            Event::TellOwner(number, other) => self.tell_owner(number, other),
+            Event::TellOwner(number, other) => self.send_owner_to(number, other),
             Event::Sweep(number) => self.sweep(number),
         }
     }

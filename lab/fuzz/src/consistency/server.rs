@@ -50,10 +50,10 @@ pub(super) fn position(mac: &[u8]) -> Option<usize> {
 }
 
 impl Server {
-    /// The socket that a SYN makes. `echo`: its TSecr, in which a load balancer may have put an index.
-    pub fn socket(&self, server: usize, echo: u32) -> Socket {
-        let cookie = if echo & intf::SYN_ECHO_HOLDS_COOKIE != 0 {
-            Cookie::TableIndex((echo & intf::COOKIE_ID_MASK) as u16)
+    /// The socket that a SYN makes. `tsecr`: its TSecr, in which a load balancer may have put an index.
+    pub fn socket(&self, server: usize, tsecr: u32) -> Socket {
+        let cookie = if tsecr & intf::SYN_TSECR_HOLDS_COOKIE != 0 {
+            Cookie::TableIndex((tsecr & intf::COOKIE_ID_MASK) as u16)
         } else {
             Cookie::Server(self.id)
         };

@@ -79,10 +79,9 @@ impl Balancer {
         Self::with(&services, Options::default(), rng)
     }
 
-    pub fn with_to_all_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
+    pub fn with_broadcast_rate(vips: &[(Ipv4Addr, u16)], per_second: u32, burst: u32, rng: &mut impl Rng) -> Self {
         let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
-        let broadcast =
-            [BroadcastRates::uniform(PacketRate { per_second, burst }); intf::BROADCAST_REASON_COUNT as usize];
+        let broadcast = [BroadcastRates::uniform(PacketRate { per_second, burst }); intf::LIMITED_KIND_COUNT as usize];
         Self::with(&services, Options { broadcast, ..Options::default() }, rng)
     }
 
@@ -207,7 +206,7 @@ impl Balancer {
     }
 
     /// Broadcast, or dropped as `over_rate` when the tokens are spent.
-    pub fn expect_to_all_or(&self, service: usize, frame: &[u8], identification: Identification, over_rate: &str) {
+    pub fn expect_broadcast_or(&self, service: usize, frame: &[u8], identification: Identification, over_rate: &str) {
         let before = self.counts(Some(service));
         let (verdict, packet) = self.run(frame);
         let after = self.counts(Some(service));

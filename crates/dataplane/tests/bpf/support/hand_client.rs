@@ -24,7 +24,7 @@ pub struct HandClient<'bed> {
     timestamps: bool,
     sequence: u32,
     acknowledgement: u32,
-    /// The TSval to echo.
+    /// The TSval to TSecr.
     pub recent: u32,
     own_time: u32,
 }
@@ -59,14 +59,14 @@ impl<'bed> HandClient<'bed> {
         (address, self.port).into()
     }
 
-    /// A frame as this client would send it now. `echo` only if it does timestamps.
-    pub fn frame(&self, flags: u8, echo: u32, payload: &[u8]) -> Vec<u8> {
+    /// A frame as this client would send it now. `tsecr` only if it does timestamps.
+    pub fn frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
         let mut packet = Tcp::between(self.address(), vip(self.bed.family));
         packet.destination_mac = self.server_mac.0;
         packet.flags = flags;
         packet.payload = payload.to_vec();
         if self.timestamps {
-            packet.options = aligned_timestamp(self.own_time, echo);
+            packet.options = aligned_timestamp(self.own_time, tsecr);
         }
         packet.frame_with(self.sequence, self.acknowledgement)
     }
@@ -88,7 +88,7 @@ impl<'bed> HandClient<'bed> {
         }
     }
 
-    /// Everything that the server sent until it kept silent for 50 ms; what this client would echo is taken from it.
+    /// Everything that the server sent until it kept silent for 50 ms; what this client would TSecr is taken from it.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut last) = (vec![], Instant::now());
         while last.elapsed() < Duration::from_millis(50) {
@@ -126,8 +126,8 @@ impl<'bed> HandClient<'bed> {
     }
 
     /// Sends a SYN, with this in its TSecr; the SYN-ACK, or what comes in its place.
-    pub fn open(&mut self, echo: u32) -> Vec<u8> {
-        let syn = self.frame(SYN, echo, b"");
+    pub fn open(&mut self, tsecr: u32) -> Vec<u8> {
+        let syn = self.frame(SYN, tsecr, b"");
         self.send(&syn);
         let answer = self.answers().pop().expect("not empty");
         assert_eq!(flags(&answer), SYN | ACK);
@@ -173,6 +173,6 @@ pub fn send_to_all(frame: &mut [u8]) {
 }
 
 /// Returns a SYN's TSecr from a load balancer for the entry `index` (owner and slot).
-pub fn syn_echo(index: u16) -> u32 {
-    intf::SYN_ECHO_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
+pub fn syn_tsecr(index: u16) -> u32 {
+    intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

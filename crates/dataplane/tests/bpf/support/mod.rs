@@ -249,13 +249,13 @@ fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionH
 }
 
 /// A timestamp option.
-pub fn timestamp(value: u32, echo: u32) -> Vec<u8> {
-    [&[8, 10][..], &value.to_be_bytes(), &echo.to_be_bytes()].concat()
+pub fn timestamp(value: u32, tsecr: u32) -> Vec<u8> {
+    [&[8, 10][..], &value.to_be_bytes(), &tsecr.to_be_bytes()].concat()
 }
 
 /// NOP NOP TIMESTAMP, as nearly every packet has it.
-pub fn aligned_timestamp(value: u32, echo: u32) -> Vec<u8> {
-    [&[1, 1][..], &timestamp(value, echo)].concat()
+pub fn aligned_timestamp(value: u32, tsecr: u32) -> Vec<u8> {
+    [&[1, 1][..], &timestamp(value, tsecr)].concat()
 }
 
 /// Sum of 16-bit words with end-around carry (RFC 1071).

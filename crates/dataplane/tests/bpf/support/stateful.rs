@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use coreward_dataplane::lb::Options;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_slot, syn_echo};
+use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_slot, syn_tsecr};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys};
 use coreward_model::forwarding::Forwarding;
@@ -63,19 +63,19 @@ pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
 }
 
 /// A SYN as Linux sends it, with that TSecr.
-pub fn syn_with_echo(client: Client, echo: u32) -> Tcp {
-    let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(77, echo), &[1, 3, 3, 7]].concat();
+pub fn syn_with_tsecr(client: Client, tsecr: u32) -> Tcp {
+    let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(77, tsecr), &[1, 3, 3, 7]].concat();
     Tcp { flags: SYN, options, payload: vec![], ..Tcp::new(client, VIP) }
 }
 
 pub fn syn(client: Client) -> Vec<u8> {
-    syn_with_echo(client, 0).frame()
+    syn_with_tsecr(client, 0).frame()
 }
 
 /// A later packet, whose cookie of kind 1 holds `number`.
 pub fn packet(keys: &FleetKeys, client: Client, number: u16, flags: u8) -> Tcp {
-    let echo = cookie::stamp(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
-    Tcp { flags, options: aligned_timestamp(1, echo), ..Tcp::new(client, VIP) }
+    let tsecr = cookie::stamp(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
+    Tcp { flags, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }
 }
 
 pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> {
@@ -83,17 +83,17 @@ pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> 
 }
 
 /// Returns TSecr of a forwarded SYN.
-pub fn echo_of(frame: &[u8]) -> u32 {
+pub fn tsecr_of(frame: &[u8]) -> u32 {
     word(frame, timestamp_offset(frame).unwrap() + 4)
 }
 
 /// Returns the number that the server will put into cookies, if the SYN has one.
 pub fn number_of(frame: &[u8]) -> Option<u16> {
-    let echo = echo_of(frame);
-    let number = (echo & intf::COOKIE_ID_MASK) as u16;
+    let tsecr = tsecr_of(frame);
+    let number = (tsecr & intf::COOKIE_ID_MASK) as u16;
     let (owner, slot) = owner_and_slot(number);
-    (echo != 0).then(|| {
-        assert_eq!(echo, syn_echo(owner, slot));
+    (tsecr != 0).then(|| {
+        assert_eq!(tsecr, syn_tsecr(owner, slot));
         number
     })
 }

@@ -29,7 +29,7 @@ const FRAME_BYTES: usize = 80;
 struct LivePacket {
     client_address: u32,
     ports: u32,
-    echo: u32,
+    tsecr: u32,
     /// 0: of an open connection; 1: a SYN of a client that was never seen before.
     form: u32,
 }
@@ -46,8 +46,8 @@ pub struct Generator {
 pub enum Floor {
     /// swap_macs()
     SwapMacs,
-    /// read_echo()
-    ReadEcho,
+    /// read_tsecr()
+    ReadTsecr,
 }
 
 pub struct Traffic<'a> {
@@ -76,7 +76,7 @@ impl Generator {
         let live = |(number, packet): (usize, &Packet)| LivePacket {
             client_address: packet.client_address,
             ports: packet.ports,
-            echo: packet.echo,
+            tsecr: packet.tsecr,
             form: (traffic.is_new)(number).into(),
         };
         let packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live).collect();
@@ -85,7 +85,7 @@ impl Generator {
         let sink = loaded.progs.sink.attach_xdp(generator_end).context("the sink")?;
         let floor = floor.map(|floor| match floor {
             Floor::SwapMacs => loaded.progs.swap_macs.attach_xdp(tested_end),
-            Floor::ReadEcho => loaded.progs.read_echo.attach_xdp(tested_end),
+            Floor::ReadTsecr => loaded.progs.read_tsecr.attach_xdp(tested_end),
         });
         Ok(Self {
             generate: loaded.progs.generate.as_fd().try_clone_to_owned()?,
