@@ -65,6 +65,14 @@ impl TestEnv {
         Self { fleet, _servers: servers, testbed }
     }
 
+    /// Fails when load balancers have counted more packets than the client's host has sent resets, which have no
+    /// cookie: it answers so when a busy server repeats a segment after the connection's end.
+    pub fn assert_only_resets(&self, counter: &str) {
+        let count = self.counters(counter);
+        let resets = counters::read(self.testbed.client()).unwrap()["TcpOutRsts"];
+        assert!(count <= resets, "{counter}: {count} packets, {resets} resets");
+    }
+
     /// Connections that begin at this rate from now on, until [`unbroken`].
     pub fn streams(&self, per_second: f64) -> StreamClient {
         self.testbed.start_stream_client(&Streams::endless(per_second), None).unwrap()
