@@ -135,7 +135,7 @@ impl Cookies {
         let to = &self.harness.frame_after()[..6];
         match outcome.server {
             Some(id) => {
-                ensure!(self.known.contains(&id), "an tsecr reached {id}, which is not known");
+                ensure!(self.known.contains(&id), "a TSecr reached {id}, which is not known");
                 ensure!(to == [&[2, 0, 0, 0][..], &id.get().to_be_bytes()].concat(), "sent to {to:x?}, not to {id}");
             }
             None => ensure!(outcome.counter == intf::LB_COUNTER_BROADCAST && to == [0xff; 6], "{outcome:?}"),

@@ -86,8 +86,8 @@ impl Host {
              mount --bind {pins} /sys/fs/bpf
              # What the packages do (packaging/debian/controller.postinst).
              getent passwd coreward >/dev/null || {{
-                 tsecr coreward:x:{USER_ID}:{USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
-                 tsecr coreward:x:{USER_ID}: >> /etc/group
+                 echo coreward:x:{USER_ID}:{USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
+                 echo coreward:x:{USER_ID}: >> /etc/group
              }}
              chown coreward: /var/lib/coreward
              # For scp.

@@ -192,7 +192,7 @@ fn tsecr_is_restored() {
     for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
         let client = client(family, &mut rng);
         let tuple = tuple_of(client);
-        // An TSecr may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
+        // A TSecr may be of the key that stamped before, up to a minute old, or a little ahead of the clock.
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..server.keys };
         let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);

@@ -26,7 +26,7 @@ const ENTER: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sys
 const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
 /// The report, then a line with the exit code, then the drop-in file, if there is one.
 const RUN: &str =
-    "shift; set +e; \"$@\"; code=$?; tsecr; tsecr \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
+    "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum How {

@@ -24,7 +24,7 @@ pub struct HandClient<'bed> {
     timestamps: bool,
     sequence: u32,
     acknowledgement: u32,
-    /// The TSval to TSecr.
+    /// TSval that the client returns.
     pub recent: u32,
     own_time: u32,
 }
@@ -88,7 +88,7 @@ impl<'bed> HandClient<'bed> {
         }
     }
 
-    /// Everything that the server sent until it kept silent for 50 ms; what this client would TSecr is taken from it.
+    /// Returns what the server sent until it was silent for 50 ms, and takes the TSecr to return from it.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut last) = (vec![], Instant::now());
         while last.elapsed() < Duration::from_millis(50) {
