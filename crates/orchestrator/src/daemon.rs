@@ -1,7 +1,6 @@
 //! One thread: UDP sockets in, decisions, queues of the cores, responses out.
 
-use std::io::ErrorKind;
-use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
+use std::net::SocketAddrV4;
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,15 +15,12 @@ use crate::classify::Classifier;
 use crate::config::Config;
 use crate::engine::{Engine, ServiceCounters};
 use crate::report::{Report, ServiceReport};
+use crate::socket::BatchSocket;
 
-/// Datagrams of one socket in a row.
-const BATCH: usize = 32;
 /// Interval at which workers are checked, in nanoseconds; a new worker is accepted no later.
 const CHECK_INTERVAL: u64 = 10_000_000;
 /// Time that the idle daemon polls before it sleeps, in nanoseconds.
 const SPIN: u64 = 20_000;
-/// Receive buffer of a socket in bytes, as far as the kernel allows it.
-const RECEIVE_BUFFER: usize = 4 << 20;
 
 #[derive(Debug)]
 pub struct Daemon {
@@ -33,8 +29,9 @@ pub struct Daemon {
     listener_of: Vec<usize>,
     started: Instant,
     sleep: Duration,
+    /// Time of the next check of the workers.
+    next_check: u64,
     unclassified: u64,
-    unsent: u64,
     /// The report for the metrics, if they are served.
     published: Option<Arc<Mutex<Report>>>,
 }
@@ -42,7 +39,7 @@ pub struct Daemon {
 #[derive(Debug)]
 struct Listener {
     address: SocketAddrV4,
-    socket: UdpSocket,
+    socket: BatchSocket,
     classifier: Classifier,
 }
 
@@ -53,14 +50,16 @@ impl Daemon {
         let mut listeners = Vec::new();
         let mut listener_of = vec![0; config.engine.services.len()];
         for (address, classifier) in &config.listeners {
-            let socket = open(*address).with_context(|| format!("cannot listen on {address}"))?;
+            let payload_bytes = usize::from(config.engine.payload_bytes);
+            let socket = BatchSocket::bind(*address, payload_bytes);
+            let socket = socket.with_context(|| format!("cannot listen on {address}"))?;
             classifier.rules.iter().for_each(|(service, _)| listener_of[usize::from(*service)] = listeners.len());
             listeners.push(Listener { address: *address, socket, classifier: classifier.clone() });
         }
         let engine = Engine::new(&config.memory, &config.engine)?;
         let (started, sleep) = (Instant::now(), config.sleep);
-        let (unclassified, unsent, published) = (0, 0, None);
-        let mut daemon = Self { engine, listeners, listener_of, started, sleep, unclassified, unsent, published };
+        let (next_check, unclassified, published) = (0, 0, None);
+        let mut daemon = Self { engine, listeners, listener_of, started, sleep, next_check, unclassified, published };
         if config.metrics.is_some() {
             let published = Arc::new(Mutex::new(daemon.report()));
             daemon.published = Some(published.clone());
@@ -74,75 +73,75 @@ impl Daemon {
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
         // The default of 50 us is as long as a sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
-        let (mut next_check, mut idle_since) = (0, 0);
+        let mut idle_since = 0;
         while !stop.load(Relaxed) {
+            let work = self.turn()?;
             let now = self.now();
-            let work = self.receive(now)? + self.poll(now);
-            self.engine.check_monitors(now);
-            if now >= next_check {
-                next_check = now + CHECK_INTERVAL;
-                self.check_workers(now);
-                if let Some(published) = &self.published {
-                    *published.lock().unwrap_or_else(PoisonError::into_inner) = self.report();
-                }
-            }
             if work > 0 {
                 idle_since = now;
             } else if now - idle_since < SPIN || self.sleep.is_zero() {
                 std::hint::spin_loop();
             } else {
-                self.wait(now, next_check)?;
+                self.wait(now)?;
             }
         }
         Ok(())
+    }
+
+    /// Performs one turn of the loop, without sleep. Returns the number of requests, responses and messages. Fails when
+    /// a socket fails.
+    pub fn turn(&mut self) -> anyhow::Result<usize> {
+        let now = self.now();
+        let received = self.receive(now)?;
+        let completed = self.poll(now);
+        self.engine.check_monitors(now);
+        if now >= self.next_check {
+            self.next_check = now + CHECK_INTERVAL;
+            self.check_workers(now);
+            if let Some(published) = &self.published {
+                *published.lock().unwrap_or_else(PoisonError::into_inner) = self.report();
+            }
+        }
+        self.listeners.iter_mut().for_each(|listener| listener.socket.flush());
+        Ok(received + completed)
     }
 
     fn now(&self) -> u64 {
         self.started.elapsed().as_nanos() as u64
     }
 
-    /// Submits the requests that are in the sockets. Returns their number.
+    /// Submits a batch of each socket's requests. Returns their number.
     fn receive(&mut self, now: u64) -> anyhow::Result<usize> {
+        let Self { engine, listeners, unclassified, .. } = self;
         let mut received = 0;
-        for listener in &self.listeners {
-            for _ in 0..BATCH {
-                let (length, client) = match listener.socket.recv_from(self.engine.incoming()) {
-                    Ok((length, SocketAddr::V4(client))) => (length, client),
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                    // An ICMP error about an earlier response, or a signal.
-                    Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::Interrupted) => {
-                        continue;
-                    }
-                    other => anyhow::bail!("{}: cannot receive: {other:?}", listener.address),
-                };
-                received += 1;
-                match listener.classifier.service(&self.engine.incoming()[..length]) {
-                    Some(service) => self.engine.submit(now, service, client, length),
-                    None => self.unclassified += 1,
-                }
-            }
+        for Listener { address, socket, classifier } in listeners {
+            let mut accept = |client, payload: &[u8]| match classifier.service(payload) {
+                Some(service) => engine.submit(now, service, client, payload),
+                None => *unclassified += 1,
+            };
+            received += socket.receive(&mut accept).with_context(|| format!("{address}: cannot receive"))?;
         }
         Ok(received)
     }
 
     fn poll(&mut self, now: u64) -> usize {
-        let Self { engine, listeners, listener_of, unsent, .. } = self;
+        let Self { engine, listeners, listener_of, .. } = self;
         engine.poll(now, &mut |service, client, response| {
-            send(&listeners[listener_of[usize::from(service)]], client, response, unsent);
+            listeners[listener_of[usize::from(service)]].socket.send(client, response);
         })
     }
 
     fn check_workers(&mut self, now: u64) {
-        let Self { engine, listeners, listener_of, unsent, .. } = self;
+        let Self { engine, listeners, listener_of, .. } = self;
         engine.check_workers(now, &mut |service, client, response| {
-            send(&listeners[listener_of[usize::from(service)]], client, response, unsent);
+            listeners[listener_of[usize::from(service)]].socket.send(client, response);
         });
     }
 
     /// Sleeps until a request arrives or something is due. Responses of workers wake no one, so the sleep is short
     /// while cores have requests.
-    fn wait(&self, now: u64, next_check: u64) -> anyhow::Result<()> {
-        let timer = self.engine.next_timer(now).unwrap_or(u64::MAX).min(next_check);
+    fn wait(&self, now: u64) -> anyhow::Result<()> {
+        let timer = self.engine.next_timer(now).unwrap_or(u64::MAX).min(self.next_check);
         let mut timeout = Duration::from_nanos(timer.saturating_sub(now));
         if self.engine.has_outstanding() {
             timeout = timeout.min(self.sleep);
@@ -170,22 +169,7 @@ impl Daemon {
             cores: *self.engine.core_counters(),
             workers: self.engine.attached_workers(),
             unclassified: self.unclassified,
-            unsent: self.unsent,
+            unsent: self.listeners.iter().map(|listener| listener.socket.unsent()).sum(),
         }
     }
-}
-
-fn send(listener: &Listener, client: SocketAddrV4, response: &[u8], unsent: &mut u64) {
-    // A full send buffer or a client that is gone: the response is lost, as any datagram may be.
-    if listener.socket.send_to(response, client).is_err() {
-        *unsent += 1;
-    }
-}
-
-fn open(address: SocketAddrV4) -> anyhow::Result<UdpSocket> {
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
-    socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
-    socket.bind(&address.into())?;
-    socket.set_nonblocking(true)?;
-    Ok(socket.into())
 }

@@ -148,6 +148,7 @@ impl Engine {
         Ok(Self {
             balancer,
             queues,
+            // One more: a request enters the full buffer before another one is dropped.
             buffers: Buffers::new(config.scheduler.capacity + 1, payload_bytes),
             services: services.collect(),
             cores: (0..config.cores).map(|_| core()).collect(),
@@ -157,23 +158,17 @@ impl Engine {
         })
     }
 
-    /// Memory for the next request, before [`submit`](Self::submit).
-    pub fn incoming(&mut self) -> &mut [u8] {
-        self.buffers.incoming()
-    }
-
-    /// Submits the request of `length` bytes in [`incoming`](Self::incoming): sends it to a core, queues or drops it.
+    /// Submits a request: sends it to a core, queues or drops it.
     #[inline]
-    pub fn submit(&mut self, now: u64, service: u8, client: SocketAddrV4, length: usize) {
+    pub fn submit(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
         counters.received += 1;
-        if length > self.payload_bytes {
+        if payload.len() > self.payload_bytes {
             counters.rejected += 1;
             return;
         }
-        let handle = self.buffers.received(client, now, length);
+        let handle = self.buffers.store(client, now, payload);
         let submitted = self.balancer.submit(now, service, handle);
-        self.buffers.next();
         if let Some((service, handle)) = submitted.dropped {
             self.services[usize::from(service)].counters.dropped += 1;
             self.buffers.release(handle);

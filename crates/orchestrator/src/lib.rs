@@ -3,7 +3,8 @@
 //!
 //! * [`config`]: the file
 //! * [`classify`]: which service's request a datagram is
-//! * [`daemon`]: sockets and the loop
+//! * [`daemon`]: the loop
+//! * [`socket`]: datagrams in batches
 //! * [`command`]: the command's arguments
 //! * [`engine`]: decisions, queues, monitors and workers; no sockets
 //! * [`report`]: counters as JSON and as metrics
@@ -16,3 +17,4 @@ pub mod config;
 pub mod daemon;
 pub mod engine;
 pub mod report;
+pub mod socket;

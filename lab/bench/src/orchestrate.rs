@@ -1,7 +1,9 @@
-//! Cost of `coreward orchestrate`: decisions, the way through the shared memory, messages.
+//! Cost of `coreward orchestrate`: decisions, the way through the shared memory, messages, sockets.
+
+mod sockets;
 
 use std::collections::VecDeque;
-use std::net::SocketAddrV4;
+use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -21,7 +23,7 @@ use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::cpus::{THIS_THREAD, bind};
-use crate::report::{Goal, Report, Table, goal_cells};
+use crate::report::{Cell, Goal, Report, Table, goal_cells};
 
 /// Options of `coreward-lab bench orchestrate`.
 #[derive(Debug, Clone, clap::Args)]
@@ -57,11 +59,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     // The fastest round is the one with the fewest interruptions by other processes.
     let mut add = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
-        let middle = median(&millions).context("a round")?;
-        let least = millions.iter().copied().fold(f64::INFINITY, f64::min);
-        let most = millions.iter().copied().fold(0.0, f64::max);
+        let (middle, [cell, least, most, each]) = rate_cells(&millions, 1e3)?;
         let [goal, verdict] = goal_cells(Some(Goal::AtLeast(goal)), middle);
-        rates.row([name.into(), middle.into(), least.into(), most.into(), (1e3 / middle).into(), goal, verdict]);
+        rates.row([name.into(), cell, least, most, each, goal, verdict]);
         Ok(())
     };
     for (cores, goal) in [(16, 3.0), (64, 1.5)] {
@@ -79,22 +79,56 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
     let [goal, verdict] = goal_cells(Some(Goal::AtMost(400.0)), trip);
     trips.row(["request and response".into(), trip.into(), slow_trip.into(), goal, verdict]);
+    let over_sockets = measure_sockets(args)?;
     Ok(Report {
         name: "orchestrate",
         title: "Requests to cores through shared memory",
         about: format!(
-            "coreward-orchestrator and coreward-runtime without sockets: JBSRQ and FEO, {SERVICES} services, depth \
-             {DEPTH}, {} bytes of payload. The orchestrator is on CPU {}, all workers share a thread on CPU {}; \
-             where they are slower, they are the limit. A decision is a request that is sent to a core, and its \
-             feedback. {} operations per case, {} rounds; medians.",
+            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICES} services, depth {DEPTH}, {} bytes \
+             of payload; without sockets, except the last table (loopback, {} cores). The orchestrator is on CPU {}, \
+             all workers share a thread on CPU {}; where they are slower, they are the limit. A decision is a request \
+             that is sent to a core, and its feedback. {} operations per case, {} rounds; medians.",
             PAYLOAD.len(),
+            sockets::CORES,
             CPUS[0],
             CPUS[1],
             args.operations,
             args.rounds
         ),
-        tables: vec![rates, trips],
+        tables: vec![rates, trips, over_sockets],
     })
+}
+
+/// A server of requests over sockets; measures its rate with so many requests.
+type SocketServer = fn(u64) -> anyhow::Result<f64>;
+
+/// Measures the orchestrator and its floors in turn, round by round.
+fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
+    let servers: [(&str, SocketServer); 3] = [
+        ("echo, one datagram at a time", sockets::echo_each),
+        ("echo in batches", sockets::echo_batches),
+        ("orchestrator", sockets::orchestrate),
+    ];
+    let mut rates = [const { Vec::new() }; 3];
+    for _ in 0..args.rounds {
+        for ((_, server), rates) in servers.iter().zip(&mut rates) {
+            rates.push(server(args.operations.min(200_000))?);
+        }
+    }
+    let mut table = Table::new(&["over sockets, per second on one CPU", "thousands", "least", "most", "ns each"]);
+    for ((name, _), rates) in servers.iter().zip(&rates) {
+        let (_, [middle, least, most, each]) = rate_cells(rates, 1e6)?;
+        table.row([(*name).into(), middle, least, most, each]);
+    }
+    Ok(table)
+}
+
+/// Returns the median of rates, and the cells of median, least, most, and ns each: `unit_ns` divided by the median.
+fn rate_cells(rates: &[f64], unit_ns: f64) -> anyhow::Result<(f64, [Cell; 4])> {
+    let middle = median(rates).context("a round")?;
+    let least = rates.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = rates.iter().copied().fold(0.0, f64::max);
+    Ok((middle, [middle.into(), least.into(), most.into(), (unit_ns / middle).into()]))
 }
 
 fn millions_per_second(operations: u64, started: Instant) -> f64 {
@@ -125,14 +159,20 @@ fn address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
-fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
-    let directory = tempfile::tempdir_in("/dev/shm")?;
-    let path = directory.path().join("cores");
+/// Returns an address of loopback with a port that no socket has.
+fn free_address() -> anyhow::Result<SocketAddrV4> {
+    match UdpSocket::bind("127.0.0.1:0")?.local_addr()? {
+        SocketAddr::V4(address) => Ok(address),
+        SocketAddr::V6(_) => unreachable!("bound to an IPv4 address"),
+    }
+}
+
+fn config(cores: u16, address: SocketAddrV4) -> EngineConfig {
     let service = |priority| {
-        let entry = ServiceEntry { address: address(), priority };
+        let entry = ServiceEntry { address, priority };
         ServiceConfig { entry, lambda: Lambda::PUBLISHED }
     };
-    let config = EngineConfig {
+    EngineConfig {
         cores,
         depth: DEPTH,
         rule: RankRule::Ranked,
@@ -140,20 +180,24 @@ fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
         scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict(0..SERVICES) },
         payload_bytes: 64,
         stall_after: Duration::from_secs(10),
-    };
-    let engine = Engine::new(&path, &config)?;
+    }
+}
+
+fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
+    let directory = tempfile::tempdir_in("/dev/shm")?;
+    let path = directory.path().join("cores");
+    let engine = Engine::new(&path, &config(cores, address()))?;
     Ok((directory, path, engine))
 }
 
 /// Sends a request of that service.
 fn submit(engine: &mut Engine, now: u64, service: u8) {
-    engine.incoming()[..PAYLOAD.len()].copy_from_slice(&PAYLOAD);
-    engine.submit(now, service, address(), PAYLOAD.len());
+    engine.submit(now, service, address(), &PAYLOAD);
 }
 
 /// Workers of all cores, with all services enabled. To be called while the orchestrator polls.
-fn connect(runtime: &Runtime, cores: u16) -> Result<Vec<Worker<'_>>, RuntimeError> {
-    (0..SERVICES).try_for_each(|service| runtime.register_service(service, address(), service))?;
+fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
+    (0..SERVICES).try_for_each(|service| runtime.register_service(service, address, service))?;
     let mut workers = (0..cores).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         (0..SERVICES).try_for_each(|service| worker.enable_service(service, worker.core()))?;
@@ -195,7 +239,7 @@ fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
 /// The workers of all cores in one thread.
 fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
     bind(THIS_THREAD, CPUS[1])?;
-    let mut workers = connect(runtime, cores)?;
+    let mut workers = connect(runtime, cores, address())?;
     while !stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {
@@ -223,7 +267,7 @@ fn round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> anyhow::Result<()> {
             bind(THIS_THREAD, CPUS[1])?;
-            let mut workers = connect(&runtime, 1)?;
+            let mut workers = connect(&runtime, 1, address())?;
             let options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
             workers[0].serve(&Echo, options, &stop)?;
             Ok(())

@@ -81,8 +81,7 @@ impl Bench {
     }
 
     pub fn submit(&mut self, now: u64, service: u8, payload: &[u8]) {
-        self.engine.incoming()[..payload.len()].copy_from_slice(payload);
-        self.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), payload.len());
+        self.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), payload);
         self.check_accounts();
     }
 

@@ -5,3 +5,4 @@ mod classify;
 mod config;
 mod engine;
 mod metrics;
+mod socket;

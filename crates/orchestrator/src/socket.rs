@@ -1,0 +1,183 @@
+//! UDP sockets that receive and send many datagrams by one system call.
+
+use std::io::{self, ErrorKind};
+use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
+
+/// Datagrams of one system call, at most.
+pub const BATCH: usize = 32;
+/// Receive buffer of the kernel in bytes, as far as it allows that.
+const RECEIVE_BUFFER: usize = 4 << 20;
+
+/// A UDP socket with memory for a batch of datagrams in each direction.
+///
+/// The kernel's own batches (UDP GSO and GRO) are not used: they consist of datagrams of one client.
+#[derive(Debug)]
+pub struct BatchSocket {
+    socket: UdpSocket,
+    /// Memory of the received datagrams, in slots of the same length.
+    received: Box<[u8]>,
+    slot_bytes: usize,
+    /// Datagrams to be sent, one after the other.
+    outgoing: Vec<u8>,
+    /// Receiver and end of each of them.
+    ends: Vec<(SocketAddrV4, usize)>,
+    unsent: u64,
+}
+
+impl BatchSocket {
+    /// Opens a socket at `address`. Of a longer datagram than `max_bytes` it receives `max_bytes + 1` bytes.
+    pub fn bind(address: SocketAddrV4, max_bytes: usize) -> io::Result<Self> {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
+        socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
+        socket.bind(&address.into())?;
+        socket.set_nonblocking(true)?;
+        let slot_bytes = max_bytes + 1;
+        let received = vec![0; slot_bytes * BATCH].into();
+        let (outgoing, ends) = (Vec::new(), Vec::with_capacity(BATCH));
+        Ok(Self { socket: socket.into(), received, slot_bytes, outgoing, ends, unsent: 0 })
+    }
+
+    /// Passes each datagram of the next batch to `accept`, with its sender. Returns their number, 0 if there is none.
+    /// Fails when the socket fails.
+    pub fn receive(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
+        let mut headers = Headers::default();
+        for (number, slot) in self.received.chunks_exact_mut(self.slot_bytes).enumerate() {
+            headers.vectors[number] = libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot.len() };
+        }
+        let count = loop {
+            match headers.receive(self.socket.as_fd()) {
+                Ok(count) => break count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(0),
+                // A signal, or an ICMP error about an earlier datagram.
+                Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionRefused) => (),
+                Err(error) => return Err(error),
+            }
+        };
+        for (number, slot) in self.received.chunks_exact(self.slot_bytes).take(count).enumerate() {
+            accept(headers.sender(number), &slot[..headers.length(number)]);
+        }
+        Ok(count)
+    }
+
+    /// Adds a datagram to the batch, which is sent when it is full or by [`flush`](Self::flush).
+    pub fn send(&mut self, to: SocketAddrV4, payload: &[u8]) {
+        self.outgoing.extend_from_slice(payload);
+        self.ends.push((to, self.outgoing.len()));
+        if self.ends.len() == BATCH {
+            self.flush();
+        }
+    }
+
+    /// Sends the batch.
+    pub fn flush(&mut self) {
+        if self.ends.is_empty() {
+            return;
+        }
+        let (mut headers, mut begin) = (Headers::default(), 0);
+        for (number, (to, end)) in self.ends.iter().enumerate() {
+            let payload = &self.outgoing[begin..*end];
+            let iov_base = payload.as_ptr().cast_mut().cast();
+            headers.vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
+            headers.addresses[number] = socket_address(*to);
+            begin = *end;
+        }
+        let (mut done, count) = (0, self.ends.len());
+        while done < count {
+            match headers.send(self.socket.as_fd(), done..count) {
+                Ok(sent) => done += sent,
+                Err(error) if error.kind() == ErrorKind::Interrupted => (),
+                // A full send buffer or a receiver that is gone: the datagram is lost.
+                Err(_) => {
+                    self.unsent += 1;
+                    done += 1;
+                }
+            }
+        }
+        self.outgoing.clear();
+        self.ends.clear();
+    }
+
+    pub fn local_address(&self) -> io::Result<SocketAddrV4> {
+        match self.socket.local_addr()? {
+            SocketAddr::V4(address) => Ok(address),
+            SocketAddr::V6(_) => unreachable!("bound to an IPv4 address"),
+        }
+    }
+
+    /// Datagrams that the kernel did not take.
+    pub fn unsent(&self) -> u64 {
+        self.unsent
+    }
+}
+
+impl AsFd for BatchSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Address and memory of each datagram of a batch, as recvmmsg(2) and sendmmsg(2) take them.
+struct Headers {
+    addresses: [libc::sockaddr_in; BATCH],
+    vectors: [libc::iovec; BATCH],
+    headers: [libc::mmsghdr; BATCH],
+}
+
+impl Default for Headers {
+    fn default() -> Self {
+        // SAFETY: integers and pointers, of which all zeros are valid values.
+        unsafe { std::mem::zeroed() }
+    }
+}
+
+impl Headers {
+    /// Points these headers to their addresses and memory, in the place where `self` is now.
+    fn link(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
+        let headers = &mut self.headers[range.clone()];
+        let memory = self.addresses[range.clone()].iter_mut().zip(&mut self.vectors[range]);
+        for (header, (address, vector)) in headers.iter_mut().zip(memory) {
+            header.msg_hdr.msg_name = (&raw mut *address).cast();
+            header.msg_hdr.msg_namelen = size_of::<libc::sockaddr_in>() as libc::socklen_t;
+            header.msg_hdr.msg_iov = vector;
+            header.msg_hdr.msg_iovlen = 1;
+        }
+        headers
+    }
+
+    fn receive(&mut self, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let (headers, no_timeout) = (self.link(0..BATCH), std::ptr::null_mut());
+        let (first, count) = (headers.as_mut_ptr(), headers.len() as libc::c_uint);
+        // SAFETY: all pointers are to memory that is borrowed until the call returns.
+        let received = unsafe { libc::recvmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT, no_timeout) };
+        usize::try_from(received).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Returns the number of those that were sent, at least one.
+    fn send(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
+        let headers = self.link(range);
+        let (first, count) = (headers.as_mut_ptr(), headers.len() as libc::c_uint);
+        // SAFETY: as in `receive`; the kernel only reads the payloads.
+        let sent = unsafe { libc::sendmmsg(socket.as_raw_fd(), first, count, libc::MSG_DONTWAIT) };
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    }
+
+    fn sender(&self, number: usize) -> SocketAddrV4 {
+        let address = &self.addresses[number];
+        SocketAddrV4::new(u32::from_be(address.sin_addr.s_addr).into(), u16::from_be(address.sin_port))
+    }
+
+    fn length(&self, number: usize) -> usize {
+        self.headers[number].msg_len as usize
+    }
+}
+
+fn socket_address(address: SocketAddrV4) -> libc::sockaddr_in {
+    libc::sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: address.port().to_be(),
+        sin_addr: libc::in_addr { s_addr: u32::from(*address.ip()).to_be() },
+        sin_zero: [0; 8],
+    }
+}
