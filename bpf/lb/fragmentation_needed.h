@@ -20,6 +20,8 @@
 
 #include "intf.h"
 #include "broadcast.h"
+#include "checksum.h"
+#include "icmp_error.h"
 #include "outer_header.h"
 #include "parse.h"
 
@@ -29,8 +31,6 @@
 /* The longest IP header and 8 bytes (RFC 792), or a TCP header with 28 bytes of options. */
 #define QUOTED_LENGTH 68
 #define ICMP_ERROR_LENGTH (sizeof(struct iphdr) + ICMP_HEADER_LENGTH + QUOTED_LENGTH)
-/* Internetwork control (RFC 1812, Sect. 4.3.2.5). */
-#define ICMP_TYPE_OF_SERVICE 0xc0
 /* 224.0.0.0 and above are multicast, reserved or broadcast. */
 #define FIRST_NETWORK_WITHOUT_HOSTS 224
 
@@ -52,31 +52,26 @@ static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	struct outer outer = {
 		.length = ICMP_ERROR_LENGTH,
-		.traffic_class = ICMP_TYPE_OF_SERVICE,
+		.traffic_class = ICMP_ERROR_TRAFFIC_CLASS,
 		.protocol = IPPROTO_ICMP,
 	};
 	__u32 client, vip, icmp_at = ETH_HLEN + sizeof(struct iphdr);
 	__u64 sender;
-	__s64 sum;
+	__u32 sum;
 
 	if (data + ETH_HLEN + QUOTED_LENGTH > data_end)
 		return false;
 	client = PACKET_U32(data, IP_AT(saddr));
 	vip = PACKET_U32(data, IP_AT(daddr));
 	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
-	if (bpf_xdp_adjust_tail(ctx, ETH_HLEN + QUOTED_LENGTH - (int)(data_end - data)) ||
-	    bpf_xdp_adjust_head(ctx, -(int)(ICMP_ERROR_LENGTH - QUOTED_LENGTH)))
-		return false;
-	data = (void *)(long)ctx->data;
-	data_end = (void *)(long)ctx->data_end;
-	if (data + ETH_HLEN + ICMP_ERROR_LENGTH > data_end)
+	data = quote_packet(ctx, QUOTED_LENGTH, ICMP_ERROR_LENGTH);
+	if (!data)
 		return false;
 	write_headers(data, sender, &outer, vip, client);
 	PACKET_U32(data, icmp_at) = ICMP_UNREACHABLE | ICMP_FRAGMENTATION_NEEDED << 8;
 	PACKET_U32(data, icmp_at + 4) = bpf_htonl(mtu);
 	sum = bpf_csum_diff(0, 0, data + icmp_at, ICMP_HEADER_LENGTH + QUOTED_LENGTH, 0);
-	sum = (sum & 0xffff) + (sum >> 16 & 0xffff);
-	PACKET_U16(data, icmp_at + 2) = ~((sum & 0xffff) + (sum >> 16));
+	PACKET_U16(data, icmp_at + 2) = ~fold_checksum(sum);
 	return true;
 }
 

@@ -17,6 +17,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "checksum.h"
 #include "ipv6_header.h"
 #include "parse.h"
 #include "placement.h"
@@ -55,10 +56,7 @@ static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 th
 	__u64 sum = (__u64)first + second + third + source + destination;
 
 	sum = (sum & 0xffffffff) + (sum >> 32);
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	return ~sum;
+	return ~fold_checksum(sum);
 }
 
 /* An Ethernet header to `neighbour` and an IPv4 header. `data`: ETH_HLEN and 20 bytes are there. */

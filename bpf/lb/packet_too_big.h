@@ -18,6 +18,8 @@
 
 #include "intf.h"
 #include "broadcast.h"
+#include "checksum.h"
+#include "icmp_error.h"
 #include "ipv6_header.h"
 #include "outer_header.h"
 #include "parse.h"
@@ -30,8 +32,6 @@
 #define QUOTED_IPV6_LENGTH 504
 #define ICMPV6_MESSAGE_LENGTH (ICMPV6_HEADER_LENGTH + QUOTED_IPV6_LENGTH)
 #define ICMPV6_TOO_BIG_LENGTH (sizeof(struct ipv6_header) + ICMPV6_MESSAGE_LENGTH)
-/* Internetwork control, as in IPv4's errors. */
-#define ICMPV6_TRAFFIC_CLASS 0xc0
 #define IPV6_MULTICAST_BYTE 0xff
 
 /* The packet may be answered by an error. */
@@ -49,7 +49,7 @@ static __always_inline bool may_answer_ipv6(const void *data, const void *data_e
 /* Writes the ICMPv6 message about the quoted packet behind it. `data`: ETH_HLEN and ICMPV6_TOO_BIG_LENGTH are there. */
 static __always_inline void write_too_big_message(void *data, __u32 mtu)
 {
-	__s64 sum;
+	__u32 sum;
 
 	PACKET_U32(data, IPV6_TRANSPORT) = ICMPV6_PACKET_TOO_BIG;
 	PACKET_U32(data, IPV6_TRANSPORT + 4) = bpf_htonl(mtu < IPV6_MIN_MTU ? IPV6_MIN_MTU : mtu);
@@ -57,8 +57,7 @@ static __always_inline void write_too_big_message(void *data, __u32 mtu)
 	sum = bpf_csum_diff(0, 0, data + IPV6_AT(source), 2 * IPV6_ADDRESS_BYTES,
 			    bpf_htonl(ICMPV6_MESSAGE_LENGTH) + bpf_htonl(NEXT_ICMPV6));
 	sum = bpf_csum_diff(0, 0, data + IPV6_TRANSPORT, ICMPV6_MESSAGE_LENGTH, sum);
-	sum = (sum & 0xffff) + (sum >> 16 & 0xffff);
-	PACKET_U16(data, IPV6_TRANSPORT + 2) = ~((sum & 0xffff) + (sum >> 16));
+	PACKET_U16(data, IPV6_TRANSPORT + 2) = ~fold_checksum(sum);
 }
 
 /* Makes the frame an error about its packet, back to its neighbour. Returns false if the frame could not change. */
@@ -67,7 +66,7 @@ static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	struct outer outer = {
 		.length = ICMPV6_TOO_BIG_LENGTH,
-		.traffic_class = ICMPV6_TRAFFIC_CLASS,
+		.traffic_class = ICMP_ERROR_TRAFFIC_CLASS,
 		.protocol = NEXT_ICMPV6,
 	};
 	__u64 client[2], vip[2], sender;
@@ -79,12 +78,8 @@ static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 	vip[0] = PACKET_U64(data, IPV6_AT(destination));
 	vip[1] = PACKET_U64(data, IPV6_AT(destination) + 8);
 	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
-	if (bpf_xdp_adjust_tail(ctx, ETH_HLEN + QUOTED_IPV6_LENGTH - (int)(data_end - data)) ||
-	    bpf_xdp_adjust_head(ctx, -(int)(ICMPV6_TOO_BIG_LENGTH - QUOTED_IPV6_LENGTH)))
-		return false;
-	data = (void *)(long)ctx->data;
-	data_end = (void *)(long)ctx->data_end;
-	if (data + ETH_HLEN + ICMPV6_TOO_BIG_LENGTH > data_end)
+	data = quote_packet(ctx, QUOTED_IPV6_LENGTH, ICMPV6_TOO_BIG_LENGTH);
+	if (!data)
 		return false;
 	write_headers_ipv6(data, sender, &outer, 0, vip, client);
 	write_too_big_message(data, mtu);

@@ -12,6 +12,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "checksum.h"
 #include "parse.h"
 #include "placement.h"
 #include "state.h"
@@ -38,10 +39,8 @@ static __always_inline void rewrite_identification(void *data, __u16 identificat
 	__u16 new = bpf_htons(identification);
 	__u32 sum = (__u16)~PACKET_U16(data, IP_AT(check)) + (__u16)~PACKET_U16(data, IP_AT(id)) + new;
 
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
 	PACKET_U16(data, IP_AT(id)) = new;
-	PACKET_U16(data, IP_AT(check)) = ~sum;
+	PACKET_U16(data, IP_AT(check)) = ~fold_checksum(sum);
 }
 
 /* Writes the lower 16 bits of a new flow label, with 0 above them; no checksum covers it (RFC 8200, Sect. 8.1). */
@@ -73,9 +72,7 @@ static __always_inline void rewrite_timestamp(void *data, const void *data_end, 
 	}
 	sum = (__u16)~PACKET_U16(data, checksum_at);
 	sum += (~old & 0xffff) + (~old >> 16) + (new & 0xffff) + (new >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	PACKET_U16(data, checksum_at) = ~sum;
+	PACKET_U16(data, checksum_at) = ~fold_checksum(sum);
 }
 
 #endif

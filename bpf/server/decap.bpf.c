@@ -25,6 +25,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "checksum.h"
 #include "ipv4_header.h"
 #include "ipv6_header.h"
 #include "tunnel.h"
@@ -249,9 +250,7 @@ static __always_inline void mark_congestion(void *ip, bool ipv6)
 	sum = (__u16)~inner->check + (__u16) ~*first;
 	inner->tos |= ECN_CE;
 	sum += *first;
-	sum = (sum & 0xffff) + (sum >> 16);
-	sum = (sum & 0xffff) + (sum >> 16);
-	inner->check = ~sum;
+	inner->check = ~fold_checksum(sum);
 }
 
 /* Moves the Ethernet header over the outer header's place. Returns 0 or the reason to drop the packet. */
