@@ -6,14 +6,30 @@ use std::time::Duration;
 
 use libbpf_rs::libbpf_sys;
 
-/// Whether this process may load BPF programs; prints that `test` was skipped when not. scripts/test sets the variable
-/// when scripts/capabilities found that something is missing.
-pub fn may_load_bpf(test: &str) -> bool {
+pub use crate::skip_if;
+
+/// Ends a test, by returning `$result`, and reports it as skipped if `$missing` is `Some`, which names what is missing.
+#[macro_export]
+macro_rules! skip_if {
+    ($missing:expr $(, $result:expr)?) => {
+        if let Some(missing) = $missing {
+            fn here() {}
+            println!("SKIPPED {}: {missing}", $crate::test_run::surrounding_function(here));
+            return $($result)?;
+        }
+    };
+}
+
+/// Returns the name of the function that `inner` is defined in.
+pub fn surrounding_function<F>(_inner: F) -> &'static str {
+    std::any::type_name::<F>().rsplit("::").find(|part| !["here", "{{closure}}"].contains(part)).unwrap_or_default()
+}
+
+/// Returns the right to load BPF programs if this process lacks it. scripts/test sets the variable when
+/// scripts/capabilities found that something is missing.
+pub fn missing_bpf_rights() -> Option<&'static str> {
     let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
-    if !allowed {
-        println!("SKIPPED {test}: needs root, to load BPF programs");
-    }
-    allowed
+    (!allowed).then_some("needs root, to load BPF programs")
 }
 
 /// Result of a run.

@@ -248,7 +248,7 @@ fn mount_bpf_filesystem() -> anyhow::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::topology::skip_without_privilege;
+    use crate::{missing_testbed_rights, skip_if};
 
     #[test]
     fn names_that_cannot_be_are_refused() {
@@ -261,9 +261,7 @@ mod tests {
 
     #[test]
     fn owner_query_takes_no_entry() {
-        if skip_without_privilege("owner_query_takes_no_entry") {
-            return;
-        }
+        skip_if!(missing_testbed_rights());
         let short = unique_name("tinstance").unwrap();
         let name = prefixed(&short);
         assert_eq!(owner(&name), None);

@@ -54,6 +54,7 @@ pub mod stream;
 pub mod topology;
 pub mod uplink;
 
+pub use coreward_dataplane::skip_if;
 pub use namespace::Namespace;
 pub use process::{Process, TIMEOUT};
-pub use topology::{Testbed, TestbedOptions, missing_privilege, skip_without_privilege};
+pub use topology::{Testbed, TestbedOptions, missing_privilege, missing_testbed_rights};

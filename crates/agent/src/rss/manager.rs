@@ -203,7 +203,7 @@ fn beyond_queues(table: &IndirectionTable, receive_queues: u16) -> Option<String
 
 #[cfg(test)]
 mod tests {
-    use coreward_testbed::topology::skip_without_privilege;
+    use coreward_testbed::{missing_testbed_rights, skip_if};
 
     use super::*;
 
@@ -278,9 +278,7 @@ mod tests {
 
     #[test]
     fn managed_rss_is_set_kept_and_restored() {
-        if skip_without_privilege("managed_rss_is_set_kept_and_restored") {
-            return;
-        }
+        skip_if!(missing_testbed_rights());
         let pins = std::path::PathBuf::from(format!("/sys/fs/bpf/coreward-test-{}-remembered", std::process::id()));
         for accepts_key in [true, false] {
             let device = nic(64, accepts_key);

@@ -3,15 +3,13 @@
 use std::process::Command;
 
 use coreward_agent::agent::Agent;
-use coreward_testbed::topology::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 use crate::support::{config, configuration, counter, get, testbed, wait_until};
 
 #[test]
 fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::Result<()> {
-    if skip_without_privilege("containers_are_stamped_if_their_clock_is_plain_and_named_if_not") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tcontainer")?;
     testbed.server(1)?.within(|| {
         let container = testbed.start_container(1)?;
@@ -56,9 +54,7 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
 
 #[test]
 fn handshakes_by_syn_cookies_are_of_no_other_namespace() -> anyhow::Result<()> {
-    if skip_without_privilege("handshakes_by_syn_cookies_are_of_no_other_namespace") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tsyncookie")?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.within(|| {

@@ -15,7 +15,7 @@ use coreward_rpc::v1::control_server::{Control, ControlServer};
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::nginx::WORKER_PATH;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
-use coreward_testbed::topology::{Testbed, skip_without_privilege};
+use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::{AgentConfiguration, PreviousServer, Report, SocketAnswer, SocketQuery, v1};
 use tokio::sync::mpsc;
@@ -127,9 +127,7 @@ fn managed() -> Rss {
 
 #[test]
 fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
-    if skip_without_privilege("registers_reports_and_applies_configurations") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tdaemon")?;
     testbed.server(1)?.within(|| {
         let original = read_registers(&testbed.emulated_rss(1))?;
@@ -200,9 +198,7 @@ fn ends_in_order(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Res
 
 #[test]
 fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
-    if skip_without_privilege("request_to_absent_controller_is_retried") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("trefused")?;
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
@@ -224,9 +220,7 @@ fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
 
 #[test]
 fn without_load_there_is_no_report_until_it_comes() -> anyhow::Result<()> {
-    if skip_without_privilege("without_load_there_is_no_report_until_it_comes") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tnoload")?;
     testbed.server(1)?.within(|| {
         std::fs::remove_file(busy_file(&testbed))?;
@@ -241,9 +235,7 @@ fn without_load_there_is_no_report_until_it_comes() -> anyhow::Result<()> {
 
 #[test]
 fn an_interface_that_does_not_exist_is_named() -> anyhow::Result<()> {
-    if skip_without_privilege("an_interface_that_does_not_exist_is_named") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tnodevice")?;
     let config = coreward_agent::config::Config { interface: "eth9".to_owned(), ..config(&testbed) };
     let error = testbed.server(1)?.within(|| Ok(Agent::start(config).err()))?.expect("an error");
@@ -255,9 +247,7 @@ fn an_interface_that_does_not_exist_is_named() -> anyhow::Result<()> {
 /// SYNs that arrive by the queues predicted; then the agent is shown the registers of another server's NIC.
 #[test]
 fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
-    if skip_without_privilege("a_table_that_is_shown_but_not_in_force_is_noticed") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = testbed("tforce")?;
     testbed.add_server()?;
     let nginx = testbed.start_nginx(1)?;
@@ -284,9 +274,7 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
 
 #[test]
 fn queries_report_which_sockets_are_open() -> anyhow::Result<()> {
-    if skip_without_privilege("queries_report_which_sockets_are_open") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tchain")?;
     // The client replaces a server that exists, an unused address one that does not.
     let there = testbed.client_address(0);

@@ -6,7 +6,7 @@ use coreward_model::rss::{InputTransform, Rss};
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::nginx::{Nginx, WORKER_PATH};
 use coreward_testbed::rss_emulation::{move_established, read_registers, write_registers};
-use coreward_testbed::topology::{Testbed, skip_without_privilege};
+use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -47,9 +47,7 @@ fn poll_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
 
 #[test]
 fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow::Result<()> {
-    if skip_without_privilege("nginx_is_steered_through_reload_respawn_and_restart_of_the_agent") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tsteer")?;
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.within(|| {
@@ -102,9 +100,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
 /// As mlx5 does, whose driver does not report it before Linux 6.15.
 #[test]
 fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() -> anyhow::Result<()> {
-    if skip_without_privilege("a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tsymmetric")?;
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.within(|| {
@@ -138,9 +134,7 @@ fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() 
 /// As the flow director of ixgbe and i40e does by itself.
 #[test]
 fn a_nic_that_moves_open_connections_is_noticed() -> anyhow::Result<()> {
-    if skip_without_privilege("a_nic_that_moves_open_connections_is_noticed") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tmoves")?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.within(|| {

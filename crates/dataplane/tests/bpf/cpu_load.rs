@@ -12,7 +12,7 @@ use nix::sched::{CloneFlags, CpuSet, sched_setaffinity, unshare};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
-use crate::support::may_load_bpf;
+use crate::support::{missing_bpf_rights, skip_if};
 
 fn thread_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
@@ -27,9 +27,7 @@ fn pin_thread(cpu: usize) {
 /// Read while the task runs: no switch ends the stretch.
 #[test]
 fn cpu_is_busy_while_a_task_runs() {
-    if !may_load_bpf("cpu_is_busy_while_a_task_runs") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let load = CpuLoad::start().unwrap();
     let cpu = nix::sched::sched_getcpu().unwrap();
     pin_thread(cpu);
@@ -56,9 +54,7 @@ fn cpu_is_busy_while_a_task_runs() {
 /// there was idle time.
 #[test]
 fn idle_time_does_not_count() {
-    if !may_load_bpf("idle_time_does_not_count") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let load = CpuLoad::start().unwrap();
     std::thread::sleep(Duration::from_millis(50));
     let before = cpu_ticks();
@@ -86,13 +82,8 @@ fn idle_time_does_not_count() {
 /// Tolerance: interrupts that have no tracepoint.
 #[test]
 fn receiving_packets_counts_as_busy() {
-    if !may_load_bpf("receiving_packets_counts_as_busy") {
-        return;
-    }
-    if cpu_ticks().len() < 2 {
-        eprintln!("SKIPPED receiving_packets_counts_as_busy: needs 2 CPUs");
-        return;
-    }
+    skip_if!(missing_bpf_rights());
+    skip_if!((cpu_ticks().len() < 2).then_some("needs 2 CPUs"));
     const SENDER: usize = 0;
     const RECEIVER: usize = 1;
     // The namespace is the thread's.

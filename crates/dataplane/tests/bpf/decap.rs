@@ -14,7 +14,7 @@ use coreward_model::rss::seeded_rng;
 use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
 use crate::support::tunnel::{ETHERNET, Form, OWN, client, ip_header, own, server_address, set_traffic_class, vip};
 use crate::support::{
-    ExtensionHeader, Family, MORE, SYN, Tcp, aligned_timestamp, ipv4_frame, ipv6_frame, may_load_bpf,
+    ExtensionHeader, Family, MORE, SYN, Tcp, aligned_timestamp, ipv4_frame, ipv6_frame, missing_bpf_rights, skip_if,
 };
 
 const CONGESTION_EXPERIENCED: u8 = 3;
@@ -75,9 +75,7 @@ fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i
 
 /// Each form's encapsulated packet of a client, changed by `change`, is dropped and counted as `counter`.
 fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, Form)) {
-    if !may_load_bpf(std::thread::current().name().unwrap_or(counter)) {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
     for form in Form::all() {
         let mut frame = encapsulated(form, &client_packet(form.inner));
@@ -88,9 +86,7 @@ fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, Form)) {
 
 #[test]
 fn packet_of_a_load_balancer_loses_its_outer_header() {
-    if !may_load_bpf("packet_of_a_load_balancer_loses_its_outer_header") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
     for form in Form::all() {
         let (client, vip) = (client(form.inner), vip(form.inner));
@@ -114,9 +110,7 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
 
 #[test]
 fn padding_behind_the_outer_packet_is_no_error() {
-    if !may_load_bpf("padding_behind_the_outer_packet_is_no_error") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all() {
         let inner = client_packet(form.inner);
         let frame = [encapsulated(form, &inner), vec![0; 9]].concat();
@@ -126,9 +120,7 @@ fn padding_behind_the_outer_packet_is_no_error() {
 
 #[test]
 fn foreign_packets_pass_unchanged() {
-    if !may_load_bpf("foreign_packets_pass_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
     let mut frames = vec![vec![0; 60]];
     for form in Form::all() {
@@ -163,9 +155,7 @@ fn inner_destination_that_is_no_vip_is_dropped() {
 
 #[test]
 fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
-    if !may_load_bpf("fragment_of_an_encapsulated_ipv4_packet_is_dropped") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
     for form in Form::all().filter(|form| form.outer == Family::Ipv4) {
         let mut first = encapsulated(form, &client_packet(form.inner));
@@ -227,9 +217,7 @@ fn contradicting_lengths_are_dropped() {
 
 #[test]
 fn length_of_the_datagram_must_fit_that_of_the_packet() {
-    if !may_load_bpf("length_of_the_datagram_must_fit_that_of_the_packet") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all().filter(|form| form.forwarding == Forwarding::Gue) {
         let mut frame = encapsulated(form, &client_packet(form.inner));
         frame[ETHERNET + ip_header(form.outer) + 5] -= 1;
@@ -239,9 +227,7 @@ fn length_of_the_datagram_must_fit_that_of_the_packet() {
 
 #[test]
 fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
-    if !may_load_bpf("congestion_mark_goes_to_the_inner_packet_or_drops_it") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let decapsulation = loaded();
     for (form, inner_ecn) in Form::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
         let mut inner = client_packet(form.inner);
@@ -257,9 +243,7 @@ fn congestion_mark_goes_to_the_inner_packet_or_drops_it() {
 
 #[test]
 fn removed_sources_and_vips_are_foreign() {
-    if !may_load_bpf("removed_sources_and_vips_are_foreign") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all() {
         let decapsulation = loaded();
         let frame = encapsulated(form, &client_packet(form.inner));
@@ -276,9 +260,7 @@ fn removed_sources_and_vips_are_foreign() {
 
 #[test]
 fn packet_that_a_load_balancer_encapsulated_arrives_as_it_was() {
-    if !may_load_bpf("packet_that_a_load_balancer_encapsulated_arrives_as_it_was") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
     for form in Form::all() {
         let mode = ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() };

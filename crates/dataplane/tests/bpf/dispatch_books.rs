@@ -12,7 +12,7 @@ use socket2::SockRef;
 use crate::support::dispatch_bed::{
     Bed, Pins, SERVICE, client, in_another_namespace, in_namespace, options, wait_for, worker_socket,
 };
-use crate::support::may_load_bpf;
+use crate::support::{missing_bpf_rights, skip_if};
 
 const TIMEOUTS: Timeouts =
     Timeouts { response_timeout: Duration::from_millis(500), stall_after: Duration::from_millis(300) };
@@ -27,328 +27,312 @@ fn unmatched(bed: &Bed) -> u64 {
 
 #[test]
 fn only_the_response_that_is_waited_for_takes_a_request_away() {
-    if may_load_bpf("only_the_response_that_is_waited_for_takes_a_request_away") {
-        in_namespace(|| {
-            let bed = Bed::new(1, &options(Policy::ShortestQueue));
-            let (first, second) = (client(), client());
-            bed.send(&first, b"a");
-            bed.send(&second, b"b");
-            let read = bed.read(2);
-            assert_eq!(bed.outstanding(), [2]);
-            bed.answer(&read[0]);
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 0));
-            // Further datagrams of the same response.
-            bed.answer(&read[0]);
-            bed.answer(&read[0]);
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 2));
-            // To a client that asked nothing; to a client that asked, from a socket that is not the service's.
-            let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
-            bed.workers[&0].send_to(b"x", stranger.local_addr().unwrap()).unwrap();
-            stranger.send_to(b"x", second.local_addr().unwrap()).unwrap();
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 3));
-            bed.answer(&read[1]);
-            let worker = bed.counts(0);
-            assert_eq!((worker.outstanding, worker.dispatched, worker.completed, worker.repaired), (0, 2, 2, 0));
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let (first, second) = (client(), client());
+        bed.send(&first, b"a");
+        bed.send(&second, b"b");
+        let read = bed.read(2);
+        assert_eq!(bed.outstanding(), [2]);
+        bed.answer(&read[0]);
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 0));
+        // Further datagrams of the same response.
+        bed.answer(&read[0]);
+        bed.answer(&read[0]);
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 2));
+        // To a client that asked nothing; to a client that asked, from a socket that is not the service's.
+        let stranger = UdpSocket::bind("127.0.0.1:0").unwrap();
+        bed.workers[&0].send_to(b"x", stranger.local_addr().unwrap()).unwrap();
+        stranger.send_to(b"x", second.local_addr().unwrap()).unwrap();
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 3));
+        bed.answer(&read[1]);
+        let worker = bed.counts(0);
+        assert_eq!((worker.outstanding, worker.dispatched, worker.completed, worker.repaired), (0, 2, 2, 0));
+    });
 }
 
 #[test]
 fn request_ids_distinguish_requests_of_one_client() {
-    if may_load_bpf("request_ids_distinguish_requests_of_one_client") {
-        in_namespace(|| {
-            let mut options = options(Policy::ShortestQueue);
-            // A response begins with a byte that a request has not.
-            options.request_id = Some(RequestId { offset: 1, response_offset: 2, bytes: 2 });
-            let bed = Bed::new(1, &options);
-            let client = client();
-            (0..3u8).for_each(|id| bed.send(&client, &[9, id, 7]));
-            bed.read(3);
-            let answer = |id: u8| {
-                bed.workers[&0].send_to(&[8, 8, id, 7, 1, 2, 3], client.local_addr().unwrap()).unwrap();
-                bed.outstanding()[0]
-            };
-            assert_eq!([answer(1), answer(1), answer(5), answer(0), answer(2)], [2, 2, 2, 1, 0]);
-            assert_eq!(unmatched(&bed), 2);
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut options = options(Policy::ShortestQueue);
+        // A response begins with a byte that a request has not.
+        options.request_id = Some(RequestId { offset: 1, response_offset: 2, bytes: 2 });
+        let bed = Bed::new(1, &options);
+        let client = client();
+        (0..3u8).for_each(|id| bed.send(&client, &[9, id, 7]));
+        bed.read(3);
+        let answer = |id: u8| {
+            bed.workers[&0].send_to(&[8, 8, id, 7, 1, 2, 3], client.local_addr().unwrap()).unwrap();
+            bed.outstanding()[0]
+        };
+        assert_eq!([answer(1), answer(1), answer(5), answer(0), answer(2)], [2, 2, 2, 1, 0]);
+        assert_eq!(unmatched(&bed), 2);
+    });
 }
 
 #[test]
 fn another_socket_of_the_service_may_answer() {
-    if may_load_bpf("another_socket_of_the_service_may_answer") {
-        in_namespace(|| {
-            let bed = Bed::new(2, &options(Policy::RoundRobin));
-            let client = client();
-            bed.send(&client, b"to 0");
-            bed.send(&client, b"to 1");
-            assert_eq!(bed.outstanding(), [1, 1]);
-            // One worker answers for the other: its own request is taken for answered first, then the other's.
-            let address = client.local_addr().unwrap();
-            bed.workers[&1].send_to(b"by 1", address).unwrap();
-            assert_eq!(bed.outstanding(), [1, 0]);
-            // A socket at the service's port that is no worker: one that only answers.
-            let answers = worker_socket(SERVICE);
-            answers.send_to(b"for 0", address).unwrap();
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let bed = Bed::new(2, &options(Policy::RoundRobin));
+        let client = client();
+        bed.send(&client, b"to 0");
+        bed.send(&client, b"to 1");
+        assert_eq!(bed.outstanding(), [1, 1]);
+        // One worker answers for the other: its own request is taken for answered first, then the other's.
+        let address = client.local_addr().unwrap();
+        bed.workers[&1].send_to(b"by 1", address).unwrap();
+        assert_eq!(bed.outstanding(), [1, 0]);
+        // A socket at the service's port that is no worker: one that only answers.
+        let answers = worker_socket(SERVICE);
+        answers.send_to(b"for 0", address).unwrap();
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
+    });
 }
 
 #[test]
 fn a_service_of_the_same_address_in_another_namespace_is_another() {
-    if may_load_bpf("a_service_of_the_same_address_in_another_namespace_is_another") {
-        in_namespace(|| {
-            let bed = Bed::new(1, &options(Policy::ShortestQueue));
-            let client = client();
-            bed.send(&client, b"a");
-            let port = client.local_addr().unwrap().port();
-            // The same service and the same client, elsewhere.
-            in_another_namespace(|| {
-                let answers = worker_socket(SERVICE);
-                answers.send_to(b"b", ("127.0.0.1", port)).unwrap();
-            });
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 0));
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let client = client();
+        bed.send(&client, b"a");
+        let port = client.local_addr().unwrap().port();
+        // The same service and the same client, elsewhere.
+        in_another_namespace(|| {
+            let answers = worker_socket(SERVICE);
+            answers.send_to(b"b", ("127.0.0.1", port)).unwrap();
         });
-    }
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![1], 0));
+    });
 }
 
 #[test]
 fn requests_without_response_are_given_up_when_they_cannot_wait_any_more() {
-    if may_load_bpf("requests_without_response_are_given_up_when_they_cannot_wait_any_more") {
-        in_namespace(|| {
-            let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
-            let clients: Vec<UdpSocket> = (0..5).map(|_| client()).collect();
-            clients.iter().for_each(|client| bed.send(client, b"a"));
-            // They wait in the queue: they stay however long it takes.
-            looks(&mut bed, 20);
-            assert_eq!((bed.outstanding(), bed.counts(0).queued), (vec![5], 5));
-            let read = bed.read(5);
-            bed.answer(&read[0]);
-            // Now they are read: four responses are missing, and all are too old.
-            looks(&mut bed, 1);
-            let worker = bed.counts(0);
-            assert_eq!((worker.outstanding, worker.completed, worker.repaired, worker.queued), (0, 1, 4, 0));
-            // One that comes after all takes nothing away.
-            bed.answer(&read[1]);
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 1));
-            // Young ones stay for the timeout.
-            bed.send(&clients[0], b"a");
-            bed.read_one();
-            looks(&mut bed, 5);
-            assert_eq!(bed.outstanding(), [1]);
-            looks(&mut bed, 1);
-            assert_eq!((bed.outstanding(), bed.counts(0).repaired), (vec![0], 5));
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
+        let clients: Vec<UdpSocket> = (0..5).map(|_| client()).collect();
+        clients.iter().for_each(|client| bed.send(client, b"a"));
+        // They wait in the queue: they stay however long it takes.
+        looks(&mut bed, 20);
+        assert_eq!((bed.outstanding(), bed.counts(0).queued), (vec![5], 5));
+        let read = bed.read(5);
+        bed.answer(&read[0]);
+        // Now they are read: four responses are missing, and all are too old.
+        looks(&mut bed, 1);
+        let worker = bed.counts(0);
+        assert_eq!((worker.outstanding, worker.completed, worker.repaired, worker.queued), (0, 1, 4, 0));
+        // One that comes after all takes nothing away.
+        bed.answer(&read[1]);
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 1));
+        // Young ones stay for the timeout.
+        bed.send(&clients[0], b"a");
+        bed.read_one();
+        looks(&mut bed, 5);
+        assert_eq!(bed.outstanding(), [1]);
+        looks(&mut bed, 1);
+        assert_eq!((bed.outstanding(), bed.counts(0).repaired), (vec![0], 5));
+    });
 }
 
 #[test]
 fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
-    if may_load_bpf("request_dropped_by_a_full_receive_buffer_is_abandoned_at_once") {
-        for policy in Policy::all() {
-            in_namespace(|| {
-                let mut bed = Bed::new(2, &options(policy));
-                for worker in bed.workers.values() {
-                    SockRef::from(worker).set_recv_buffer_size(0).unwrap();
-                }
-                let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
-                clients.iter().for_each(|client| bed.send(client, &[0; 200]));
-                // No poll yet. The last one is dropped a moment after it was dispatched.
-                let sum = |bed: &Bed| bed.outstanding().iter().sum::<u32>();
-                let waiting = wait_for("what is dropped to be given up", || {
-                    let repaired: u64 = (0..2).map(|slot| bed.counts(slot).repaired).sum();
-                    let waiting = sum(&bed);
-                    (u64::from(waiting) + repaired == 100).then_some(waiting)
-                });
-                assert!(waiting < 50, "{policy:?}: {waiting}");
-                looks(&mut bed, 1);
-                for slot in 0..2 {
-                    let worker = bed.counts(slot);
-                    let kept = (worker.outstanding, worker.repaired);
-                    assert_eq!(kept, (worker.queued, u64::from(worker.dropped)), "{policy:?}: {worker:?}");
-                }
-                // The right ones were given up: every response finds its request.
-                bed.read(waiting as usize).iter().for_each(|read| bed.answer(read));
-                assert_eq!((sum(&bed), unmatched(&bed)), (0, 0), "{policy:?}");
+    skip_if!(missing_bpf_rights());
+    for policy in Policy::all() {
+        in_namespace(|| {
+            let mut bed = Bed::new(2, &options(policy));
+            for worker in bed.workers.values() {
+                SockRef::from(worker).set_recv_buffer_size(0).unwrap();
+            }
+            let clients: Vec<UdpSocket> = (0..100).map(|_| client()).collect();
+            clients.iter().for_each(|client| bed.send(client, &[0; 200]));
+            // No poll yet. The last one is dropped a moment after it was dispatched.
+            let sum = |bed: &Bed| bed.outstanding().iter().sum::<u32>();
+            let waiting = wait_for("what is dropped to be given up", || {
+                let repaired: u64 = (0..2).map(|slot| bed.counts(slot).repaired).sum();
+                let waiting = sum(&bed);
+                (u64::from(waiting) + repaired == 100).then_some(waiting)
             });
-        }
+            assert!(waiting < 50, "{policy:?}: {waiting}");
+            looks(&mut bed, 1);
+            for slot in 0..2 {
+                let worker = bed.counts(slot);
+                let kept = (worker.outstanding, worker.repaired);
+                assert_eq!(kept, (worker.queued, u64::from(worker.dropped)), "{policy:?}: {worker:?}");
+            }
+            // The right ones were given up: every response finds its request.
+            bed.read(waiting as usize).iter().for_each(|read| bed.answer(read));
+            assert_eq!((sum(&bed), unmatched(&bed)), (0, 0), "{policy:?}");
+        });
     }
 }
 
 #[test]
 fn uncounted_waiting_request_becomes_outstanding() {
-    if may_load_bpf("uncounted_waiting_request_becomes_outstanding") {
-        in_namespace(|| {
-            let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
-            // More of one client's port than its sets hold.
-            let client = client();
-            (0..40u8).for_each(|number| bed.send(&client, &[number]));
-            assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
-            looks(&mut bed, 1);
-            assert_eq!(bed.outstanding(), [40]);
-            let read = bed.read(40);
-            read[..8].iter().for_each(|read| bed.answer(read));
-            looks(&mut bed, 1);
-            assert_eq!(bed.outstanding(), [24]);
-            read[8..].iter().for_each(|read| bed.answer(read));
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 8));
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
+        // More of one client's port than its sets hold.
+        let client = client();
+        (0..40u8).for_each(|number| bed.send(&client, &[number]));
+        assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
+        looks(&mut bed, 1);
+        assert_eq!(bed.outstanding(), [40]);
+        let read = bed.read(40);
+        read[..8].iter().for_each(|read| bed.answer(read));
+        looks(&mut bed, 1);
+        assert_eq!(bed.outstanding(), [24]);
+        read[8..].iter().for_each(|read| bed.answer(read));
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0], 8));
+    });
 }
 
 #[test]
 fn stalled_worker_is_disabled_until_it_responds() {
-    if may_load_bpf("stalled_worker_is_disabled_until_it_responds") {
-        for policy in [Policy::ShortestQueue, Policy::LightestQueue, Policy::RoundRobin, Policy::RankedQueue] {
-            in_namespace(|| {
-                let mut bed = Bed::new(2, &options(policy));
-                let client = client();
-                bed.send(&client, b"a");
-                let waits = bed.outstanding().iter().position(|count| *count > 0).unwrap() as u32;
-                looks(&mut bed, 3);
-                assert!(bed.counts(waits).eligible);
-                looks(&mut bed, 1);
-                assert!(!bed.counts(waits).eligible && bed.counts(1 - waits).eligible);
-                (0..5).for_each(|_| bed.send(&client, b"b"));
-                assert_eq!(bed.counts(1 - waits).outstanding, 5, "{policy:?}: {:?}", bed.outstanding());
-                // Both stand still: requests still go somewhere.
-                looks(&mut bed, 5);
-                bed.send(&client, b"c");
-                assert_eq!(bed.outstanding().iter().sum::<u32>(), 7);
-                // It answers one of its queue.
-                let read = bed.read(7);
-                bed.answer(read.iter().find(|read| read.slot == waits).unwrap());
-                assert!(bed.counts(waits).eligible, "{policy:?}");
-            });
-        }
+    skip_if!(missing_bpf_rights());
+    for policy in [Policy::ShortestQueue, Policy::LightestQueue, Policy::RoundRobin, Policy::RankedQueue] {
+        in_namespace(|| {
+            let mut bed = Bed::new(2, &options(policy));
+            let client = client();
+            bed.send(&client, b"a");
+            let waits = bed.outstanding().iter().position(|count| *count > 0).unwrap() as u32;
+            looks(&mut bed, 3);
+            assert!(bed.counts(waits).eligible);
+            looks(&mut bed, 1);
+            assert!(!bed.counts(waits).eligible && bed.counts(1 - waits).eligible);
+            (0..5).for_each(|_| bed.send(&client, b"b"));
+            assert_eq!(bed.counts(1 - waits).outstanding, 5, "{policy:?}: {:?}", bed.outstanding());
+            // Both stand still: requests still go somewhere.
+            looks(&mut bed, 5);
+            bed.send(&client, b"c");
+            assert_eq!(bed.outstanding().iter().sum::<u32>(), 7);
+            // It answers one of its queue.
+            let read = bed.read(7);
+            bed.answer(read.iter().find(|read| read.slot == waits).unwrap());
+            assert!(bed.counts(waits).eligible, "{policy:?}");
+        });
     }
 }
 
 #[test]
 fn a_dead_worker_costs_no_request_and_its_slot_is_used_again() {
-    if may_load_bpf("a_dead_worker_costs_no_request_and_its_slot_is_used_again") {
-        for policy in Policy::all() {
-            in_namespace(|| {
-                let mut bed = Bed::new(3, &options(policy));
-                let clients: Vec<UdpSocket> = (0..30).map(|_| client()).collect();
-                clients.iter().for_each(|client| bed.send(client, b"a"));
-                let lost = u64::from(bed.counts(1).outstanding);
-                drop(bed.workers.remove(&1));
-                // Before user space knows.
-                clients.iter().for_each(|client| bed.send(client, b"b"));
-                bed.read(60 - lost as usize);
-                assert!(bed.poll(&TIMEOUTS));
-                let dead = bed.counts(1);
-                assert_eq!((dead.outstanding, dead.repaired, dead.eligible), (0, lost, false), "{policy:?}");
-                assert!(!bed.poll(&TIMEOUTS), "it dies once");
-                assert_eq!(bed.add_worker(), 1);
-                assert!(bed.counts(1).eligible);
-                (0..60).for_each(|_| bed.send(&client(), b"c"));
-                let read = bed.read(60);
-                assert!(read.iter().any(|read| read.slot == 1), "{policy:?}");
-            });
-        }
+    skip_if!(missing_bpf_rights());
+    for policy in Policy::all() {
+        in_namespace(|| {
+            let mut bed = Bed::new(3, &options(policy));
+            let clients: Vec<UdpSocket> = (0..30).map(|_| client()).collect();
+            clients.iter().for_each(|client| bed.send(client, b"a"));
+            let lost = u64::from(bed.counts(1).outstanding);
+            drop(bed.workers.remove(&1));
+            // Before user space knows.
+            clients.iter().for_each(|client| bed.send(client, b"b"));
+            bed.read(60 - lost as usize);
+            assert!(bed.poll(&TIMEOUTS));
+            let dead = bed.counts(1);
+            assert_eq!((dead.outstanding, dead.repaired, dead.eligible), (0, lost, false), "{policy:?}");
+            assert!(!bed.poll(&TIMEOUTS), "it dies once");
+            assert_eq!(bed.add_worker(), 1);
+            assert!(bed.counts(1).eligible);
+            (0..60).for_each(|_| bed.send(&client(), b"c"));
+            let read = bed.read(60);
+            assert!(read.iter().any(|read| read.slot == 1), "{policy:?}");
+        });
     }
 }
 
 #[test]
 fn an_upgrade_takes_over_sockets_and_requests_in_flight() {
-    if may_load_bpf("an_upgrade_takes_over_sockets_and_requests_in_flight") {
-        in_namespace(|| {
-            let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
-            assert!(!bed.dispatch.taken_over());
-            let clients: Vec<UdpSocket> = (0..4).map(|_| client()).collect();
-            clients.iter().for_each(|client| bed.send(client, b"a"));
-            let sockets = bed.dispatch.sockets();
-            // Another version with another policy, while the one before still runs and after it.
-            bed.dispatch =
-                Dispatch::load(&bed.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin)).unwrap();
-            assert!(bed.dispatch.taken_over());
-            assert_eq!((bed.dispatch.sockets(), bed.outstanding()), (sockets, vec![2, 2]));
-            bed.read(4).iter().for_each(|read| bed.answer(read));
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
-            bed.dispatch.attach(bed.workers[&0].as_fd()).unwrap();
-            (0..4).for_each(|_| bed.send(&clients[0], b"b"));
-            assert_eq!(bed.outstanding(), [2, 2]);
-            looks(&mut bed, 1);
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
+        assert!(!bed.dispatch.taken_over());
+        let clients: Vec<UdpSocket> = (0..4).map(|_| client()).collect();
+        clients.iter().for_each(|client| bed.send(client, b"a"));
+        let sockets = bed.dispatch.sockets();
+        // Another version with another policy, while the one before still runs and after it.
+        bed.dispatch =
+            Dispatch::load(&bed.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin)).unwrap();
+        assert!(bed.dispatch.taken_over());
+        assert_eq!((bed.dispatch.sockets(), bed.outstanding()), (sockets, vec![2, 2]));
+        bed.read(4).iter().for_each(|read| bed.answer(read));
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
+        bed.dispatch.attach(bed.workers[&0].as_fd()).unwrap();
+        (0..4).for_each(|_| bed.send(&clients[0], b"b"));
+        assert_eq!(bed.outstanding(), [2, 2]);
+        looks(&mut bed, 1);
+    });
 }
 
 #[test]
 fn after_the_end_the_kernel_picks_and_sockets_are_free_for_another_array() {
-    if may_load_bpf("after_the_end_the_kernel_picks_and_sockets_are_free_for_another_array") {
-        in_namespace(|| {
-            let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
-            let pins = Pins::new();
-            let options = options(Policy::ShortestQueue);
-            let again = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), &options).unwrap();
-            let socket = bed.workers[&0].try_clone().unwrap();
-            let error = again.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
-            assert!(error.contains("is it in another one"), "{error}");
-            reuseport::detach(socket.as_fd()).unwrap();
-            dispatch::remove(&bed.pins.0).unwrap();
-            let from: Vec<UdpSocket> = (0..50).map(|_| client()).collect();
-            from.iter().for_each(|client| _ = client.send(b"a").unwrap());
-            let read = bed.read(50);
-            assert!((0..2).all(|slot| read.iter().any(|read| read.slot == slot)));
-            assert_eq!(bed.outstanding(), [0, 0]);
-            assert_eq!(again.add_worker(socket.as_fd(), 1).unwrap(), 0);
-            bed.workers.clear();
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
+        let pins = Pins::new();
+        let options = options(Policy::ShortestQueue);
+        let again = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), &options).unwrap();
+        let socket = bed.workers[&0].try_clone().unwrap();
+        let error = again.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
+        assert!(error.contains("is it in another one"), "{error}");
+        reuseport::detach(socket.as_fd()).unwrap();
+        dispatch::remove(&bed.pins.0).unwrap();
+        let from: Vec<UdpSocket> = (0..50).map(|_| client()).collect();
+        from.iter().for_each(|client| _ = client.send(b"a").unwrap());
+        let read = bed.read(50);
+        assert!((0..2).all(|slot| read.iter().any(|read| read.slot == slot)));
+        assert_eq!(bed.outstanding(), [0, 0]);
+        assert_eq!(again.add_worker(socket.as_fd(), 1).unwrap(), 0);
+        bed.workers.clear();
+    });
 }
 
 #[test]
 fn clients_by_ipv6_count_too() {
-    if may_load_bpf("clients_by_ipv6_count_too") {
-        in_namespace(|| {
-            let service: SocketAddr = "[::]:5300".parse().unwrap();
-            let bed = Bed::new(2, &dispatch::Options { service, ..options(Policy::ShortestQueue) });
-            let clients = ["[::1]:0", "127.0.0.1:0"].map(|address| UdpSocket::bind(address).unwrap());
-            clients[0].connect("[::1]:5300").unwrap();
-            clients[1].connect("127.0.0.1:5300").unwrap();
-            clients.iter().for_each(|client| bed.send(client, b"a"));
-            assert_eq!(bed.outstanding(), [1, 1]);
-            bed.read(2).iter().for_each(|read| bed.answer(read));
-            assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
-            assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let service: SocketAddr = "[::]:5300".parse().unwrap();
+        let bed = Bed::new(2, &dispatch::Options { service, ..options(Policy::ShortestQueue) });
+        let clients = ["[::1]:0", "127.0.0.1:0"].map(|address| UdpSocket::bind(address).unwrap());
+        clients[0].connect("[::1]:5300").unwrap();
+        clients[1].connect("127.0.0.1:5300").unwrap();
+        clients.iter().for_each(|client| bed.send(client, b"a"));
+        assert_eq!(bed.outstanding(), [1, 1]);
+        bed.read(2).iter().for_each(|read| bed.answer(read));
+        assert_eq!((bed.outstanding(), unmatched(&bed)), (vec![0, 0], 0));
+        assert_eq!(bed.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
+    });
 }
 
 #[test]
 fn service_times_are_observed_by_type() {
-    if may_load_bpf("service_times_are_observed_by_type") {
-        in_namespace(|| {
-            let mut options = options(Policy::LightestQueue);
-            options.learn = true;
-            options.types = vec![dispatch::RequestType {
-                value: *b"slow\0\0\0\0",
-                mask: [255, 255, 255, 255, 0, 0, 0, 0],
-                class: 0,
-            }];
-            let bed = Bed::new(1, &options);
-            let client = client();
-            // Least and greatest duration of each type (ns), however late the machine is.
-            let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
-            for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
-                let time = Duration::from_millis(time);
-                let began = Instant::now();
-                bed.send(&client, payload);
-                let read = bed.read_one();
-                std::thread::sleep(time);
-                bed.answer(&read);
-                at_least[kind] += time.as_nanos() as u64;
-                at_most[kind] += began.elapsed().as_nanos() as u64;
-            }
-            let observed = bed.dispatch.ledger().observed(2);
-            assert_eq!(observed.iter().map(|(_, count)| *count).collect::<Vec<_>>(), [2, 2]);
-            for (kind, (sum, _)) in observed.iter().enumerate() {
-                let possible = at_least[kind]..=at_most[kind];
-                assert!(possible.contains(sum), "{observed:?}: {kind} took {possible:?}");
-            }
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut options = options(Policy::LightestQueue);
+        options.learn = true;
+        options.types =
+            vec![dispatch::RequestType { value: *b"slow\0\0\0\0", mask: [255, 255, 255, 255, 0, 0, 0, 0], class: 0 }];
+        let bed = Bed::new(1, &options);
+        let client = client();
+        // Least and greatest duration of each type (ns), however late the machine is.
+        let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
+        for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
+            let time = Duration::from_millis(time);
+            let began = Instant::now();
+            bed.send(&client, payload);
+            let read = bed.read_one();
+            std::thread::sleep(time);
+            bed.answer(&read);
+            at_least[kind] += time.as_nanos() as u64;
+            at_most[kind] += began.elapsed().as_nanos() as u64;
+        }
+        let observed = bed.dispatch.ledger().observed(2);
+        assert_eq!(observed.iter().map(|(_, count)| *count).collect::<Vec<_>>(), [2, 2]);
+        for (kind, (sum, _)) in observed.iter().enumerate() {
+            let possible = at_least[kind]..=at_most[kind];
+            assert!(possible.contains(sum), "{observed:?}: {kind} took {possible:?}");
+        }
+    });
 }

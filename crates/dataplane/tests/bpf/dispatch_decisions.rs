@@ -14,7 +14,7 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 use crate::support::dispatch_bed::{Bed, Read, client, in_namespace, options};
-use crate::support::may_load_bpf;
+use crate::support::{missing_bpf_rights, skip_if};
 
 const REQUESTS: u32 = 3000;
 const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
@@ -75,84 +75,78 @@ fn clients() -> Vec<UdpSocket> {
 
 #[test]
 fn jsq_decides_as_the_model() {
-    if may_load_bpf("jsq_decides_as_the_model") {
-        for workers in [1, 3, 16, 64] {
-            in_namespace(|| {
-                let bed = bed(workers, Policy::ShortestQueue);
-                bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
-                agrees(&bed, &mut JoinShortestQueue::unbounded(workers as u16), &clients());
-            });
-        }
+    skip_if!(missing_bpf_rights());
+    for workers in [1, 3, 16, 64] {
+        in_namespace(|| {
+            let bed = bed(workers, Policy::ShortestQueue);
+            bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
+            agrees(&bed, &mut JoinShortestQueue::unbounded(workers as u16), &clients());
+        });
     }
 }
 
 #[test]
 fn jlq_decides_as_the_model() {
-    if may_load_bpf("jlq_decides_as_the_model") {
-        for workers in [2, 5, 64] {
-            in_namespace(|| {
-                let bed = bed(workers, Policy::LightestQueue);
-                agrees(&bed, &mut JoinLightestQueue::new(workers as u16), &clients());
-            });
-        }
+    skip_if!(missing_bpf_rights());
+    for workers in [2, 5, 64] {
+        in_namespace(|| {
+            let bed = bed(workers, Policy::LightestQueue);
+            agrees(&bed, &mut JoinLightestQueue::new(workers as u16), &clients());
+        });
     }
 }
 
 #[test]
 fn rr_decides_as_the_model() {
-    if may_load_bpf("rr_decides_as_the_model") {
-        in_namespace(|| agrees(&bed(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &clients()));
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| agrees(&bed(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &clients()));
 }
 
 #[test]
 fn jbsrq_decides_as_the_model() {
-    if may_load_bpf("jbsrq_decides_as_the_model") {
-        for (workers, reserved, bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
-            in_namespace(|| {
-                let bed = bed(workers, Policy::RankedQueue);
-                let bounds = |workers| ClassBounds::reserving(workers, 2, reserved, bound, reserved_bound);
-                bed.dispatch.set_bounds(bounds);
-                let mut model = ClassBoundedShortestQueue::new(bounds(workers as u16));
-                agrees(&bed, &mut model, &clients());
-                assert_eq!(bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound());
-                assert!(model.over_bound() > 0);
-            });
-        }
+    skip_if!(missing_bpf_rights());
+    for (workers, reserved, bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
+        in_namespace(|| {
+            let bed = bed(workers, Policy::RankedQueue);
+            let bounds = |workers| ClassBounds::reserving(workers, 2, reserved, bound, reserved_bound);
+            bed.dispatch.set_bounds(bounds);
+            let mut model = ClassBoundedShortestQueue::new(bounds(workers as u16));
+            agrees(&bed, &mut model, &clients());
+            assert_eq!(bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND), model.over_bound());
+            assert!(model.over_bound() > 0);
+        });
     }
 }
 
 #[test]
 fn random_is_by_flow_and_reaches_all() {
-    if may_load_bpf("random_is_by_flow_and_reaches_all") {
-        in_namespace(|| {
-            let bed = Bed::new(4, &options(Policy::Random));
-            let mut reached = [0; 4];
-            for _ in 0..200 {
-                let client = client();
-                let slots = [0, 1].map(|number: u8| {
-                    bed.send(&client, &[number]);
-                    bed.read_one().slot
-                });
-                assert_eq!(slots[0], slots[1]);
-                reached[slots[0] as usize] += 1;
-            }
-            assert!(reached.iter().all(|count| *count > 20), "{reached:?}");
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let bed = Bed::new(4, &options(Policy::Random));
+        let mut reached = [0; 4];
+        for _ in 0..200 {
+            let client = client();
+            let slots = [0, 1].map(|number: u8| {
+                bed.send(&client, &[number]);
+                bed.read_one().slot
+            });
+            assert_eq!(slots[0], slots[1]);
+            reached[slots[0] as usize] += 1;
+        }
+        assert!(reached.iter().all(|count| *count > 20), "{reached:?}");
+    });
 }
 
 #[test]
 fn request_above_the_bound_is_counted() {
-    if may_load_bpf("request_above_the_bound_is_counted") {
-        in_namespace(|| {
-            let bed = Bed::new(2, &options(Policy::ShortestQueue));
-            bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
-            let client = client();
-            (0..8u8).for_each(|number| bed.send(&client, &[number]));
-            assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
-            bed.send(&client, &[8]);
-            assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let bed = Bed::new(2, &options(Policy::ShortestQueue));
+        bed.dispatch.set_bounds(|workers| ClassBounds::reserving(workers, 1, 0, 4, 0));
+        let client = client();
+        (0..8u8).for_each(|number| bed.send(&client, &[number]));
+        assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![4, 4], 0));
+        bed.send(&client, &[8]);
+        assert_eq!((bed.outstanding(), bed.counter(intf::DISPATCH_COUNTER_OVER_BOUND)), (vec![5, 4], 1));
+    });
 }

@@ -13,7 +13,7 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
-use crate::support::{ACK, RST, Tcp, aligned_timestamp, ipv4_frame, may_load_bpf};
+use crate::support::{ACK, RST, Tcp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
@@ -74,9 +74,7 @@ fn accepted_of(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: imp
 
 #[test]
 fn genuine_icmp_errors_are_accepted_beside_forged_packets() {
-    if !may_load_bpf("genuine_icmp_errors_are_accepted_beside_forged_packets") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
     let mut any = || (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);
     let balancer = || balancer(1, Options::default());
@@ -102,9 +100,7 @@ fn rate(burst: u32) -> PacketRate {
 
 #[test]
 fn one_source_leaves_tokens_to_the_others() {
-    if !may_load_bpf("one_source_leaves_tokens_to_the_others") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let rates = BroadcastRates { by_source: rate(10), by_service: rate(100), of_all: rate(1000) };
     let balancer = balancer(1, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(124, 0);
@@ -119,9 +115,7 @@ fn one_source_leaves_tokens_to_the_others() {
 
 #[test]
 fn all_services_together_are_bounded() {
-    if !may_load_bpf("all_services_together_are_bounded") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let rates = BroadcastRates { by_source: rate(100), by_service: rate(100), of_all: rate(300) };
     let balancer =
         balancer(40, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });

@@ -16,7 +16,7 @@ use coreward_model::{FourTuple, ServiceAddress};
 use crate::support::balancer::{id, random_table, service};
 use crate::support::network::{Pair, PinDirectory, on_one_cpu};
 use crate::support::packet_socket::PacketSocket;
-use crate::support::{self, RST, SYN, Tcp, aligned_timestamp, may_load_bpf};
+use crate::support::{self, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 81);
@@ -71,9 +71,7 @@ fn interrupt(wait: impl FnOnce()) {
 
 #[test]
 fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
-    if !may_load_bpf("every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     // One CPU keeps the order of the packets.
     on_one_cpu();
     let (pair, pins) = (Pair::new(), PinDirectory::new());

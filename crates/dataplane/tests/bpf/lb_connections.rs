@@ -19,13 +19,13 @@ use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_DROP, XDP_
 use crate::support::stateful::{
     STATEFUL, VIP, balancer, client, established, ipv4_client, own, owner, packet, syn, syn_with_tsecr, tsecr_of, tuple,
 };
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, tcp_sum, timestamp};
+use crate::support::{
+    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if, tcp_sum, timestamp,
+};
 
 #[test]
 fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
-    if !may_load_bpf("a_first_packet_takes_an_entry_and_later_ones_find_it") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(101, 0);
     let (mut balancer, ids) = balancer(4096, &mut rng);
     balancer.lb.tick(Duration::from_millis(12_345));
@@ -88,9 +88,7 @@ fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
 
 #[test]
 fn server_learns_the_index_at_any_option_offset() {
-    if !may_load_bpf("server_learns_the_index_at_any_option_offset") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(102, 0);
     let (balancer, _) = balancer(65_536, &mut rng);
     for round in 0..2000 {
@@ -124,9 +122,7 @@ fn server_learns_the_index_at_any_option_offset() {
 
 #[test]
 fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
-    if !may_load_bpf("a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(103, 0);
     let (mut balancer, _) = balancer(4096, &mut rng);
     let first = balancer.opened(client(&mut rng));
@@ -149,9 +145,7 @@ fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
 
 #[test]
 fn a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open() {
-    if !may_load_bpf("a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let (balancer, _) = balancer(4096, &mut rng);
     let first = balancer.opened(client(&mut rng));
@@ -173,9 +167,7 @@ fn a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open() 
 
 #[test]
 fn a_cookie_of_another_connection_or_none_is_unknown() {
-    if !may_load_bpf("a_cookie_of_another_connection_or_none_is_unknown") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(104, 0);
     let options = Options {
         connection_table: TableSize::try_from(1024).unwrap(),
@@ -228,9 +220,7 @@ fn a_cookie_of_another_connection_or_none_is_unknown() {
 
 #[test]
 fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
-    if !may_load_bpf("index_of_another_table_goes_to_its_owner_or_is_broadcast") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(105, 0);
     let mut broadcast =
         [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::LIMITED_KIND_COUNT as usize];
@@ -276,9 +266,7 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
 
 #[test]
 fn without_an_owner_number_connections_are_of_the_stateless_kind() {
-    if !may_load_bpf("without_an_owner_number_connections_are_of_the_stateless_kind") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = balancer(1024, &mut rng);
     balancer.lb.tick(Duration::from_secs(9));
@@ -308,9 +296,7 @@ fn without_an_owner_number_connections_are_of_the_stateless_kind() {
 
 #[test]
 fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
-    if !may_load_bpf("a_syn_flood_fills_the_table_and_leaves_established_connections_alone") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(107, 0);
     let (mut balancer, _) = balancer(2048, &mut rng);
     let real: Vec<_> = (0..700).map(|_| balancer.opened(client(&mut rng))).collect();
@@ -357,9 +343,7 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
 
 #[test]
 fn an_entry_is_freed_once_and_only_as_it_was_seen() {
-    if !may_load_bpf("an_entry_is_freed_once_and_only_as_it_was_seen") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(108, 0);
     let (mut balancer, _) = balancer(1024, &mut rng);
     let opened: Vec<_> = (0..1024).map(|_| balancer.opened(client(&mut rng))).collect();
@@ -386,9 +370,7 @@ fn an_entry_is_freed_once_and_only_as_it_was_seen() {
 
 #[test]
 fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
-    if !may_load_bpf("entries_are_due_by_their_timers_or_when_their_server_is_gone") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(109, 0);
     let (mut balancer, _) = balancer(4096, &mut rng);
     balancer.lb.tick(Duration::ZERO);
@@ -416,9 +398,7 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
 
 #[test]
 fn removed_service_leaves_no_entries() {
-    if !may_load_bpf("removed_service_leaves_no_entries") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(110, 0);
     for after in [vec![], vec![(service(VIP), ServiceMode::default())]] {
         let (mut balancer, _) = balancer(1024, &mut rng);

@@ -8,8 +8,8 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 use crate::support::balancer::XDP_TX;
-use crate::support::may_load_bpf;
 use crate::support::stateful::{balancer, established, number_of, syn};
+use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRIES: u32 = 16_384;
 /// A tenth of a second, as the daemon's.
@@ -24,9 +24,7 @@ const GENUINE: u32 = 10;
 
 #[test]
 fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
-    if !may_load_bpf("flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(131, 0);
     let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
     let (timers, prefix) = (Timers::default(), Ipv4Addr::new(192, 0, 2, 0));
@@ -97,9 +95,7 @@ fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f
 
 #[test]
 fn one_prefix_holds_a_quarter_of_the_table_at_most() {
-    if !may_load_bpf("one_prefix_holds_a_quarter_of_the_table_at_most") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     // 1.9 million SYNs a second, for a table of this size.
     let flood = (190_000 / (262_144 / u64::from(ENTRIES))) as u32;
     let held = [

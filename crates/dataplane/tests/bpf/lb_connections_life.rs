@@ -21,7 +21,7 @@ use rand::Rng;
 use crate::support::balancer::{Balancer, Identification, OWN_MAC, XDP_TX, id, service};
 use crate::support::network::{Pair, PinDirectory};
 use crate::support::stateful::{STATEFUL, VIP, balancer, client, established, ipv4_client, number_of, own, owner, syn};
-use crate::support::{self, SYN, Tcp, may_load_bpf, timestamp};
+use crate::support::{self, SYN, Tcp, missing_bpf_rights, skip_if, timestamp};
 
 const ENTRIES: u64 = 4096;
 const THREADS: u32 = 4;
@@ -33,9 +33,7 @@ fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
 
 #[test]
 fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
-    if !may_load_bpf("concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     // At least; and on, until enough slots were reused, because the moment at which user space frees some varies.
     const PER_THREAD: u32 = 20_000;
     const ENOUGH: u64 = 2 * ENTRIES;
@@ -134,9 +132,7 @@ fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
 
 #[test]
 fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an_empty_table() {
-    if !may_load_bpf("the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an_empty_table") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);
     let start = |entries| -> anyhow::Result<LoadBalancer> {
@@ -223,9 +219,7 @@ fn rebooted(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer
 
 #[test]
 fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
-    if !may_load_bpf("connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
     let (before, ids) = balancer(ENTRIES, &mut rng);
     let old: Vec<_> = (0..3000).map(|_| before.opened(client(&mut rng))).collect();

@@ -13,7 +13,7 @@ use crate::support::balancer::{Balancer, Identification, random_table, service};
 use crate::support::stateful::{
     Client, Opened, STATEFUL, VIP, balancer, client, established, ipv4_client, own, packet,
 };
-use crate::support::{ACK, FIN, may_load_bpf};
+use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
 const ENTRIES: u64 = 2048;
 /// So many first packets look at every entry of a partition: 4 entries each.
@@ -49,9 +49,7 @@ fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<Open
 
 #[test]
 fn first_packet_reuses_an_expired_entry_without_a_sweeper() {
-    if !may_load_bpf("first_packet_reuses_an_expired_entry_without_a_sweeper") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(141, 0);
     let start = Duration::from_secs(1000);
     let (mut balancer, before) = full_table(start, &mut rng);
@@ -76,9 +74,7 @@ fn first_packet_reuses_an_expired_entry_without_a_sweeper() {
 
 #[test]
 fn entries_of_open_connections_are_reused_only_while_nobody_sweeps() {
-    if !may_load_bpf("entries_of_open_connections_are_reused_only_while_nobody_sweeps") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(142, 0);
     let (start, timers) = (Duration::from_secs(1000), Timers::default());
     let (mut balancer, opened) = full_table(start, &mut rng);
@@ -112,9 +108,7 @@ fn entries_of_open_connections_are_reused_only_while_nobody_sweeps() {
 
 #[test]
 fn reuse_moves_the_entry_from_one_source_to_the_other() {
-    if !may_load_bpf("reuse_moves_the_entry_from_one_source_to_the_other") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
     let start = Duration::from_secs(1000);
     let (mut balancer, _) = balancer(ENTRIES, &mut rng);
@@ -140,9 +134,7 @@ fn reuse_moves_the_entry_from_one_source_to_the_other() {
 
 #[test]
 fn packets_keep_the_time_without_a_daemon() {
-    if !may_load_bpf("packets_keep_the_time_without_a_daemon") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(144, 0);
     let options = Options {
         connection_table: TableSize::try_from(1024).unwrap(),

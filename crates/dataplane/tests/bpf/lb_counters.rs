@@ -15,16 +15,14 @@ use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
 
 use crate::support::balancer::{Balancer, XDP_TX, random_table, service};
-use crate::support::{SYN, Tcp, Udp, aligned_timestamp, may_load_bpf};
+use crate::support::{SYN, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const OTHER_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 2), 443);
 
 #[test]
 fn counters_of_a_reused_service_slot_start_at_zero() {
-    if !may_load_bpf("counters_of_a_reused_service_slot_start_at_zero") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(140, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let servers = balancer.replace_servers(0, 4, &mut rng);
@@ -70,13 +68,8 @@ fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>
 #[test]
 fn no_count_of_connections_is_lost_between_two_cpus() {
     const TIMES: u32 = 1_000_000;
-    if !may_load_bpf("no_count_of_connections_is_lost_between_two_cpus") {
-        return;
-    }
-    if std::thread::available_parallelism().unwrap().get() < 2 {
-        println!("SKIPPED no_count_of_connections_is_lost_between_two_cpus: needs two CPUs");
-        return;
-    }
+    skip_if!(missing_bpf_rights());
+    skip_if!((std::thread::available_parallelism().unwrap().get() < 2).then_some("needs 2 CPUs"));
     let mut rng = seeded_rng(141, 0);
     let datagrams = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
     let per_packet = ServiceMode { consistency: Consistency::None, ..ServiceMode::default() };

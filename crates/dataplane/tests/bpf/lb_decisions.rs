@@ -15,7 +15,7 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, random_table};
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, timestamp};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if, timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
@@ -34,9 +34,7 @@ fn syn(client: (Ipv4Addr, u16)) -> Vec<u8> {
 
 #[test]
 fn first_packets_go_to_the_models_server() {
-    if !may_load_bpf("first_packets_go_to_the_models_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(1, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let mut clients = HashSet::new();
@@ -67,9 +65,7 @@ fn first_packets_go_to_the_models_server() {
 
 #[test]
 fn a_connection_without_timestamps_reaches_the_consistent_choice_and_stays_there() {
-    if !may_load_bpf("a_connection_without_timestamps_reaches_the_consistent_choice_and_stays_there") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(2, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 7, &mut rng);
@@ -110,9 +106,7 @@ fn table_of(balancer: &Balancer) -> PlacementTable {
 
 #[test]
 fn established_packets_follow_the_cookie_not_the_table() {
-    if !may_load_bpf("established_packets_follow_the_cookie_not_the_table") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(3, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 300, &mut rng);
@@ -147,9 +141,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
 
 #[test]
 fn random_tsecr_values_are_treated_as_in_the_model() {
-    if !may_load_bpf("random_tsecr_values_are_treated_as_in_the_model") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     // A quarter of all ids known, half of them resolved.
@@ -184,9 +176,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
 
 #[test]
 fn a_retransmitted_syn_reaches_the_same_server_while_the_table_stands() {
-    if !may_load_bpf("a_retransmitted_syn_reaches_the_same_server_while_the_table_stands") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(5, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 8, &mut rng);
@@ -217,9 +207,7 @@ fn a_retransmitted_syn_reaches_the_same_server_while_the_table_stands() {
 
 #[test]
 fn a_server_that_cannot_take_a_first_packet_is_replaced_by_one_that_can() {
-    if !may_load_bpf("a_server_that_cannot_take_a_first_packet_is_replaced_by_one_that_can") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 10, &mut rng);
@@ -256,9 +244,7 @@ fn a_server_that_cannot_take_a_first_packet_is_replaced_by_one_that_can() {
 
 #[test]
 fn without_a_table_or_members_a_first_packet_is_dropped() {
-    if !may_load_bpf("without_a_table_or_members_a_first_packet_is_dropped") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(7, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let from = client(&mut rng);
@@ -276,9 +262,7 @@ fn without_a_table_or_members_a_first_packet_is_dropped() {
 
 #[test]
 fn services_do_not_see_each_others_servers_and_tables() {
-    if !may_load_bpf("services_do_not_see_each_others_servers_and_tables") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(8, 0);
     let other = (Ipv4Addr::new(10, 200, 0, 1), 443);
     let mut balancer = Balancer::new(&[VIP, other], &mut rng);
@@ -317,9 +301,7 @@ fn services_do_not_see_each_others_servers_and_tables() {
 
 #[test]
 fn broadcast_is_limited_per_service_and_recovers() {
-    if !may_load_bpf("broadcast_is_limited_per_service_and_recovers") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(10, 0);
     let mut balancer = Balancer::with_broadcast_rate(&[VIP], 20, 8, &mut rng);
     let reset = Tcp { flags: RST, ..Tcp::new(client(&mut rng), VIP) }.frame();
@@ -338,9 +320,7 @@ fn broadcast_is_limited_per_service_and_recovers() {
 
 #[test]
 fn a_mac_address_that_changes_is_used_from_the_next_packet_on() {
-    if !may_load_bpf("a_mac_address_that_changes_is_used_from_the_next_packet_on") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(11, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let server = balancer.replace_servers(0, 1, &mut rng)[0];

@@ -16,7 +16,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{Balancer, Identification, XDP_TX, random_table, service};
-use crate::support::{ACK, SYN, Tcp, Udp, may_load_bpf};
+use crate::support::{ACK, SYN, Tcp, Udp, missing_bpf_rights, skip_if};
 
 const WEB: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const DNS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
@@ -43,9 +43,7 @@ fn drain(balancer: &mut Balancer, id: ServerId) {
 /// made without that one and one that is down.
 #[test]
 fn syn_leaves_a_server_that_takes_no_new_connections() {
-    if !may_load_bpf("syn_leaves_a_server_that_takes_no_new_connections") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(111, 0);
     let by_load_balancer = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
     let modes = [
@@ -97,9 +95,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
 /// Anybody can send a SYN in a client's name.
 #[test]
 fn forged_syn_does_not_move_an_open_connection() {
-    if !may_load_bpf("forged_syn_does_not_move_an_open_connection") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
     let by_hash_table = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     let mut balancer = Balancer::with(&[(service(WEB), by_hash_table)], Options::default(), &mut rng);
@@ -126,9 +122,7 @@ fn forged_syn_does_not_move_an_open_connection() {
 /// The server that may still have an older connection of the same ports is asked for what the new one does not know.
 #[test]
 fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
-    if !may_load_bpf("syn_that_leaves_a_draining_server_names_it_as_the_one_before") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(112, 0);
     let mut balancer = Balancer::new(&[WEB], &mut rng);
     let ids = balancer.replace_servers(0, 6, &mut rng);
@@ -150,9 +144,7 @@ fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
 /// Nothing else finds its server: where the bucket's one drains, or is masked while no controller makes tables.
 #[test]
 fn flood_forgets_no_connection_that_only_the_flow_table_knows() {
-    if !may_load_bpf("flood_forgets_no_connection_that_only_the_flow_table_knows") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     const ENTRIES: u32 = 1 << 10;
     let mut rng = seeded_rng(116, 0);
     let options = Options { flow_table_entries: ENTRIES, ..Options::default() };
@@ -175,9 +167,7 @@ fn flood_forgets_no_connection_that_only_the_flow_table_knows() {
 
 #[test]
 fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
-    if !may_load_bpf("udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(113, 0);
     let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
@@ -216,9 +206,7 @@ fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
 
 #[test]
 fn udp_flow_ages() {
-    if !may_load_bpf("udp_flow_ages") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
     let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
@@ -240,9 +228,7 @@ fn udp_flow_ages() {
 /// A flood that would fill the table ten times, on one service after the other, and 1,000 flows of a third one.
 #[test]
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
-    if !may_load_bpf("flood_on_one_service_moves_no_udp_flow_of_another") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     const ENTRIES: u32 = 1 << 15;
     let mut rng = seeded_rng(115, 0);
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };

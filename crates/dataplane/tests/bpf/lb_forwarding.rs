@@ -13,7 +13,9 @@ use crate::support::balancer::{Balancer, OWN_MAC, XDP_DROP, XDP_TX, id, random_t
 use crate::support::tunnel::{
     ETHERNET, Form, OWN, client, ip_header, octets, own, server_address, set_traffic_class, vip,
 };
-use crate::support::{ACK, Family, RST, SYN, TIME_KEY, Tcp, aligned_timestamp, may_load_bpf, ones_complement_sum};
+use crate::support::{
+    ACK, Family, RST, SYN, TIME_KEY, Tcp, aligned_timestamp, missing_bpf_rights, ones_complement_sum, skip_if,
+};
 
 const MTU: usize = 1500;
 
@@ -99,9 +101,7 @@ fn ethertype(family: Family) -> [u8; 2] {
 
 #[test]
 fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
-    if !may_load_bpf("packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all() {
         let (balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
@@ -118,9 +118,7 @@ fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
 
 #[test]
 fn established_packets_of_the_fast_path_get_the_same_outer_header() {
-    if !may_load_bpf("established_packets_of_the_fast_path_get_the_same_outer_header") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all() {
         let (balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
@@ -136,9 +134,7 @@ fn established_packets_of_the_fast_path_get_the_same_outer_header() {
 
 #[test]
 fn source_port_is_that_of_the_flow_or_of_the_server() {
-    if !may_load_bpf("source_port_is_that_of_the_flow_or_of_the_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all().filter(|form| form.forwarding == Forwarding::Gue) {
         let (mut balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
@@ -152,9 +148,7 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
 
 #[test]
 fn server_with_another_address_gets_its_packets_there() {
-    if !may_load_bpf("server_with_another_address_gets_its_packets_there") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let form = Form { forwarding: Forwarding::Ipip, inner: Family::Ipv4, outer: Family::Ipv6 };
     let (mut balancer, table) = balancer(form);
     let server = chosen(form.inner, &table);
@@ -199,9 +193,7 @@ fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
 
 #[test]
 fn packet_too_long_with_its_outer_header_is_answered_with_the_longest_length() {
-    if !may_load_bpf("packet_too_long_with_its_outer_header_is_answered_with_the_longest_length") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for form in Form::all() {
         let (balancer, _) = balancer(form);
         let mtu = MTU - form.overhead();
@@ -216,9 +208,7 @@ fn packet_too_long_with_its_outer_header_is_answered_with_the_longest_length() {
 
 #[test]
 fn ipv6_packet_that_every_link_must_take_gets_no_error() {
-    if !may_load_bpf("ipv6_packet_that_every_link_must_take_gets_no_error") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let form = Form { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
     let (balancer, _) = balancer_with(form, mode(form), 1300, Options::default());
     assert_eq!(balancer.counted(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
@@ -229,9 +219,7 @@ fn ipv6_packet_that_every_link_must_take_gets_no_error() {
 
 #[test]
 fn source_that_is_no_host_gets_no_error() {
-    if !may_load_bpf("source_that_is_no_host_gets_no_error") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for (inner, sources) in [
         (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
         (Family::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
@@ -249,9 +237,7 @@ fn source_that_is_no_host_gets_no_error() {
 
 #[test]
 fn errors_to_a_flood_of_long_packets_are_limited() {
-    if !may_load_bpf("errors_to_a_flood_of_long_packets_are_limited") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for inner in Family::BOTH {
         let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
         let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
@@ -266,9 +252,7 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
 
 #[test]
 fn nothing_is_broadcast_to_servers_behind_routers() {
-    if !may_load_bpf("nothing_is_broadcast_to_servers_behind_routers") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         for form in Form::all() {
             let mode = ServiceMode { consistency, ..mode(form) };
@@ -282,9 +266,7 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
 
 #[test]
 fn services_of_all_kinds_share_a_program_and_servers() {
-    if !may_load_bpf("services_of_all_kinds_share_a_program_and_servers") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
     let kinds: Vec<(Forwarding, Family)> =
         Forwarding::ALL.into_iter().flat_map(|kind| Family::BOTH.map(|family| (kind, family))).collect();

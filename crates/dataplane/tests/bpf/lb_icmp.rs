@@ -12,7 +12,7 @@ use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, random_table, service};
-use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, may_load_bpf, timestamp};
+use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if, timestamp};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -60,9 +60,7 @@ fn stamped(balancer: &Balancer, server: ServerId) -> u32 {
 
 #[test]
 fn the_quoted_timestamp_names_the_server() {
-    if !may_load_bpf("the_quoted_timestamp_names_the_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (mut balancer, ids) = balancer(ServiceMode::default());
     let value = stamped(&balancer, ids[3]);
     let usual = aligned_timestamp(value, 7);
@@ -91,9 +89,7 @@ fn the_quoted_timestamp_names_the_server() {
 
 #[test]
 fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
-    if !may_load_bpf("quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer(ServiceMode::default());
     let value = stamped(&balancer, ids[2]);
     let whole = answer(aligned_timestamp(value, 7), vec![]);
@@ -118,9 +114,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
 
 #[test]
 fn random_quoted_timestamps_reach_a_known_server_or_all() {
-    if !may_load_bpf("random_quoted_timestamps_reach_a_known_server_or_all") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (mut balancer, _) = balancer(ServiceMode::default());
     let mut rng = seeded_rng(72, 0);
     let ids = balancer.replace_servers(0, 8192, &mut rng);
@@ -144,9 +138,7 @@ fn random_quoted_timestamps_reach_a_known_server_or_all() {
 
 #[test]
 fn icmp_errors_without_cookies_follow_the_modes_table() {
-    if !may_load_bpf("icmp_errors_without_cookies_follow_the_modes_table") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
     let others = [Consistency::None, Consistency::HashTable, Consistency::Beamer];
     let modes = others.map(|consistency| ServiceMode { consistency, ..ServiceMode::default() });
@@ -170,9 +162,7 @@ fn icmp_errors_without_cookies_follow_the_modes_table() {
 
 #[test]
 fn errors_about_datagrams_follow_their_flow() {
-    if !may_load_bpf("errors_about_datagrams_follow_their_flow") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(73, 0);
     let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
     for consistency in [Consistency::HashTable, Consistency::None] {
@@ -196,9 +186,7 @@ fn errors_about_datagrams_follow_their_flow() {
 
 #[test]
 fn icmp_error_of_no_service_passes() {
-    if !may_load_bpf("icmp_error_of_no_service_passes") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer(ServiceMode::default());
     let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
     let good = error(3, &quoted);
@@ -231,9 +219,7 @@ fn icmp_error_of_no_service_passes() {
 
 #[test]
 fn malformed_icmp_errors_are_dropped_with_a_reason() {
-    if !may_load_bpf("malformed_icmp_errors_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, ids) = balancer(ServiceMode::default());
     let quoted = answer(aligned_timestamp(stamped(&balancer, ids[0]), 7), vec![]);
     let good = error(3, &quoted);

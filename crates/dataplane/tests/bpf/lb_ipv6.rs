@@ -14,7 +14,9 @@ use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, before, id, random_table, service};
 use crate::support::stateful::{STATEFUL, number_of, own};
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, may_load_bpf, timestamp};
+use crate::support::{
+    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, ipv6_frame, missing_bpf_rights, skip_if, timestamp,
+};
 
 const VIP: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0xc8, 1), 80);
 const IPV4_VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -58,9 +60,7 @@ fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
 
 #[test]
 fn first_packets_of_ipv6_go_to_the_models_server() {
-    if !may_load_bpf("first_packets_of_ipv6_go_to_the_models_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let mut balancer = balancer(&mut rng);
     for (generation, groups) in [1, 2, 4].into_iter().enumerate() {
@@ -82,9 +82,7 @@ fn first_packets_of_ipv6_go_to_the_models_server() {
 
 #[test]
 fn established_packets_of_ipv6_follow_the_cookie() {
-    if !may_load_bpf("established_packets_of_ipv6_follow_the_cookie") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
     let mut balancer = balancer(&mut rng);
     let ids = balancer.replace_servers(0, 300, &mut rng);
@@ -111,9 +109,7 @@ fn established_packets_of_ipv6_follow_the_cookie() {
 
 #[test]
 fn ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before() {
-    if !may_load_bpf("ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
     let mut balancer = balancer(&mut rng);
     let ids = balancer.replace_servers(0, 7, &mut rng);
@@ -131,9 +127,7 @@ fn ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before() {
 
 #[test]
 fn a_dual_stack_balancer_keeps_families_apart() {
-    if !may_load_bpf("a_dual_stack_balancer_keeps_families_apart") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
     let mut balancer = balancer(&mut rng);
     let (ipv6, ipv4) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
@@ -146,9 +140,7 @@ fn a_dual_stack_balancer_keeps_families_apart() {
 
 #[test]
 fn malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes() {
-    if !may_load_bpf("malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     let mut balancer = balancer(&mut rng);
     let ids = balancer.replace_servers(0, 3, &mut rng);
@@ -196,9 +188,7 @@ fn error(kind: u8, router: Ipv6Addr, client: (Ipv6Addr, u16), options: Vec<u8>, 
 
 #[test]
 fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
-    if !may_load_bpf("icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let mut balancer = balancer(&mut rng);
     let ids = balancer.replace_servers(0, 300, &mut rng);
@@ -231,9 +221,7 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
 
 #[test]
 fn stateful_connections_of_ipv6_find_their_entry() {
-    if !may_load_bpf("stateful_connections_of_ipv6_find_their_entry") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(69, 0);
     let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
@@ -263,9 +251,7 @@ fn stateful_connections_of_ipv6_find_their_entry() {
 /// A /64 is one prefix, whatever its addresses.
 #[test]
 fn prefix_of_ipv6_holds_a_part_of_the_connection_table() {
-    if !may_load_bpf("prefix_of_ipv6_holds_a_part_of_the_connection_table") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(70, 0);
     let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
@@ -284,9 +270,7 @@ fn prefix_of_ipv6_holds_a_part_of_the_connection_table() {
 
 #[test]
 fn migration_of_an_ipv6_service_is_rejected() {
-    if !may_load_bpf("migration_of_an_ipv6_service_is_rejected") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut balancer = balancer(&mut seeded_rng(66, 0));
     let mode = ServiceMode { transfer: Some(Transfer::AdoptedFrom(id(7))), ..ServiceMode::default() };
     let error = balancer.lb.set_services(&[(service(VIP), mode)]).unwrap_err().to_string();
@@ -295,9 +279,7 @@ fn migration_of_an_ipv6_service_is_rejected() {
 
 #[test]
 fn datagrams_of_ipv6_keep_their_server() {
-    if !may_load_bpf("datagrams_of_ipv6_keep_their_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
     let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
@@ -327,9 +309,7 @@ fn datagrams_of_ipv6_keep_their_server() {
 
 #[test]
 fn fragments_of_ipv6_follow_their_first_one() {
-    if !may_load_bpf("fragments_of_ipv6_follow_their_first_one") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
     let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };

@@ -21,7 +21,7 @@ use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
 use crate::support::balancer::{id, random_table, service};
 use crate::support::network::{Pair, PinDirectory};
-use crate::support::{self, Tcp, Udp, aligned_timestamp, may_load_bpf};
+use crate::support::{self, Tcp, Udp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
@@ -87,9 +87,7 @@ fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
 
 #[test]
 fn a_new_process_takes_over_while_packets_pass() {
-    if !may_load_bpf("a_new_process_takes_over_while_packets_pass") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let mac = pair.server.within(device_mac);
     let start = || {
@@ -169,9 +167,7 @@ fn a_new_process_takes_over_while_packets_pass() {
 /// Modes, and what is remembered of connections that carry no cookie, outlive the process; so does the table's size.
 #[test]
 fn modes_and_flows_are_taken_over() {
-    if !may_load_bpf("modes_and_flows_are_taken_over") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let start = |flow_table_entries| {
         let mut lb = LoadBalancer::load(Options { flow_table_entries, ..options(&pins) }).unwrap();
@@ -217,9 +213,7 @@ fn modes_and_flows_are_taken_over() {
 
 #[test]
 fn failed_attachment_returns_a_reason() {
-    if !may_load_bpf("failed_attachment_returns_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let within = |lb: &mut LoadBalancer, interface: &str, mode| pair.server.within(|| lb.attach(interface, mode));
     let refused = |lb: &mut LoadBalancer, interface, mode| format!("{:#}", within(lb, interface, mode).unwrap_err());
@@ -254,9 +248,7 @@ fn failed_attachment_returns_a_reason() {
 
 #[test]
 fn program_of_another_version_forwards_until_this_one_is_ready() {
-    if !may_load_bpf("program_of_another_version_forwards_until_this_one_is_ready") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let attach = |lb: &mut LoadBalancer| pair.server.within(|| lb.attach("eth0", XdpMode::Native)).unwrap();
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();

@@ -11,7 +11,8 @@ use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_PASS, XDP_TX, before, random_table};
 use crate::support::{
-    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, ones_complement_sum, tcp_offset, timestamp,
+    self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, ones_complement_sum, skip_if, tcp_offset,
+    timestamp,
 };
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -47,9 +48,7 @@ fn with(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
 
 #[test]
 fn packet_of_no_service_passes_unchanged() {
-    if !may_load_bpf("packet_of_no_service_passes_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer();
     let frame = packet.frame();
     let mut others = vec![
@@ -79,9 +78,7 @@ fn packet_of_no_service_passes_unchanged() {
 
 #[test]
 fn frames_cut_short_are_dropped_with_a_reason() {
-    if !may_load_bpf("frames_cut_short_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer();
     let frames = [packet.clone(), Tcp { flags: SYN, ..packet.clone() }, Tcp { ip_options: vec![1; 8], ..packet }];
     for frame in frames.map(|packet| packet.frame()) {
@@ -94,9 +91,7 @@ fn frames_cut_short_are_dropped_with_a_reason() {
 
 #[test]
 fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
-    if !may_load_bpf("packets_that_end_before_their_headers_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer();
     for packet in [packet.clone(), Tcp { flags: SYN, ..packet }] {
         let frame = packet.frame();
@@ -121,9 +116,7 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
 
 #[test]
 fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
-    if !may_load_bpf("bad_ip_headers_and_fragments_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer();
     let frame = packet.frame();
     for version_and_length in 0..=255u8 {
@@ -160,9 +153,7 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
 
 #[test]
 fn invalid_data_offsets_are_dropped_with_a_reason() {
-    if !may_load_bpf("invalid_data_offsets_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer();
     for flags in [ACK, SYN] {
         let packet = Tcp { flags, payload: vec![0; 4], ..packet.clone() };
@@ -189,9 +180,7 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
 
 #[test]
 fn malformed_options_are_dropped_with_a_reason() {
-    if !may_load_bpf("malformed_options_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer();
     let tsecr = u32::from_be_bytes(packet.options[8..12].try_into().unwrap());
     let time = timestamp(1, tsecr);
@@ -250,9 +239,7 @@ fn other_options(length: usize) -> Vec<u8> {
 
 #[test]
 fn flags_that_no_connection_has_are_dropped_with_a_reason() {
-    if !may_load_bpf("flags_that_no_connection_has_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, server, packet) = balancer();
     for flags in 0..=255u8 {
         let frame = Tcp { flags, ..packet.clone() }.frame();
@@ -278,9 +265,7 @@ fn flags_that_no_connection_has_are_dropped_with_a_reason() {
 /// MAC addresses and the IP identification.
 #[test]
 fn random_frames_get_one_outcome_and_stay_unchanged() {
-    if !may_load_bpf("random_frames_get_one_outcome_and_stay_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (balancer, _, packet) = balancer();
     let mut rng = seeded_rng(22, 0);
     let total = |balancer: &Balancer| -> u64 {

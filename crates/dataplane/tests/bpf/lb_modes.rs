@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::support::balancer::{Balancer, Identification, XDP_DROP, XDP_TX, before, random_table, service};
-use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, may_load_bpf};
+use crate::support::{self, ACK, FIN, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
@@ -50,9 +50,7 @@ fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
 
 #[test]
 fn without_consistency_every_packet_follows_the_rule() {
-    if !may_load_bpf("without_consistency_every_packet_follows_the_rule") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(41, 0);
     let (mut balancer, ids, mut table) = balancer(mode(Consistency::None), Rule::Table, &mut rng);
     for generation in 2..8 {
@@ -75,9 +73,7 @@ fn without_consistency_every_packet_follows_the_rule() {
 
 #[test]
 fn hash_table_stores_the_rules_choice() {
-    if !may_load_bpf("hash_table_stores_the_rules_choice") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(42, 0);
     let (mut balancer, ids, table) = balancer(mode(Consistency::HashTable), Rule::Table, &mut rng);
     let mut state = PlacementState::for_table(&table);
@@ -109,9 +105,7 @@ fn hash_table_stores_the_rules_choice() {
 
 #[test]
 fn beamer_follows_the_bucket_and_marks_the_previous_server() {
-    if !may_load_bpf("beamer_follows_the_bucket_and_marks_the_previous_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(43, 0);
     let (balancer, _, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
     let mut named = 0;
@@ -132,9 +126,7 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
 /// Without a controller no table without the server comes: then this is all that new connections have.
 #[test]
 fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
-    if !may_load_bpf("beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
         let (mut balancer, ids, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
@@ -178,9 +170,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
 
 #[test]
 fn with_timestamps_off_connections_use_the_flow_table() {
-    if !may_load_bpf("with_timestamps_off_connections_use_the_flow_table") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(44, 0);
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
     let (mut balancer, ids, table) = balancer(off, Rule::Table, &mut rng);
@@ -217,9 +207,7 @@ fn with_timestamps_off_connections_use_the_flow_table() {
 
 #[test]
 fn flow_of_a_removed_server_follows_the_bucket() {
-    if !may_load_bpf("flow_of_a_removed_server_follows_the_bucket") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(45, 0);
     let (mut balancer, ids, table) = balancer(ServiceMode::default(), Rule::Table, &mut rng);
     let from = std::iter::repeat_with(|| client(&mut rng))
@@ -242,9 +230,7 @@ fn flow_of_a_removed_server_follows_the_bucket() {
 
 #[test]
 fn the_flow_table_is_bounded_and_forgets_services_that_go() {
-    if !may_load_bpf("the_flow_table_is_bounded_and_forgets_services_that_go") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(46, 0);
     let other = (Ipv4Addr::new(10, 200, 0, 1), 443);
     let services = [VIP, other].map(|vip| (service(vip), mode(Consistency::HashTable)));
@@ -288,9 +274,7 @@ fn the_flow_table_is_bounded_and_forgets_services_that_go() {
 
 #[test]
 fn traffic_is_counted_by_server() {
-    if !may_load_bpf("traffic_is_counted_by_server") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(47, 0);
     let (mut balancer, ids, table) = balancer(ServiceMode::default(), Rule::Table, &mut rng);
     let from = client(&mut rng);
@@ -323,9 +307,7 @@ fn traffic_is_counted_by_server() {
 /// Anybody can send these, again and again to the same server.
 #[test]
 fn forged_packets_do_not_move_counts() {
-    if !may_load_bpf("forged_packets_do_not_move_counts") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
     let modes = [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode);
@@ -345,9 +327,7 @@ fn forged_packets_do_not_move_counts() {
 /// Services of every mode side by side: the program that knows them all treats each as the one that knows it alone.
 #[test]
 fn modes_live_side_by_side_and_change() {
-    if !may_load_bpf("modes_live_side_by_side_and_change") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
     let vip = |position: usize| (VIP.0, 80 + position as u16);
     let mut modes: Vec<ServiceMode> = Consistency::ALL.into_iter().map(mode).collect();
@@ -396,9 +376,7 @@ fn modes_live_side_by_side_and_change() {
 
 #[test]
 fn modes_that_cannot_be_are_refused_and_change_nothing() {
-    if !may_load_bpf("modes_that_cannot_be_are_refused_and_change_nothing") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let (mut balancer, _, _) = balancer(mode(Consistency::Beamer), Rule::Table, &mut rng);
     let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };

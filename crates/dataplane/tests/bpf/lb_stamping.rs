@@ -12,8 +12,8 @@ use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{id, random_table, service};
-use crate::support::may_load_bpf;
 use crate::support::network::{PinDirectory, Segment, VIP, mac_address, on_one_cpu};
+use crate::support::{missing_bpf_rights, skip_if};
 
 const PORT: u16 = 80;
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -104,9 +104,7 @@ fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
 
 #[test]
 fn servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are() {
-    if !may_load_bpf("servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     on_one_cpu();
     let mut bed = Bed::new();
     // Until the clocks are known, connections are plain: the flow table keeps them.
@@ -150,9 +148,7 @@ fn servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are() 
 
 #[test]
 fn a_server_whose_connections_have_clocks_of_their_own_is_never_stamped() {
-    if !may_load_bpf("a_server_whose_connections_have_clocks_of_their_own_is_never_stamped") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let bed = Bed::new();
     for host in &bed.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");

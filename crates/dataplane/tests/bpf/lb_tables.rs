@@ -17,7 +17,7 @@ use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
 
 use crate::support::balancer::{Balancer, XDP_TX, id, random_table};
-use crate::support::{ACK, SYN, Tcp, aligned_timestamp, may_load_bpf};
+use crate::support::{ACK, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const SWITCHES: u64 = 1_000;
@@ -57,9 +57,7 @@ fn table(
 
 #[test]
 fn every_decision_belongs_to_one_table_while_tables_are_switched() {
-    if !may_load_bpf("every_decision_belongs_to_one_table_while_tables_are_switched") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(31, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 2000, &mut rng);
@@ -130,9 +128,7 @@ fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
 
 #[test]
 fn replaced_candidates_decide_new_connections_only() {
-    if !may_load_bpf("replaced_candidates_decide_new_connections_only") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(32, 0);
     for groups in [1, 3] {
         let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -168,9 +164,7 @@ fn replaced_candidates_decide_new_connections_only() {
 
 #[test]
 fn nothing_is_replaced_without_table_or_candidates() {
-    if !may_load_bpf("nothing_is_replaced_without_table_or_candidates") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(33, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let service = balancer.services[0];

@@ -13,7 +13,7 @@ use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
 use crate::support::balancer::{Balancer, XDP_DROP, XDP_TX, random_table, service};
-use crate::support::{MORE, SYN, Tcp, Udp, may_load_bpf};
+use crate::support::{MORE, SYN, Tcp, Udp, missing_bpf_rights, skip_if};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
@@ -50,9 +50,7 @@ fn balancer(
 
 #[test]
 fn datagrams_go_by_flow() {
-    if !may_load_bpf("datagrams_go_by_flow") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::LeastAssigned, &mut rng);
     let mut state = PlacementState::for_table(&table);
@@ -97,9 +95,7 @@ fn datagrams_go_by_flow() {
 
 #[test]
 fn flow_leaves_a_server_that_own_checks_find_down() {
-    if !may_load_bpf("flow_leaves_a_server_that_own_checks_find_down") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
     let client = client(&mut rng);
@@ -120,9 +116,7 @@ fn flow_leaves_a_server_that_own_checks_find_down() {
 
 #[test]
 fn datagrams_are_placed_one_by_one() {
-    if !may_load_bpf("datagrams_are_placed_one_by_one") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
     let (balancer, ids, table) = balancer(Consistency::None, Rule::PowerOfTwo, &mut rng);
     let mut state = PlacementState::for_table(&table);
@@ -139,9 +133,7 @@ fn datagrams_are_placed_one_by_one() {
 
 #[test]
 fn protocols_of_one_port_are_services_of_their_own() {
-    if !may_load_bpf("protocols_of_one_port_are_services_of_their_own") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
     let (mut balancer, _, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
     let client = client(&mut rng);
@@ -162,9 +154,7 @@ fn protocols_of_one_port_are_services_of_their_own() {
 
 #[test]
 fn malformed_datagrams_are_dropped_with_a_reason() {
-    if !may_load_bpf("malformed_datagrams_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
     let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
     let frame = Udp::new(client(&mut rng), VIP).frame();
@@ -206,9 +196,7 @@ fn fragments(datagram: &Udp, count: u16) -> Vec<Vec<u8>> {
 
 #[test]
 fn fragments_follow_the_first_one() {
-    if !may_load_bpf("fragments_follow_the_first_one") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
         let (mut balancer, _, table) = balancer(consistency, Rule::Table, &mut rng);
@@ -260,9 +248,7 @@ fn fragments_follow_the_first_one() {
 /// CPUs hold back some of an LRU map's free entries for themselves.
 #[test]
 fn fragment_table_holds_its_documented_number_of_datagrams() {
-    if !may_load_bpf("fragment_table_holds_its_documented_number_of_datagrams") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
     let datagrams: Vec<_> = (0..coreward_intf::MAX_FRAGMENTED_DATAGRAMS as u16)
@@ -287,9 +273,7 @@ fn fragment_table_holds_its_documented_number_of_datagrams() {
 
 #[test]
 fn fragments_of_a_removed_service_are_dropped() {
-    if !may_load_bpf("fragments_of_a_removed_service_are_dropped") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
     let (mut balancer, _, _) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
     let frames = fragments(&Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) }, 3);
@@ -308,9 +292,7 @@ fn fragments_of_a_removed_service_are_dropped() {
 
 #[test]
 fn first_fragments_without_ports_are_dropped_with_a_reason() {
-    if !may_load_bpf("first_fragments_without_ports_are_dropped_with_a_reason") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(66, 0);
     let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
     let first = fragments(&Udp::new(client(&mut rng), VIP), 2).remove(0);

@@ -6,15 +6,13 @@ use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
 use coreward_dataplane::pins::{PinLock, remove_if_empty};
 use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 
-use crate::support::may_load_bpf;
 use crate::support::network::{Pair, PinDirectory};
 use crate::support::server_bed::{Bed, attach};
+use crate::support::{missing_bpf_rights, skip_if};
 
 #[test]
 fn pin_directory_belongs_to_one_process() {
-    if !may_load_bpf("pin_directory_belongs_to_one_process") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let pins = PinDirectory::new();
     let claim = PinLock::new(&pins.path()).unwrap();
     let refused = PinLock::new(&pins.path()).unwrap_err().to_string();
@@ -36,9 +34,7 @@ fn pin_directory_belongs_to_one_process() {
 
 #[test]
 fn read_only_commands_create_no_pins() {
-    if !may_load_bpf("read_only_commands_create_no_pins") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let pins = PinDirectory::new();
     for refused in [Pinned::open(&pins.path()).unwrap_err(), capture::services(&pins.path()).unwrap_err()] {
         assert!(refused.to_string().starts_with("no load balancer has pinned anything in "), "{refused}");
@@ -50,9 +46,7 @@ fn read_only_commands_create_no_pins() {
 /// connection would come about.
 #[test]
 fn programs_that_are_pinned_elsewhere_are_not_stamped_over() {
-    if !may_load_bpf("programs_that_are_pinned_elsewhere_are_not_stamped_over") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (bed, elsewhere) = (Bed::new(), PinDirectory::new());
     let options = ServerOptions {
         interface_index: bed.pair.server_interface(),
@@ -74,9 +68,7 @@ fn programs_that_are_pinned_elsewhere_are_not_stamped_over() {
 
 #[test]
 fn a_load_balancer_that_is_pinned_elsewhere_is_named() {
-    if !may_load_bpf("a_load_balancer_that_is_pinned_elsewhere_is_named") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let attach = |pair: &Pair, pins: &PinDirectory| {
         let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
         pair.server.within(|| lb.attach("eth0", XdpMode::Auto))?;

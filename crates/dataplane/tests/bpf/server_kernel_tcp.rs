@@ -17,7 +17,9 @@ use crate::support::network::Pair;
 use crate::support::server_bed::{
     Bed, Sniffer, TIMEOUT, attach, client, cookie_of, flags, id, keys, pattern, send_and_receive, set_services, vip,
 };
-use crate::support::{self, ACK, FIN, Family, RST, SYN, Tcp, may_load_bpf, now_ms, timestamp_offset, word};
+use crate::support::{
+    self, ACK, FIN, Family, RST, SYN, Tcp, missing_bpf_rights, now_ms, skip_if, timestamp_offset, word,
+};
 
 /// Handshake, data both ways in large segments, and an end by the server, then by the client.
 fn exchange(bed: &Bed, listener: &TcpListener) {
@@ -50,32 +52,28 @@ fn exchange(bed: &Bed, listener: &TcpListener) {
 
 #[test]
 fn connections_carry_the_cookie_from_first_to_last_packet() {
-    if may_load_bpf("connections_carry_the_cookie_from_first_to_last_packet") {
-        for family in Family::BOTH {
-            let bed = Bed::of(family, ServiceMode::default());
-            exchange(&bed, &bed.listen());
-        }
+    skip_if!(missing_bpf_rights());
+    for family in Family::BOTH {
+        let bed = Bed::of(family, ServiceMode::default());
+        exchange(&bed, &bed.listen());
     }
 }
 
 #[test]
 fn syn_cookies_work() {
-    if may_load_bpf("syn_cookies_work") {
-        for family in Family::BOTH {
-            let bed = Bed::of(family, ServiceMode::default());
-            bed.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
-            exchange(&bed, &bed.listen());
-            assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
-            assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
-        }
+    skip_if!(missing_bpf_rights());
+    for family in Family::BOTH {
+        let bed = Bed::of(family, ServiceMode::default());
+        bed.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
+        exchange(&bed, &bed.listen());
+        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
+        assert_eq!(bed.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
     }
 }
 
 #[test]
 fn below_kernel_6_6_clsact_does_the_same() {
-    if !may_load_bpf("below_kernel_6_6_clsact_does_the_same") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut bed = Bed::new();
     let interface = bed.pair.server_interface();
     let mut programs = ServerPrograms::load_only(false).unwrap();
@@ -103,9 +101,8 @@ fn below_kernel_6_6_clsact_does_the_same() {
 
 #[test]
 fn answers_without_a_socket_and_resets_are_stamped() {
-    if may_load_bpf("answers_without_a_socket_and_resets_are_stamped") {
-        Family::BOTH.into_iter().for_each(expect_stamped_answers_without_socket);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_stamped_answers_without_socket);
 }
 
 fn expect_stamped_answers_without_socket(family: Family) {
@@ -160,9 +157,8 @@ fn expect_stamped_answers_without_socket(family: Family) {
 
 #[test]
 fn connections_older_than_the_clock_are_left_alone() {
-    if may_load_bpf("connections_older_than_the_clock_are_left_alone") {
-        Family::BOTH.into_iter().for_each(expect_older_connections_unchanged);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_older_connections_unchanged);
 }
 
 fn expect_older_connections_unchanged(family: Family) {
@@ -181,9 +177,8 @@ fn expect_older_connections_unchanged(family: Family) {
 
 #[test]
 fn broadcast_reaches_only_the_connection() {
-    if may_load_bpf("broadcast_reaches_only_the_connection") {
-        Family::BOTH.into_iter().for_each(expect_broadcast_at_connection);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_broadcast_at_connection);
 }
 
 fn expect_broadcast_at_connection(family: Family) {
@@ -215,9 +210,7 @@ fn expect_broadcast_at_connection(family: Family) {
 
 #[test]
 fn a_new_process_takes_over() {
-    if !may_load_bpf("a_new_process_takes_over") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut bed = Bed::new();
     let listener = bed.listen();
     let (mut client, mut server) = bed.connection(&listener);
@@ -250,9 +243,7 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 /// The fleet's current key changes 30 times while data flows both ways.
 #[test]
 fn keys_change_under_a_transfer() {
-    if !may_load_bpf("keys_change_under_a_transfer") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut bed = Bed::new();
     let sniffer = Sniffer::new(&bed);
     let (mut client, mut server) = bed.connection(&bed.listen());
@@ -371,16 +362,14 @@ fn go_on_after(bed: &Bed, silences: &[u64], keep_alives: &[bool]) {
 /// Longer than half the circle of the time part (32.8 s).
 #[test]
 fn idle_connection_continues() {
-    if may_load_bpf("idle_connection_continues") {
-        expect_idle_connections_continue(Family::Ipv4);
-    }
+    skip_if!(missing_bpf_rights());
+    expect_idle_connections_continue(Family::Ipv4);
 }
 
 #[test]
 fn an_idle_ipv6_connection_continues() {
-    if may_load_bpf("an_idle_ipv6_connection_continues") {
-        expect_idle_connections_continue(Family::Ipv6);
-    }
+    skip_if!(missing_bpf_rights());
+    expect_idle_connections_continue(Family::Ipv6);
 }
 
 fn expect_idle_connections_continue(family: Family) {
@@ -396,9 +385,7 @@ fn expect_idle_connections_continue(family: Family) {
 #[test]
 #[ignore = "takes 140 s"]
 fn idle_connections_of_every_length_go_on() {
-    if !may_load_bpf("idle_connections_of_every_length_go_on") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let silences = [32, 33, 40, 50, 60, 64, 65, 66, 70, 80, 95, 97, 98, 99, 105, 115, 125, 130, 131, 132, 135, 140];
     go_on_after(&Bed::new(), &silences, &[false, true]);
 }

@@ -20,8 +20,8 @@ use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, 
 use crate::support::network::VIP;
 use crate::support::server_bed::{Bed, PORT, TIMEOUT, client, flags, id, keys, vip};
 use crate::support::{
-    self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, is_ipv6, may_load_bpf, now_ms, ones_complement_sum,
-    timestamp_offset, word,
+    self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, is_ipv6, missing_bpf_rights, now_ms, ones_complement_sum,
+    skip_if, timestamp_offset, word,
 };
 
 const INDEX: u16 = 0x2abc;
@@ -48,9 +48,8 @@ fn unchanged(_: &mut Vec<u8>) {}
 
 #[test]
 fn index_in_the_syn_is_hidden_from_the_kernel() {
-    if may_load_bpf("index_in_the_syn_is_hidden_from_the_kernel") {
-        Family::BOTH.into_iter().for_each(expect_index_stamped);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_index_stamped);
 }
 
 fn expect_index_stamped(family: Family) {
@@ -81,9 +80,8 @@ fn expect_index_stamped(family: Family) {
 
 #[test]
 fn without_an_index_the_servers_id_is_stamped() {
-    if may_load_bpf("without_an_index_the_servers_id_is_stamped") {
-        Family::BOTH.into_iter().for_each(expect_id_without_index);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_id_without_index);
 }
 
 fn expect_id_without_index(family: Family) {
@@ -109,9 +107,8 @@ fn expect_id_without_index(family: Family) {
 
 #[test]
 fn when_the_connection_table_is_lost_connections_go_on_with_the_servers_id() {
-    if may_load_bpf("when_the_connection_table_is_lost_connections_go_on_with_the_servers_id") {
-        Family::BOTH.into_iter().for_each(expect_id_after_lost_table);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_id_after_lost_table);
 }
 
 fn expect_id_after_lost_table(family: Family) {
@@ -140,9 +137,7 @@ fn expect_id_after_lost_table(family: Family) {
 
 #[test]
 fn a_flood_of_syns_costs_indexes_and_no_connection() {
-    if !may_load_bpf("a_flood_of_syns_costs_indexes_and_no_connection") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let bed = Bed::with(STATEFUL);
     let listener = bed.listen();
     let (mut established, mut half_open) = (HandClient::new(&bed, 4004, true), HandClient::new(&bed, 4005, true));
@@ -222,9 +217,8 @@ fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> b
 
 #[test]
 fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
-    if may_load_bpf("packet_without_a_socket_is_forwarded_to_the_previous_server") {
-        Family::BOTH.into_iter().for_each(expect_forwarded_to_previous);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_forwarded_to_previous);
 }
 
 fn expect_forwarded_to_previous(family: Family) {
@@ -268,9 +262,8 @@ fn expect_forwarded_to_previous(family: Family) {
 
 #[test]
 fn services_with_previous_server_in_all_packets_forward_those_with_timestamps_too() {
-    if may_load_bpf("services_with_previous_server_in_all_packets_forward_those_with_timestamps_too") {
-        Family::BOTH.into_iter().for_each(expect_chain_of_all_packets);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_chain_of_all_packets);
 }
 
 fn expect_chain_of_all_packets(family: Family) {
@@ -331,9 +324,8 @@ fn icmpv6_error(frame: &mut Vec<u8>, quoted: &[u8]) {
 
 #[test]
 fn broadcast_icmp_error_is_accepted_by_the_connections_server() {
-    if may_load_bpf("broadcast_icmp_error_is_accepted_by_the_connections_server") {
-        Family::BOTH.into_iter().for_each(expect_broadcast_errors_at_connection);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_broadcast_errors_at_connection);
 }
 
 fn expect_broadcast_errors_at_connection(family: Family) {
@@ -373,9 +365,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
 
 #[test]
 fn handshakes_and_connections_that_stall_are_counted_once() {
-    if !may_load_bpf("handshakes_and_connections_that_stall_are_counted_once") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let bed = Bed::new();
     let listener = bed.listen();
     // The SYN-ACK is never answered: sent after 0, 1, 3, 7 s. What is sent is never acknowledged: 0.2, 0.6, 1.4, 3 s.
@@ -402,9 +392,7 @@ fn handshakes_and_connections_that_stall_are_counted_once() {
 
 #[test]
 fn open_sockets_are_found() {
-    if !may_load_bpf("open_sockets_are_found") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         let bed = Bed::of(family, ServiceMode::default());
         expect_sockets_of_connections(&bed, &bed.listen());

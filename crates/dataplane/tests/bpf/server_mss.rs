@@ -10,7 +10,7 @@ use coreward_model::forwarding::Forwarding;
 use nix::sys::socket::{getsockopt, sockopt};
 
 use crate::support::server_bed::{Bed, set_services};
-use crate::support::{Family, may_load_bpf};
+use crate::support::{Family, missing_bpf_rights, skip_if};
 
 /// Returns Ethernet's MTU less the headers of IP and TCP and the timestamp option with its padding.
 fn longest_segment(family: Family) -> u32 {
@@ -38,9 +38,7 @@ fn segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64)
 
 #[test]
 fn syn_ack_leaves_room_for_the_outer_header() {
-    if !may_load_bpf("syn_ack_leaves_room_for_the_outer_header") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let (server, off) = (Timestamps::Server, Timestamps::Off);
     for (timestamps, forwarding) in
         [(server, Forwarding::Ipip), (server, Forwarding::Gue), (off, Forwarding::Ipip), (off, Forwarding::Gue)]
@@ -58,9 +56,7 @@ fn syn_ack_leaves_room_for_the_outer_header() {
 
 #[test]
 fn syn_ack_on_one_segment_is_unchanged() {
-    if !may_load_bpf("syn_ack_on_one_segment_is_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         for (server, _) in OUTER_HEADERS {
             assert_eq!(segment_size(family, ServiceMode::default(), server), (longest_segment(family), 0));

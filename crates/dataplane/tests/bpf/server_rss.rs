@@ -13,7 +13,7 @@ use coreward_model::tuple::address_of;
 use socket2::{Domain, SockRef, Socket, Type};
 
 use crate::support::server_bed::{Bed, TIMEOUT, vip};
-use crate::support::{Family, may_load_bpf};
+use crate::support::{Family, missing_bpf_rights, skip_if};
 
 const QUEUES: u16 = 4;
 const CONNECTIONS: usize = 32;
@@ -35,9 +35,7 @@ fn beds() -> impl Iterator<Item = (Bed, Rss)> {
 
 #[test]
 fn samples_of_syns_equal_the_model() {
-    if !may_load_bpf("samples_of_syns_equal_the_model") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for (bed, rss) in beds() {
         let listener = bed.listen();
         let connections: Vec<_> = (0..CONNECTIONS).map(|_| bed.connection(&listener)).collect();
@@ -77,9 +75,7 @@ fn listeners(bed: &Bed) -> Vec<TcpListener> {
 
 #[test]
 fn connections_reach_the_socket_of_their_queue() {
-    if !may_load_bpf("connections_reach_the_socket_of_their_queue") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for (bed, rss) in beds() {
         let listeners = listeners(&bed);
         let steer = Steer::load(&bed.pins.path(), "service", bed.programs.rss_map()).unwrap();

@@ -15,8 +15,8 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::support::{
-    self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, may_load_bpf, now_ms, tcp_sum, timestamp, timestamp_offset,
-    word,
+    self, ACK, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, now_ms, skip_if, tcp_sum, timestamp,
+    timestamp_offset, word,
 };
 
 /// linux/pkt_cls.h
@@ -152,9 +152,7 @@ fn options(rng: &mut Xoshiro256PlusPlus, timestamp: Vec<u8>) -> Vec<u8> {
 
 #[test]
 fn egress_stamping_equals_the_reference_model() {
-    if !may_load_bpf("egress_stamping_equals_the_reference_model") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(1, 0);
     let server = Server::new(&mut rng);
     let mut late = 0;
@@ -184,9 +182,7 @@ fn egress_stamping_equals_the_reference_model() {
 
 #[test]
 fn tsecr_is_restored() {
-    if !may_load_bpf("tsecr_is_restored") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(2, 0);
     let server = Server::new(&mut rng);
     for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
@@ -212,9 +208,8 @@ fn tsecr_is_restored() {
 
 #[test]
 fn zero_is_never_sent() {
-    if may_load_bpf("zero_is_never_sent") {
-        Family::BOTH.into_iter().for_each(expect_no_zero);
-    }
+    skip_if!(missing_bpf_rights());
+    Family::BOTH.into_iter().for_each(expect_no_zero);
 }
 
 fn expect_no_zero(family: Family) {
@@ -245,9 +240,7 @@ fn expect_no_zero(family: Family) {
 
 #[test]
 fn foreign_packet_is_unchanged() {
-    if !may_load_bpf("foreign_packet_is_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let server = Server::new(&mut rng);
     for family in Family::BOTH {
@@ -303,9 +296,7 @@ fn expect_foreign_packets_unchanged(server: &Server, family: Family) {
 
 #[test]
 fn broadcast_without_a_socket_is_dropped() {
-    if !may_load_bpf("broadcast_without_a_socket_is_dropped") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let server = Server::new(&mut seeded_rng(5, 0));
     for family in Family::BOTH {
         let mut packet = Tcp::between(some_client(family), vip(family));
@@ -318,9 +309,7 @@ fn broadcast_without_a_socket_is_dropped() {
 
 #[test]
 fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
-    if !may_load_bpf("ipv6_fragment_and_long_extension_headers_pass_unchanged") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let server = Server::new(&mut seeded_rng(7, 0));
     let client = some_client(Family::Ipv6);
     let tsecr = server.stamp(&tuple_of(client), Cookie::Server(server.id), now_ms());
@@ -357,9 +346,7 @@ fn damage(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
 
 #[test]
 fn malformed_packets_pass_whole_or_are_dropped() {
-    if !may_load_bpf("malformed_packets_pass_whole_or_are_dropped") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let server = Server::new(&mut rng);
     let (mut dropped, mut rewritten, mut passed) = (0, 0, 0);

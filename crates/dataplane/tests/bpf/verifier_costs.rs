@@ -5,7 +5,7 @@ use std::path::Path;
 
 use coreward_dataplane::check::{VerifierCost, verifier_costs};
 
-use coreward_dataplane::test_run::may_load_bpf;
+use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
 /// A cost may exceed the table by this factor; beyond it the table is to be written again, on purpose.
 const LIMIT: f64 = 1.1;
@@ -28,9 +28,7 @@ fn table(costs: &[VerifierCost]) -> String {
 /// `COREWARD_WRITE_VERIFIER_COSTS=1` writes the table. Other kernels than the table's only have to load the programs.
 #[test]
 fn verifier_costs_do_not_grow() {
-    if !may_load_bpf("verifier_costs_do_not_grow") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../bpf/verifier_costs.tsv");
     let costs = verifier_costs().unwrap();
     if std::env::var_os("COREWARD_WRITE_VERIFIER_COSTS").is_some() {

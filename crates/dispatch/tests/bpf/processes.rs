@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::dispatch::{self, POLL_INTERVAL, Policy, Timeouts, WorkerCounts};
-use coreward_dataplane::test_run::may_load_bpf;
+use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_dispatch::{config, service, status};
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::signal::{Signal, kill};
@@ -218,97 +218,93 @@ fn total(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
 
 #[test]
 fn counts_are_exact_with_responses_of_all_kinds() {
-    if may_load_bpf("counts_are_exact_with_responses_of_all_kinds") {
-        for policy in Policy::all() {
-            in_namespace(|| {
-                let mut site = TestEnv::start(policy, 3, NO_STALLS);
-                for number in 0..600 {
-                    site.step(match number % 10 {
-                        3 => THREE_DATAGRAMS,
-                        7 => NO_RESPONSE,
-                        _ => ECHO,
-                    });
-                }
-                site.until("all responses are there", |site| site.answered.len() == 540);
-                // The rest is never answered: given up soon from here on.
-                site.set_timeouts(STALLS);
-                site.attach();
-                let counts = site.settled();
-                assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
-                assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
-                assert_eq!(site.answered.len(), 540);
-                assert_eq!(site.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
-                let services = status::pinned(&[site.pins()]).unwrap();
-                let status = status::json(&services);
-                assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
-                assert_eq!(status["services"][0]["policy"], policy.name());
-                assert_eq!(status["services"][0]["workers"].as_array().unwrap().len(), 3);
-                assert_eq!(status["services"][0]["counters"]["unmatched"], 120);
-                let text = status::text(&services);
-                assert!(text.starts_with(&format!("127.0.0.1:5300: {}\n", policy.name())), "{text}");
-            });
-        }
+    skip_if!(missing_bpf_rights());
+    for policy in Policy::all() {
+        in_namespace(|| {
+            let mut site = TestEnv::start(policy, 3, NO_STALLS);
+            for number in 0..600 {
+                site.step(match number % 10 {
+                    3 => THREE_DATAGRAMS,
+                    7 => NO_RESPONSE,
+                    _ => ECHO,
+                });
+            }
+            site.until("all responses are there", |site| site.answered.len() == 540);
+            // The rest is never answered: given up soon from here on.
+            site.set_timeouts(STALLS);
+            site.attach();
+            let counts = site.settled();
+            assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
+            assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
+            assert_eq!(site.answered.len(), 540);
+            assert_eq!(site.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
+            let services = status::pinned(&[site.pins()]).unwrap();
+            let status = status::json(&services);
+            assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
+            assert_eq!(status["services"][0]["policy"], policy.name());
+            assert_eq!(status["services"][0]["workers"].as_array().unwrap().len(), 3);
+            assert_eq!(status["services"][0]["counters"]["unmatched"], 120);
+            let text = status::text(&services);
+            assert!(text.starts_with(&format!("127.0.0.1:5300: {}\n", policy.name())), "{text}");
+        });
     }
 }
 
 #[test]
 fn workers_die_stop_go_on_and_come_back_under_load() {
-    if may_load_bpf("workers_die_stop_go_on_and_come_back_under_load") {
-        in_namespace(|| {
-            let mut site = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
-            (0..200).for_each(|_| site.step(ECHO));
-            let killed = site.workers.remove(0);
-            let pid = killed.0.id();
-            // Nothing is sent until it is gone: it can only have fewer then.
-            let had = site.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
-            drop(killed);
-            (0..300).for_each(|_| site.step(ECHO));
-            site.workers[0].signal(Signal::SIGSTOP);
-            // It is found out when it has got one more request than it had, and some time has passed.
-            let end = Instant::now() + LIMIT;
-            while site.eligible() > 2 {
-                assert!(Instant::now() < end, "{:?}", site.counts());
-                site.step(ECHO);
-            }
-            (0..300).for_each(|_| site.step(ECHO));
-            assert_eq!(site.eligible(), 2, "{:?}", site.counts());
-            let stopped =
-                site.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
-            assert!(!stopped.eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
-            site.workers[0].signal(Signal::SIGCONT);
-            site.workers.push(Worker::start());
-            let all_back = |site: &TestEnv| site.eligible() == 4;
-            site.until("all workers are back", all_back);
-            (0..300).for_each(|_| site.step(ECHO));
-            let counts = site.settled();
-            assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
-            // Only requests of the killed worker are lost: the one in service and those in its queue.
-            let all = site.sent as usize;
-            site.until("all others are answered", |site| site.answered.len() + had as usize >= all);
-            let lost = all - site.answered.len();
-            assert!(lost as u64 <= total(&counts, |worker| worker.repaired), "{lost} lost, {counts:?}");
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut site = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
+        (0..200).for_each(|_| site.step(ECHO));
+        let killed = site.workers.remove(0);
+        let pid = killed.0.id();
+        // Nothing is sent until it is gone: it can only have fewer then.
+        let had = site.counts().iter().find(|worker| worker.pid == pid).expect("a worker").outstanding;
+        drop(killed);
+        (0..300).for_each(|_| site.step(ECHO));
+        site.workers[0].signal(Signal::SIGSTOP);
+        // It is found out when it has got one more request than it had, and some time has passed.
+        let end = Instant::now() + LIMIT;
+        while site.eligible() > 2 {
+            assert!(Instant::now() < end, "{:?}", site.counts());
+            site.step(ECHO);
+        }
+        (0..300).for_each(|_| site.step(ECHO));
+        assert_eq!(site.eligible(), 2, "{:?}", site.counts());
+        let stopped = site.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
+        assert!(!stopped.eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
+        site.workers[0].signal(Signal::SIGCONT);
+        site.workers.push(Worker::start());
+        let all_back = |site: &TestEnv| site.eligible() == 4;
+        site.until("all workers are back", all_back);
+        (0..300).for_each(|_| site.step(ECHO));
+        let counts = site.settled();
+        assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
+        // Only requests of the killed worker are lost: the one in service and those in its queue.
+        let all = site.sent as usize;
+        site.until("all others are answered", |site| site.answered.len() + had as usize >= all);
+        let lost = all - site.answered.len();
+        assert!(lost as u64 <= total(&counts, |worker| worker.repaired), "{lost} lost, {counts:?}");
+    });
 }
 
 #[test]
 fn detached_and_attached_under_load_no_request_is_lost() {
-    if may_load_bpf("detached_and_attached_under_load_no_request_is_lost") {
-        in_namespace(|| {
-            let mut site = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);
-            for _ in 0..5 {
-                (0..60).for_each(|_| site.step(ECHO));
-                site.detach();
-                (0..60).for_each(|_| site.step(ECHO));
-                site.attach();
-                site.until("all workers are found", |site| site.eligible() == 3);
-                // A new version takes over while requests are in flight.
-                (0..60).for_each(|_| site.step(ECHO));
-                site.attach();
-            }
-            let counts = site.settled();
-            assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
-            site.until("all responses are there", |site| site.answered.len() == site.sent as usize);
-        });
-    }
+    skip_if!(missing_bpf_rights());
+    in_namespace(|| {
+        let mut site = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);
+        for _ in 0..5 {
+            (0..60).for_each(|_| site.step(ECHO));
+            site.detach();
+            (0..60).for_each(|_| site.step(ECHO));
+            site.attach();
+            site.until("all workers are found", |site| site.eligible() == 3);
+            // A new version takes over while requests are in flight.
+            (0..60).for_each(|_| site.step(ECHO));
+            site.attach();
+        }
+        let counts = site.settled();
+        assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
+        site.until("all responses are there", |site| site.answered.len() == site.sent as usize);
+    });
 }

@@ -1,7 +1,7 @@
 //! Connections stay with their server while servers, load balancers and keys come and go: fewer than
 //! `make consistency` has.
 
-use coreward_dataplane::test_run::may_load_bpf;
+use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::consistency::{Config, MAX_IDLE_MS, Report, run};
 use coreward_model::consistency::Consistency;
 
@@ -29,9 +29,7 @@ fn connections_stay_with_their_server_whatever_changes() {
 
 #[test]
 fn connections_stay_with_their_server_through_the_bpf_program() {
-    if !may_load_bpf("connections_stay_with_their_server_through_the_bpf_program") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         check(Config { connections: 10_000, minutes: 2, consistency, ..Config::default() });
     }

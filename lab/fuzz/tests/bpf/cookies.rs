@@ -1,6 +1,6 @@
 //! Targets of TSecr values that were never sent: ten million on the reference model, fewer on the BPF program.
 
-use coreward_dataplane::test_run::may_load_bpf;
+use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::cookies::{Cookies, Flips};
 
 /// Five standard deviations: one seed in a million is further off.
@@ -33,9 +33,7 @@ fn foreign_cookies_and_flipped_bits_are_guesses() {
 
 #[test]
 fn bpf_cookies_reveal_no_more_than_the_models() {
-    if !may_load_bpf("bpf_cookies_reveal_no_more_than_the_models") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut cookies = Cookies::new(5, 4_000, true).unwrap();
     let random = cookies.random(400_000).unwrap();
     assert!(random.deviations().abs() < FAR, "{}", random.deviations());

@@ -2,7 +2,7 @@
 
 use std::net::Ipv4Addr;
 
-use coreward_dataplane::test_run::may_load_bpf;
+use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::campaign::{Campaign, Until};
 use coreward_fuzz::change::Change;
 use coreward_fuzz::epoch::Epoch;
@@ -22,9 +22,7 @@ const UNREACHED: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 
 #[test]
 fn bpf_program_equals_its_reference_model() {
-    if !may_load_bpf("bpf_program_equals_its_reference_model") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
     // Each has other services, servers and rules.
     for seed in 0..12 {
@@ -41,9 +39,7 @@ fn bpf_program_equals_its_reference_model() {
 
 #[test]
 fn fuzzer_finds_a_different_reference_model() {
-    if !may_load_bpf("fuzzer_finds_a_different_reference_model") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     // One whose packets have cookies.
     let with_cookies = |seed| {
         let (mut epoch, mut established) = (Epoch::new(seed, true).unwrap(), 0);
@@ -60,9 +56,7 @@ fn fuzzer_finds_a_different_reference_model() {
 
 #[test]
 fn state_that_no_packet_shows_is_compared_too() {
-    if !may_load_bpf("state_that_no_packet_shows_is_compared_too") {
-        return;
-    }
+    skip_if!(missing_bpf_rights());
     let vip = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let id = ServerId::try_from(7).unwrap();
     let keys = FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };

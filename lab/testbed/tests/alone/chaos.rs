@@ -1,13 +1,11 @@
 //! The short form of `coreward-lab testbed chaos`: the same faults and clients, seconds instead of minutes.
 
 use coreward_testbed::chaos::{Options, run};
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
 fn faults_break_no_connection_and_lose_no_change() {
-    if skip_without_privilege("faults_break_no_connection_and_lose_no_change") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = Options {
         seconds: 20,
         seed: 1,

@@ -1,7 +1,7 @@
 //! The short form of `coreward-lab testbed conformance`: the same parts, seconds instead of minutes.
 
 use coreward_testbed::conformance::{Options, run};
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 fn short(instance: &str, syncookies: u8) {
     let options = Options { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies };
@@ -13,14 +13,12 @@ fn short(instance: &str, syncookies: u8) {
 
 #[test]
 fn stock_clients_and_servers_see_no_errors() {
-    if !skip_without_privilege("stock_clients_and_servers_see_no_errors") {
-        short("conform", 1);
-    }
+    skip_if!(missing_testbed_rights());
+    short("conform", 1);
 }
 
 #[test]
 fn stock_clients_see_no_errors_with_syn_cookies() {
-    if !skip_without_privilege("stock_clients_see_no_errors_with_syn_cookies") {
-        short("cookies", 2);
-    }
+    skip_if!(missing_testbed_rights());
+    short("cookies", 2);
 }

@@ -12,7 +12,7 @@ use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
-use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use fantoccini::elements::Element;
 use fantoccini::wd::Capabilities;
 use fantoccini::{Client, ClientBuilder, Locator};
@@ -180,9 +180,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
 
 #[test]
 fn a_browser_shows_every_core_and_what_changes() {
-    if skip_without_privilege("a_browser_shows_every_core_and_what_changes") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options =
         TestbedOptions { instance: "tdash".to_owned(), servers: SERVERS, cores: CORES, ..TestbedOptions::default() };
     let testbed = Testbed::create(options).unwrap();

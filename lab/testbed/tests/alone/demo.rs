@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use coreward_model::arrivals::ArrivalLog;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::instance::remains;
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -24,9 +24,7 @@ fn instance(demo: u32) -> String {
 
 #[test]
 fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
-    if skip_without_privilege("core_aware_placement_beats_hash_and_nothing_breaks") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let out = tempfile::tempdir()?;
     let arguments = ["--seconds", "24", "--seeds", "1", "--policy", "hash,crossrss,crossrss-plus", "--format", "json"];
     let demo = demo(&arguments, out.path())?.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
@@ -89,9 +87,7 @@ fn signalled(signal: Signal) -> anyhow::Result<String> {
 
 #[test]
 fn interrupted_or_killed_it_leaves_nothing_behind() -> anyhow::Result<()> {
-    if skip_without_privilege("interrupted_or_killed_it_leaves_nothing_behind") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let instance = signalled(Signal::SIGINT)?;
     assert_eq!(remains(&instance), Vec::<PathBuf>::new());
 

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use coreward_sim::figure::result::FigureResult;
 use coreward_testbed::fleet::lab_command;
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     let mut command = Command::new(lab_command()?);
@@ -30,9 +30,7 @@ fn assert_whole(result: &FigureResult, panels: usize, series: &[&str], least: f6
 
 #[test]
 fn requests_at_one_server() -> anyhow::Result<()> {
-    if skip_without_privilege("requests_at_one_server") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
     // Peaks are 0 when the first point misses the bound; no request is answered before its time is over.
@@ -49,9 +47,7 @@ fn requests_at_one_server() -> anyhow::Result<()> {
 
 #[test]
 fn service_classes_at_one_server() -> anyhow::Result<()> {
-    if skip_without_privilege("service_classes_at_one_server") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
     assert_whole(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);
     Ok(())

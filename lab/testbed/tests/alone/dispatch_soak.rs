@@ -1,13 +1,11 @@
 //! The short form of `coreward-lab testbed dispatch-soak`: the same troubles, seconds instead of minutes.
 
 use coreward_testbed::dispatch_soak::{Options, run};
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
 fn outstanding_counts_stay_exact() {
-    if skip_without_privilege("outstanding_counts_stay_exact") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let outcome = run("dsoak", Options { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.violations.is_empty(), "{:#?}", outcome.violations);

@@ -14,7 +14,7 @@ use coreward_testbed::fleet::{
 use coreward_testbed::process::Process;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 
 use crate::support::{eventually, pause, unbroken};
@@ -222,9 +222,7 @@ impl Datacentre {
 
 #[test]
 fn acknowledged_changes_survive_leader_changes() {
-    if skip_without_privilege("acknowledged_changes_survive_leader_changes") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = Datacentre::start("ha");
     let ids = eventually_some("a controller leads", || site.ids());
     let client = site.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();

@@ -1,14 +1,12 @@
 //! Latencies of the load generator, counted from the time at which each request was due.
 
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 use crate::support::load::{report, start_load, testbed};
 
 #[test]
 fn latency_counts_from_when_a_request_was_due() -> anyhow::Result<()> {
-    if skip_without_privilege("latency_counts_from_when_a_request_was_due") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvdue")?;
     let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];
     let server = testbed.start_key_value_server(1, &options)?;

@@ -6,18 +6,12 @@ use std::process::Command;
 use anyhow::Context as _;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::knot_benchmark::knot;
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
 fn a_stock_server_answers_every_query_that_is_dispatched() -> anyhow::Result<()> {
-    let test = "a_stock_server_answers_every_query_that_is_dispatched";
-    if skip_without_privilege(test) {
-        return Ok(());
-    }
-    if !Path::new(knot::PROGRAM).exists() {
-        println!("SKIPPED {test}: {} is missing (Debian package knot)", knot::PROGRAM);
-        return Ok(());
-    }
+    let knot = || format!("{} is missing (Debian package knot)", knot::PROGRAM);
+    skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::PROGRAM).exists()).then(knot)), Ok(()));
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];
     let mut command = Command::new(lab_command()?);
     command.args(["testbed", "knot-benchmark", "--format", "json"]).args(options);

@@ -10,7 +10,7 @@ use coreward_model::consistency::Consistency;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{Namespace, TestbedOptions, counters, skip_without_privilege};
+use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, pause, unbroken};
 
@@ -108,14 +108,12 @@ fn flooded(instance: &str, consistency: Consistency) {
 
 #[test]
 fn connections_begin_and_last_in_a_flood_of_syns() {
-    if !skip_without_privilege("connections_begin_and_last_in_a_flood_of_syns") {
-        flooded("flood", Consistency::Stateless);
-    }
+    skip_if!(missing_testbed_rights());
+    flooded("flood", Consistency::Stateless);
 }
 
 #[test]
 fn with_a_connection_table_they_do_so_too() {
-    if !skip_without_privilege("with_a_connection_table_they_do_so_too") {
-        flooded("floodfull", Consistency::Stateful);
-    }
+    skip_if!(missing_testbed_rights());
+    flooded("floodfull", Consistency::Stateful);
 }

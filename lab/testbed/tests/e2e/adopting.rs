@@ -10,7 +10,7 @@ use coreward_testbed::baseline_lb::{self, Kind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::{Process, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{eventually, eventually_in_force, pause};
 
@@ -132,9 +132,7 @@ const HAND_OVER: &str = "migrate_to = \"10.1.0.5\"\n";
 
 #[test]
 fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
-    if skip_without_privilege("a_live_pool_is_taken_over_from_a_director_and_given_back") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let (director, site) = TestEnv::behind(Kind::Director, "adoptdr");
     let wrk = site.wrk(9);
     let mut oldest = site.connect(40);
@@ -189,9 +187,7 @@ fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
 
 #[test]
 fn a_vip_is_taken_over_from_haproxy_and_given_back() {
-    if skip_without_privilege("a_vip_is_taken_over_from_haproxy_and_given_back") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy");
     let mut theirs = site.connect(40);
     // Plain DNS: clients connect to servers' own addresses.

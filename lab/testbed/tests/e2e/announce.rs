@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use coreward_testbed::addresses::{DEVICE, VIP, load_balancer_address};
 use coreward_testbed::fleet::{FleetOptions, coreward_command};
-use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually, unbroken};
 
@@ -65,9 +65,7 @@ fn next_hops(site: &TestEnv) -> Vec<u16> {
 
 #[test]
 fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
-    if skip_without_privilege("announced_load_balancers_come_and_go_and_no_connection_breaks") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "announce".to_owned(),
         servers: 3,

@@ -7,7 +7,7 @@ use std::path::Path;
 use coreward_daemon::drop_capabilities::Daemon;
 use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificates, issue};
 use coreward_testbed::http::Connection;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{Identity, Name, Role};
@@ -52,9 +52,7 @@ fn kept(daemon: Daemon) -> String {
 
 #[test]
 fn peers_authenticate_each_other() {
-    if skip_without_privilege("peers_authenticate_each_other") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "tls".to_owned(), servers: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = testbed.start_nginx(1).unwrap();

@@ -4,7 +4,7 @@ use coreward_daemon::drop_capabilities::Daemon;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
 use coreward_testbed::http::Connection;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{effective_capabilities, eventually, eventually_in_force};
 
@@ -24,9 +24,7 @@ fn ask(testbed: &Testbed, times: usize) {
 
 #[test]
 fn daemons_work_within_their_units_limits() {
-    if skip_without_privilege("daemons_work_within_their_units_limits") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx: Vec<_> = testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();

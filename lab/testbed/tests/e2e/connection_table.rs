@@ -7,7 +7,7 @@ use coreward_model::consistency::Consistency;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::{PACKET_BYTES, Request, content};
-use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
@@ -41,9 +41,7 @@ fn connections(site: &TestEnv) -> usize {
 
 #[test]
 fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
-    if skip_without_privilege("a_silent_connection_stays_and_those_that_are_gone_are_freed") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = site("silent");
     let mut silent = connect(&site);
     let closed: Vec<TcpStream> = (0..5).map(|_| connect(&site)).collect();
@@ -84,9 +82,7 @@ fn half_open(client: &Namespace) {
 
 #[test]
 fn half_open_entries_are_freed_without_a_controller() {
-    if skip_without_privilege("half_open_entries_are_freed_without_a_controller") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("halves");
     let _open = connect(&site);
     eventually(*TIMEOUT, "a connection", || connections(&site) == 1);

@@ -7,7 +7,7 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::container::{ANSWER, Container};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually};
 
@@ -70,9 +70,7 @@ impl Containers {
 
 #[test]
 fn new_connections_to_containers_live_after_a_bucket_changed_hands() {
-    if skip_without_privilege("new_connections_to_containers_live_after_a_bucket_changed_hands") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut containers = Containers::start("dnat", FleetOptions::default());
     for timestamps in ["0", "1"] {
         containers.set_client_timestamps(timestamps);
@@ -85,9 +83,7 @@ fn new_connections_to_containers_live_after_a_bucket_changed_hands() {
 
 #[test]
 fn modes_that_need_sockets_are_reported_for_containers() {
-    if skip_without_privilege("modes_that_need_sockets_are_reported_for_containers") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let cases = [
         ("dnatbeamer", Consistency::Beamer, Timestamps::Server, "bucket changes hands (`consistency"),
         ("dnatoff", Consistency::Stateless, Timestamps::Off, "connections without a flow-table entry"),

@@ -10,7 +10,7 @@ use coreward_etcd::local::{ClientTls, Member};
 use coreward_testbed::addresses::CONTROLLER_ADDRESS;
 use coreward_testbed::fleet::{certificates, controller_address_of, coreward_command};
 use coreward_testbed::process::Process;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{Files, Identity, Role, read_certificates};
 use nix::sys::signal::Signal;
@@ -169,9 +169,7 @@ impl TestEnv {
 
 #[test]
 fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
-    if skip_without_privilege("commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = TestEnv::start("ctltls");
     let all = [1, 2, 3];
     let alone = site.write_alone();
@@ -257,9 +255,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
 
 #[test]
 fn controller_rejected_by_etcd_reports_the_reason() {
-    if skip_without_privilege("controller_rejected_by_etcd_reports_the_reason") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = TestEnv::start("ctldenied");
     let elsewhere = certificates(&site.testbed).join("elsewhere");
     let foreign = issue(&authority(&elsewhere), &elsewhere, Role::Controller, "c1", None);

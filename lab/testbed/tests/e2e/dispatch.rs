@@ -2,7 +2,7 @@
 
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{Fleet, FleetOptions, asking};
-use coreward_testbed::{TIMEOUT, Testbed, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -33,9 +33,7 @@ fn eligible(dispatched: &Value) -> usize {
 
 #[test]
 fn the_agent_dispatches_as_its_file_says() -> anyhow::Result<()> {
-    if skip_without_privilege("the_agent_dispatches_as_its_file_says") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tdispatch")?;
     let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];
     let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;

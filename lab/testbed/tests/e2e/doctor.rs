@@ -11,7 +11,7 @@ use std::time::Duration;
 use coreward_testbed::addresses::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
@@ -257,9 +257,7 @@ fn site() -> (TestEnv, Fleet, Patient, Patient, Patient) {
 
 #[test]
 fn every_injected_misconfiguration_is_named() {
-    if skip_without_privilege("every_injected_misconfiguration_is_named") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let (mut site, mut fleet, server, balancer, controller) = site();
     addresses_of_a_server(&site, &server);
     kernel_of_a_server(&site, &server);

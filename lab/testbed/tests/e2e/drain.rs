@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use coreward_testbed::fleet::{Fleet, FleetOptions, coreward_command};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
@@ -103,9 +103,7 @@ fn answered_by(connections: Open, server: u16) -> (Open, Open) {
 
 #[test]
 fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
-    if skip_without_privilege("a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("drained");
     let (mut leaving, mut staying) = answered_by(open_at_each(&site.testbed, &[1, 2], 2), 1);
     let remain = leaving.len();
@@ -140,9 +138,7 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
 
 #[test]
 fn ended_wait_leaves_the_server_drained() {
-    if skip_without_privilege("ended_wait_leaves_the_server_drained") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("drainend");
     let (mut of_1, _of_2) = answered_by(open_at_each(&site.testbed, &[1], 2), 1);
     let mut interrupted = site.begin("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
@@ -187,9 +183,7 @@ fn logged_events(site: &TestEnv, event: &str) -> Vec<Value> {
 
 #[test]
 fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
-    if skip_without_privilege("changes_are_reported_as_json_in_the_audit_and_in_the_log") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start_with("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
     let (mut leaving, _staying) = answered_by(open_at_each(&site.testbed, &[1], 1), 1);
     let json = |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
@@ -232,9 +226,7 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
 
 #[test]
 fn apply_waits_until_every_part_has_the_document() {
-    if skip_without_privilege("apply_waits_until_every_part_has_the_document") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
     let mut site = TestEnv::start_with(

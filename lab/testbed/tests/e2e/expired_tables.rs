@@ -4,7 +4,7 @@ use std::time::SystemTime;
 
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{Open, assert_answered, eventually, logged_after, metrics_page, open, pause, series};
 
@@ -79,9 +79,7 @@ fn counts(connections: &Open) -> [usize; 3] {
 
 #[test]
 fn load_balancer_counts_itself_when_its_table_has_expired() {
-    if skip_without_privilege("load_balancer_counts_itself_when_its_table_has_expired") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
     env.wait_for_expired_tables(0.0);
     env.fleet.kill("controller").unwrap();

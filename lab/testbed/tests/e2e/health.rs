@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
@@ -149,9 +149,7 @@ fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
 
 #[test]
 fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
-    if skip_without_privilege("server_that_is_down_gets_no_new_connections_and_has_a_slow_start") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     // `joining` for so long that a look each half second finds it.
     let mut site = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     site.wait_until_checked();
@@ -206,9 +204,7 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
 
 #[test]
 fn when_all_are_down() {
-    if skip_without_privilege("when_all_are_down") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("alldown", 1, CHECK);
     site.wait_until_checked();
     let mut connections = site.open(6);
@@ -276,9 +272,7 @@ fn until_served_by(site: &TestEnv, servers: &[u16]) {
 
 #[test]
 fn without_a_controller_servers_that_are_down_get_no_new_connections() {
-    if skip_without_privilege("without_a_controller_servers_that_are_down_get_no_new_connections") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     // The load balancer's first limit; it raises it as far as it may.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
@@ -323,9 +317,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
 
 #[test]
 fn load_balancer_restarted_without_controller_goes_on_checking() {
-    if skip_without_privilege("load_balancer_restarted_without_controller_goes_on_checking") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("restarted", 1, CHECK);
     site.wait_until_checked();
     let mut connections = site.open(AT_EVERY_SERVER);

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use coreward_testbed::addresses::{VIP, load_balancer_address, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_files, certificates, issue};
-use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{Files, Role};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -204,9 +204,7 @@ fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
 
 #[test]
 fn connections_of_health_checks_end_at_the_server() {
-    if skip_without_privilege("connections_of_health_checks_end_at_the_server") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "probed".to_owned(), servers: 1, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = start_nginx(&testbed);

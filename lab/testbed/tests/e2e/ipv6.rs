@@ -8,7 +8,7 @@ use std::process::Command;
 use coreward_model::consistency::Timestamps;
 use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually, unbroken};
 
@@ -55,9 +55,7 @@ fn change_and_restart(site: &mut TestEnv) {
 
 #[test]
 fn stamped_ipv6_connections_survive_pool_changes_and_restarts() {
-    if skip_without_privilege("stamped_ipv6_connections_survive_pool_changes_and_restarts") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = start("ipv6", FleetOptions::default());
     change_and_restart(&mut site);
     assert!(site.counters("established") > 1_000 && site.counters("flow_table") == 0);
@@ -65,9 +63,7 @@ fn stamped_ipv6_connections_survive_pool_changes_and_restarts() {
 
 #[test]
 fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
-    if skip_without_privilege("ipv6_connections_without_cookies_survive_pool_changes_and_restarts") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = start("ipv6off", FleetOptions { timestamps: Timestamps::Off, ..FleetOptions::default() });
     change_and_restart(&mut site);
     assert!(site.counters("flow_table") > 1_000 && site.counters("established") == 0);
@@ -75,9 +71,7 @@ fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
 
 #[test]
 fn ipv6_services_are_checked_announced_and_explained() {
-    if skip_without_privilege("ipv6_services_are_checked_announced_and_explained") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = FleetOptions {
         more: "[service.health]\nport = 7600\ninterval = \"200ms\"\n".to_owned(),
         more_of_load_balancers: "[announce]\n".to_owned(),
@@ -106,9 +100,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
 
 #[test]
 fn servers_are_found_by_neighbour_discovery() {
-    if skip_without_privilege("servers_are_found_by_neighbour_discovery") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = start("ipv6nds", FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() });
     change_and_restart(&mut site);
     let unresolved = |site: &TestEnv| {
@@ -123,9 +115,7 @@ fn servers_are_found_by_neighbour_discovery() {
 /// Linux answers neighbour solicitations for addresses of the receiving device alone: a VIP on `lo` needs no setting.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
-    if skip_without_privilege("server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = start("ipv6nd", FleetOptions::default());
     let vip = site.testbed.service();
     let client = site.testbed.client();

@@ -3,15 +3,13 @@
 use std::time::Duration;
 
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually, eventually_in_force, unbroken};
 
 #[test]
 fn keys_rotate_and_no_connection_breaks() {
-    if skip_without_privilege("keys_rotate_and_no_connection_breaks") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
     let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });

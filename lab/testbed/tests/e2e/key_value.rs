@@ -11,7 +11,7 @@ use coreward_testbed::TIMEOUT;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::key_value::handle::KeyValueServer;
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -66,9 +66,7 @@ impl Client {
 
 #[test]
 fn get_returns_the_stored_value() -> anyhow::Result<()> {
-    if skip_without_privilege("get_returns_the_stored_value") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvget")?;
     let put_and_get = |shared: bool| {
         testbed.client().within(|| {
@@ -103,9 +101,7 @@ fn get_returns_the_stored_value() -> anyhow::Result<()> {
 
 #[test]
 fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
-    if skip_without_privilege("invalid_request_is_counted_and_not_answered") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvbad")?;
     // SCAN47 has no published time.
     let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
@@ -134,9 +130,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
 
 #[test]
 fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
-    if skip_without_privilege("requests_of_a_dead_worker_are_lost_and_counted") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvdead")?;
     // The master holds the socket: the kernel goes on giving the dead worker its share.
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--keep-sockets"])?;
@@ -160,9 +154,7 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
 
 #[test]
 fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
-    if skip_without_privilege("a_worker_that_ends_is_started_anew") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Its socket is there before it is.
@@ -196,9 +188,7 @@ fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
 
 #[test]
 fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
-    if skip_without_privilege("an_interrupted_run_reports_what_it_measured") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;
     let load = start_load(&testbed, "--rate 1000 --seconds 50 --warm-up 0 --timeout 10")?;

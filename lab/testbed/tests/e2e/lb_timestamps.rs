@@ -7,7 +7,7 @@ use std::process::Command;
 use coreward_model::consistency::Timestamps;
 use coreward_testbed::addresses::{DEVICE, Family};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{TestEnv, eventually, unbroken};
@@ -75,16 +75,14 @@ fn warm_up(site: &TestEnv) {
 
 #[test]
 fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
-    if !skip_without_privilege("servers_without_an_agent_come_and_go_and_no_connection_breaks") {
-        no_connection_breaks("lbts", Family::Ipv4);
-    }
+    skip_if!(missing_testbed_rights());
+    no_connection_breaks("lbts", Family::Ipv4);
 }
 
 #[test]
 fn servers_without_an_agent_come_and_go_and_no_ipv6_connection_breaks() {
-    if !skip_without_privilege("servers_without_an_agent_come_and_go_and_no_ipv6_connection_breaks") {
-        no_connection_breaks("lbts6", Family::Ipv6);
-    }
+    skip_if!(missing_testbed_rights());
+    no_connection_breaks("lbts6", Family::Ipv6);
 }
 
 /// Servers come and go, keys change, and the load balancer restarts.
@@ -129,9 +127,7 @@ fn no_connection_breaks(instance: &str, family: Family) {
 
 #[test]
 fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
-    if skip_without_privilege("a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     // Without timestamps; with clocks of their own, as Linux has it by default; with one clock.
     let mut site = site("lbtsown", Family::Ipv4, &["0", "1", "2", "2"]);
     let client = site.streams(150.0);

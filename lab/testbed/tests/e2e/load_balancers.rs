@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually, unbroken};
 
@@ -45,9 +45,7 @@ fn everything(site: &mut TestEnv) {
 
 #[test]
 fn load_balancers_come_and_go_and_no_connection_breaks() {
-    if skip_without_privilege("load_balancers_come_and_go_and_no_connection_breaks") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("lbs", Consistency::Stateless);
     everything(&mut site);
     for daemon in ["lb2", "lb3"] {
@@ -57,9 +55,7 @@ fn load_balancers_come_and_go_and_no_connection_breaks() {
 
 #[test]
 fn the_connection_tables_of_load_balancers_that_are_gone_are_not_missed() {
-    if skip_without_privilege("the_connection_tables_of_load_balancers_that_are_gone_are_not_missed") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("lbsfull", Consistency::Stateful);
     everything(&mut site);
     // Packets that reached another load balancer than the one with the entry, and packets that had to go to all once

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use coreward_testbed::nginx::{LARGE_FILE, WORKER_PATH};
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::eventually;
@@ -15,9 +15,7 @@ fn count(report: &Value, name: &str) -> u64 {
 
 #[test]
 fn paced_requests_take_the_time_that_they_ask_for() -> anyhow::Result<()> {
-    if skip_without_privilege("paced_requests_take_the_time_that_they_ask_for") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadtcp")?;
     let server = testbed.start_paced_server(1)?;
     let load = "--transport tcp --rate 500 --arrivals fixed --seconds 2 --warm-up 0 --flows 16 --timeout 10";
@@ -35,9 +33,7 @@ fn paced_requests_take_the_time_that_they_ask_for() -> anyhow::Result<()> {
 
 #[test]
 fn connections_that_break_are_counted_and_opened_again() -> anyhow::Result<()> {
-    if skip_without_privilege("connections_that_break_are_counted_and_opened_again") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadbroken")?;
     let server = testbed.start_paced_server(1)?;
     let options = "--transport tcp --rate 400 --seconds 12 --warm-up 0 --flows 8 --timeout 1 --service exp:1000";
@@ -60,9 +56,7 @@ fn connections_that_break_are_counted_and_opened_again() -> anyhow::Result<()> {
 
 #[test]
 fn http_is_answered_by_nginx() -> anyhow::Result<()> {
-    if skip_without_privilege("http_is_answered_by_nginx") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadhttp")?;
     let nginx = testbed.start_nginx(1)?;
     let load = |path: &str, rate: u32| {
@@ -92,9 +86,7 @@ fn http_is_answered_by_nginx() -> anyhow::Result<()> {
 
 #[test]
 fn waiting_for_a_connection_is_part_of_the_latency() -> anyhow::Result<()> {
-    if skip_without_privilege("waiting_for_a_connection_is_part_of_the_latency") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
     // One connection, and answers that take minutes (1 MB at 4 kB/s): the first request is on its way, the others wait for it.

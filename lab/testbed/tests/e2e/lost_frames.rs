@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_testbed::addresses::{DEVICE, SERVICE};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{self, eventually, metrics_page};
@@ -61,9 +61,7 @@ impl TestEnv {
 
 #[test]
 fn dropped_transmissions_and_failing_handshakes_are_reported() {
-    if skip_without_privilege("dropped_transmissions_and_failing_handshakes_are_reported") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let env = TestEnv::start("lostframes", "");
     let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
     (0..20).for_each(|_| assert!(env.connects(*TIMEOUT)));
@@ -92,9 +90,7 @@ fn dropped_transmissions_and_failing_handshakes_are_reported() {
 /// end's poll. The connections stall when it is killed.
 #[test]
 fn new_connections_go_on_when_the_daemon_is_killed() {
-    if skip_without_privilege("new_connections_go_on_when_the_daemon_is_killed") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     for (instance, at_switch, mode) in [
         ("killednative", "", "native"),
         ("killedgeneric", "ip link set dev lb1 xdp off; ethtool -K lb1 gro on", "generic"),

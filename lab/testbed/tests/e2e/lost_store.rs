@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use coreward_testbed::fleet::{Fleet, FleetOptions, asking, coreward_command};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{AT_EVERY_SERVER, assert_answered, eventually, logged_after, metrics_page, open, series};
@@ -19,9 +19,7 @@ const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
 
 #[test]
 fn lost_store_interrupts_no_service() {
-    if skip_without_privilege("lost_store_interrupts_no_service") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
@@ -61,9 +59,7 @@ fn lost_store_interrupts_no_service() {
 
 #[test]
 fn configuration_is_saved_when_the_disk_has_room() {
-    if skip_without_privilege("configuration_is_saved_when_the_disk_has_room") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let more_of_load_balancers = format!("metrics = \"{METRICS}\"\n");
@@ -107,9 +103,7 @@ fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
 
 #[test]
 fn load_balancer_without_pins_and_controller_uses_its_saved_configuration() {
-    if skip_without_privilege("load_balancer_without_pins_and_controller_uses_its_saved_configuration") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());

@@ -6,7 +6,7 @@ use std::fs;
 
 use coreward_metrics::table::{Component, METRICS};
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use prometheus_parse::{Scrape, Value};
 
 use crate::support::{TestEnv, eventually, metrics_page, unbroken};
@@ -78,9 +78,7 @@ fn complete(part: Component, values: &Values) {
 
 #[test]
 fn endpoints_serve_what_the_table_says() {
-    if skip_without_privilege("endpoints_serve_what_the_table_says") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let key = format!("metrics = \"{ADDRESS}\"\n");
     let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
     let options =

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use coreward_testbed::addresses::{SERVICE, VIP};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause};
@@ -24,18 +24,17 @@ const TRANSFER_BYTES: usize = 100_000;
 /// Servers' ports for joins: this and the server's number.
 const JOIN_PORT: u16 = 8000;
 
-fn skip(test: &str) -> bool {
-    if skip_without_privilege(test) {
-        return true;
+fn missing_mptcp() -> Option<String> {
+    if let Some(rights) = missing_testbed_rights() {
+        return Some(rights);
     }
     let enabled = std::fs::read_to_string("/proc/sys/net/mptcp/enabled").unwrap_or_default();
     let tool = Command::new("ip").args(["mptcp", "limits"]).output().is_ok_and(|output| output.status.success());
     match (enabled.trim(), tool) {
-        ("1", true) => return false,
-        ("1", false) => println!("SKIPPED {test}: `ip mptcp` does not work here"),
-        _ => println!("SKIPPED {test}: the kernel has no MPTCP (net.mptcp.enabled is not 1)"),
+        ("1", true) => None,
+        ("1", false) => Some("`ip mptcp` does not work here".to_owned()),
+        _ => Some("the kernel has no MPTCP (net.mptcp.enabled is not 1)".to_owned()),
     }
-    true
 }
 
 fn socket() -> Socket {
@@ -115,9 +114,7 @@ fn ask(stream: &mut TcpStream, length: usize) -> u16 {
 
 #[test]
 fn subflows_that_join_reach_the_server_of_the_first() {
-    if skip("subflows_that_join_reach_the_server_of_the_first") {
-        return;
-    }
+    skip_if!(missing_mptcp());
     let options = TestbedOptions {
         instance: "mptcp".to_owned(),
         servers: SERVERS,

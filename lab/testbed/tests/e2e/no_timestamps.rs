@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, unbroken};
 
@@ -20,9 +20,7 @@ fn site(instance: &str, load_balancers: u16) -> TestEnv {
 
 #[test]
 fn the_flow_table_keeps_connections_while_servers_come_and_go() {
-    if skip_without_privilege("the_flow_table_keeps_connections_while_servers_come_and_go") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("nots", 1);
     let client = site.streams(150.0);
     for (server, standing) in [
@@ -41,9 +39,7 @@ fn the_flow_table_keeps_connections_while_servers_come_and_go() {
 
 #[test]
 fn a_load_balancer_without_the_flow_finds_its_server() {
-    if skip_without_privilege("a_load_balancer_without_the_flow_finds_its_server") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("notslb", 2);
     let client = site.streams(150.0);
     site.connections(300);

@@ -10,7 +10,7 @@ use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::load::LoadReport;
-use coreward_testbed::{Process, Testbed, skip_without_privilege};
+use coreward_testbed::{Process, Testbed, missing_testbed_rights, skip_if};
 
 use crate::support::eventually;
 use crate::support::load::testbed;
@@ -32,9 +32,7 @@ fn report(mut load: Process) -> anyhow::Result<LoadReport> {
 
 #[test]
 fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
-    if skip_without_privilege("every_request_is_served_by_the_clock") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tpaced")?;
     let server = testbed.start_paced_server(1)?;
     let workload = Workload { duration_us: 2_000_000, cores: 2, ..Workload::default() };
@@ -54,9 +52,7 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
 
 #[test]
 fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
-    if skip_without_privilege("connections_that_break_are_counted_by_kind") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tbroken")?;
     let log = |requests: u32| ArrivalLog {
         seed: 0,

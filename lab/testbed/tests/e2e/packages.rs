@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use coreward_testbed::fleet::coreward_command;
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned()
@@ -28,9 +28,7 @@ const UNITS: [(&str, f64); 4] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0
 #[test]
 fn packages_hold_what_is_needed() {
     // Only root has the tools installed.
-    if skip_without_privilege("packages_hold_what_is_needed") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let directory = tempfile::tempdir().unwrap();
     // Not out/deb, which `make deb` may be writing.
     let out = directory.path().join("packages");

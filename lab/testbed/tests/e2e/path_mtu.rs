@@ -6,7 +6,7 @@ use std::process::Command;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx};
-use coreward_testbed::{Testbed, TestbedOptions, counters, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 
 const CLIENT_ADDRESSES: u16 = 12;
 const ROUNDS: usize = 5;
@@ -57,14 +57,12 @@ fn small_mtu(instance: &str, client_timestamps: &str) {
 
 #[test]
 fn downloads_pass_a_hop_with_a_small_mtu() {
-    if !skip_without_privilege("downloads_pass_a_hop_with_a_small_mtu") {
-        small_mtu("mtu", "1");
-    }
+    skip_if!(missing_testbed_rights());
+    small_mtu("mtu", "1");
 }
 
 #[test]
 fn without_timestamps_they_pass_it_too() {
-    if !skip_without_privilege("without_timestamps_they_pass_it_too") {
-        small_mtu("mtunots", "0");
-    }
+    skip_if!(missing_testbed_rights());
+    small_mtu("mtunots", "0");
 }

@@ -16,7 +16,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, askin
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::stream::client::Streams;
 use coreward_testbed::stream::server::StreamServers;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::Role;
 use serde_json::Value;
 
@@ -198,9 +198,7 @@ fn named(racks: &[u16]) -> String {
 
 #[test]
 fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
-    if skip_without_privilege("racks_and_the_controller_come_and_go_and_no_connection_notices") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
     site.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
     for server in 1..=5 {
@@ -283,9 +281,7 @@ fn drain(site: &TestEnv) {
 
 #[test]
 fn rack_reports_for_its_own_servers_only() {
-    if skip_without_privilege("rack_reports_for_its_own_servers_only") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("rackswho", &[(1, &[1]), (2, &[2])]);
     site.is_refused(
         "rack1",

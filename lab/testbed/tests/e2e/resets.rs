@@ -8,7 +8,7 @@ use std::time::Duration;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::stream::Request;
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use socket2::SockRef;
 use zerocopy::IntoBytes as _;
 
@@ -60,9 +60,7 @@ fn sockets(testbed: &Testbed) -> usize {
 
 #[test]
 fn servers_receive_resets_of_aborted_connections() {
-    if skip_without_privilege("servers_receive_resets_of_aborted_connections") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "resets".to_owned(), servers: 4, ..TestbedOptions::default() };
     let mut site = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() });
     let client = site.testbed.client().clone();

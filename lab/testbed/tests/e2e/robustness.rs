@@ -9,7 +9,7 @@ use coreward_testbed::addresses::{DEVICE, SERVICE};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{assert_answered, eventually};
 
@@ -56,9 +56,7 @@ impl TestEnv {
 
 #[test]
 fn killed_daemons_break_no_connection_and_take_over_again() {
-    if skip_without_privilege("killed_daemons_break_no_connection_and_take_over_again") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("kill", 2, "crossrss");
     let mut connections = site.open(20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
@@ -86,9 +84,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
 
 #[test]
 fn a_server_with_a_new_mac_address_is_found_again() {
-    if skip_without_privilege("a_server_with_a_new_mac_address_is_found_again") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = site("mac", 1, "hash");
     let mut connections = site.open(3);
     let mut command = Command::new("ip");
@@ -104,9 +100,7 @@ fn a_server_with_a_new_mac_address_is_found_again() {
 
 #[test]
 fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
-    if skip_without_privilege("a_server_that_drains_keeps_its_connections_and_gets_no_new_ones") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("drain", 2, "rr");
     let mut connections = site.open(20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
@@ -130,9 +124,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
 
 #[test]
 fn explain_names_the_server_and_the_core_that_serve() {
-    if skip_without_privilege("explain_names_the_server_and_the_core_that_serve") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = site("explain", 3, "hash");
     let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
     let address = site.testbed.client_ipv4_address(0);
@@ -159,9 +151,7 @@ fn explain_names_the_server_and_the_core_that_serve() {
 
 #[test]
 fn an_interface_that_does_not_exist_is_named() {
-    if skip_without_privilege("an_interface_that_does_not_exist_is_named") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "noif".to_owned(), servers: 0, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let file = testbed.directory().join("lb.toml");

@@ -4,7 +4,7 @@
 use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::Family;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually, unbroken};
 
@@ -40,56 +40,48 @@ fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, f
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_ipip() {
-    if !skip_without_privilege("streams_survive_changes_of_a_routed_pool_by_ipip") {
-        streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_gue() {
-    if !skip_without_privilege("streams_survive_changes_of_a_routed_pool_by_gue") {
-        streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue, Family::Ipv4, Family::Ipv4);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue, Family::Ipv4, Family::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
-    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip") {
-        streams_survive_changes_of_the_pool("routed66ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv6);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routed66ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
-    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue") {
-        streams_survive_changes_of_the_pool("routed66gue", Forwarding::Gue, Family::Ipv6, Family::Ipv6);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routed66gue", Forwarding::Gue, Family::Ipv6, Family::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip() {
-    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip") {
-        streams_survive_changes_of_the_pool("routed64ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv4);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routed64ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue() {
-    if !skip_without_privilege("ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue") {
-        streams_survive_changes_of_the_pool("routed64gue", Forwarding::Gue, Family::Ipv6, Family::Ipv4);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routed64gue", Forwarding::Gue, Family::Ipv6, Family::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
-    if !skip_without_privilege("streams_survive_changes_of_a_routed_ipv6_pool_by_ipip") {
-        streams_survive_changes_of_the_pool("routed46ipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv6);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routed46ipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv6);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
-    if !skip_without_privilege("streams_survive_changes_of_a_routed_ipv6_pool_by_gue") {
-        streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, Family::Ipv4, Family::Ipv6);
-    }
+    skip_if!(missing_testbed_rights());
+    streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, Family::Ipv4, Family::Ipv6);
 }

@@ -12,7 +12,7 @@ use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::{DEVICE, Family, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::uplink::CLIENT_LINK;
-use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::eventually;
 
@@ -200,63 +200,54 @@ fn megabytes_pass(instance: &str, form: Form, client_mtu: u16, from_router: bool
 
 #[test]
 fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
-    if !skip_without_privilege("megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280") {
-        megabytes_pass("mtuipipsmall", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 1_280, true);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtuipipsmall", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
-    if !skip_without_privilege("megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280") {
-        megabytes_pass("mtuguesmall", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, true);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtuguesmall", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
-    if !skip_without_privilege("megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtuipiplarge", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 9_000, false);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtuipiplarge", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
-    if !skip_without_privilege("megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtuguelarge", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 9_000, false);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtuguelarge", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
-    if !skip_without_privilege("megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280") {
-        megabytes_pass("mtugueclient", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, false);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtugueclient", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
-    if !skip_without_privilege("ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280") {
-        megabytes_pass("mtugue66small", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 1_280, true);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtugue66small", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 1_280, true);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
-    if !skip_without_privilege("ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtugue66large", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 9_000, false);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtugue66large", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 9_000, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
-    if !skip_without_privilege("ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtuipip64large", (Forwarding::Ipip, Family::Ipv6, Family::Ipv4), 9_000, false);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtuipip64large", (Forwarding::Ipip, Family::Ipv6, Family::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
-    if !skip_without_privilege("megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000") {
-        megabytes_pass("mtuipip46large", (Forwarding::Ipip, Family::Ipv4, Family::Ipv6), 9_000, false);
-    }
+    skip_if!(missing_testbed_rights());
+    megabytes_pass("mtuipip46large", (Forwarding::Ipip, Family::Ipv4, Family::Ipv6), 9_000, false);
 }

@@ -12,7 +12,7 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey};
 use coreward_testbed::addresses::{DEVICE, SERVICE, VIP, server_address};
 use coreward_testbed::instance::remains;
 use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
-use coreward_testbed::{Testbed, TestbedOptions, counters, nginx, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
 
 fn options(instance: &str, servers: u16) -> TestbedOptions {
@@ -34,9 +34,7 @@ fn curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec
 
 #[test]
 fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
-    if skip_without_privilege("hosts_reach_each_other_and_nginx_serves") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = Testbed::create(options("ttopology", 2))?;
 
     attach_xdp_pass(testbed.load_balancer(1)?, DEVICE).context("the load balancer's device must take native XDP")?;
@@ -84,9 +82,7 @@ fn delivered_as_predicted(testbed: &Testbed, queues: &ReceiveQueues, rss: &Rss, 
 
 #[test]
 fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Result<()> {
-    if skip_without_privilege("emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
     route_vip_to_server_1(&testbed)?;
@@ -105,9 +101,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
 
 #[test]
 fn fresh_nics_have_keys_of_their_own() -> anyhow::Result<()> {
-    if skip_without_privilege("fresh_nics_have_keys_of_their_own") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(options("tkeys", 2))?;
     let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss(number))?.key) };
     assert_ne!(key(1)?, key(2)?);
@@ -139,9 +133,7 @@ fn routed(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
 
 #[test]
 fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Result<()> {
-    if skip_without_privilege("connections_spread_over_the_load_balancers_that_are_announced") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_at_load_balancers(&testbed)?;
@@ -171,9 +163,7 @@ fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Re
 
 #[test]
 fn a_router_with_a_small_mtu_tells_the_server_by_icmp() -> anyhow::Result<()> {
-    if skip_without_privilege("a_router_with_a_small_mtu_tells_the_server_by_icmp") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..options("tmtu", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
     route_at_load_balancers(&testbed)?;
@@ -208,9 +198,7 @@ fn runs(pid: u32) -> bool {
 
 #[test]
 fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
-    if skip_without_privilege("a_killed_testbed_is_cleaned_up_by_the_next") {
-        return Ok(());
-    }
+    skip_if!(missing_testbed_rights(), Ok(()));
     // The test's name is its path without the executable's.
     let (_, module) = module_path!().split_once("::").context("a module")?;
     let mut owner = Command::new(std::env::current_exe()?)

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::process::Command;
 
 use coreward_testbed::doc_runner::{Host, blocks};
-use coreward_testbed::{Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 const UNITS: [(&str, &str); 3] = [
     ("coreward-controller", include_str!("../../../../packaging/systemd/coreward-controller.service")),
@@ -64,9 +64,7 @@ fn run_blocks(testbed: &Testbed, document: &str) {
 
 #[test]
 fn the_tutorials_commands_work_as_they_are_written() {
-    if skip_without_privilege("the_tutorials_commands_work_as_they_are_written") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "tutorial".to_owned(),
         servers: 2,
@@ -79,9 +77,7 @@ fn the_tutorials_commands_work_as_they_are_written() {
 
 #[test]
 fn commands_for_routed_servers_work_as_they_are_written() {
-    if skip_without_privilege("commands_for_routed_servers_work_as_they_are_written") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "routedtutorial".to_owned(),
         servers: 2,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use coreward_testbed::addresses::{SERVICE, VIP};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, eventually};
 
@@ -116,9 +116,7 @@ impl Flow {
 
 #[test]
 fn datagrams_of_a_flow_stay_with_their_server() {
-    if skip_without_privilege("datagrams_of_a_flow_stay_with_their_server") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("udpflow", "flow", "rr");
     let _echoes = Echoes::start(&site.testbed);
     let client = site.testbed.client().clone();
@@ -150,9 +148,7 @@ fn datagrams_of_a_flow_stay_with_their_server() {
 
 #[test]
 fn datagrams_by_packet_follow_the_policy() {
-    if skip_without_privilege("datagrams_by_packet_follow_the_policy") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let site = site("udppacket", "packet", "rr");
     let _echoes = Echoes::start(&site.testbed);
     let answered: Vec<u16> = site

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use coreward_testbed::fleet::coreward_command;
-use coreward_testbed::skip_without_privilege;
+use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -161,9 +161,7 @@ impl Drop for Started {
 
 #[test]
 fn every_unit_starts_with_its_capabilities() {
-    if skip_without_privilege("every_unit_starts_with_its_capabilities") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let [lb_pins, agent_pins] = ["lb", "agent"].map(Pins::of);
     let controller = "listen = \"10.1.1.1:7400\"\n";
     let alone = format!("{controller}store = \"/var/lib/coreward/controller.redb\"\n");

@@ -10,7 +10,7 @@ use coreward_model::consistency::Consistency;
 use coreward_testbed::addresses::SERVICE;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::client::{StreamClient, Streams};
-use coreward_testbed::{TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -69,9 +69,7 @@ impl TestEnv {
 
 #[test]
 fn the_same_layout_is_taken_over() {
-    if skip_without_privilege("the_same_layout_is_taken_over") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = site("upsame", 1, Consistency::Stateless);
     let client = site.streams(150.0);
     pause(1_000);
@@ -85,9 +83,7 @@ fn the_same_layout_is_taken_over() {
 
 #[test]
 fn another_layout_is_replaced_when_the_new_one_is_ready() {
-    if skip_without_privilege("another_layout_is_replaced_when_the_new_one_is_ready") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
         let mut site = site("uplayout", 1, consistency);
         let client = site.streams(150.0);

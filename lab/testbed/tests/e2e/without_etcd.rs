@@ -10,7 +10,7 @@ use coreward_testbed::fleet::{Fleet, FleetOptions, asking_of};
 use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::process::Process;
-use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, skip_without_privilege};
+use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
 
 use crate::support::{AT_EVERY_SERVER, eventually, logged_after};
@@ -155,9 +155,7 @@ impl TestEnv {
 
 #[test]
 fn connections_go_on_without_etcd_and_without_controllers() {
-    if skip_without_privilege("connections_go_on_without_etcd_and_without_controllers") {
-        return;
-    }
+    skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start();
     let mut connections = site.open(AT_EVERY_SERVER).unwrap();
     assert_eq!(site.leaders(), 1);

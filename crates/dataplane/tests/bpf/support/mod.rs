@@ -20,7 +20,7 @@ pub const ACK: u8 = 0x10;
 
 const ETHERNET: usize = 14;
 
-pub use coreward_dataplane::test_run::may_load_bpf;
+pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
 /// A server's time key, for tests in which no server is.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
