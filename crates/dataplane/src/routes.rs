@@ -20,6 +20,10 @@ use crate::veth::attribute;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
+/// Gateway of another family than the destination: struct rtvia (RFC 8950 in fabrics of unnumbered links).
+const RTA_VIA: u16 = 18;
+/// `rtvia_family` in struct rtvia.
+const VIA_FAMILY: usize = 2;
 /// struct nlmsghdr and struct rtmsg.
 const HEADER: usize = 16 + 12;
 /// struct rtattr.
@@ -141,7 +145,8 @@ fn read_route(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAddr, R
     if found != interface {
         return Err(RouteError::OtherInterface { found, expected: interface });
     }
-    Ok(attribute(attributes, RTA_GATEWAY).and_then(read_address).unwrap_or(server))
+    let via = || attribute(attributes, RTA_VIA).and_then(|via| via.get(VIA_FAMILY..));
+    Ok(attribute(attributes, RTA_GATEWAY).or_else(via).and_then(read_address).unwrap_or(server))
 }
 
 fn read_address(bytes: &[u8]) -> Option<IpAddr> {
@@ -196,6 +201,9 @@ mod tests {
             let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_GATEWAY, bytes)]);
             assert_eq!(read_route(&routed, 3, server), Ok(gateway));
         }
+        let via = [&(libc::AF_INET6 as u16).to_ne_bytes()[..], &gateway_ipv6.octets()].concat();
+        let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_VIA, &via)]);
+        assert_eq!(read_route(&routed, 3, server), Ok(gateway_ipv6.into()));
         let routed = answer(libc::RTM_NEWROUTE, &[by.clone(), attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
         assert_eq!(read_route(&routed, 4, server), Err(RouteError::OtherInterface { found: 3, expected: 4 }));
         assert_eq!(read_route(&answer(libc::RTM_NEWROUTE, &[by]), 3, server), Ok(server));
