@@ -1,5 +1,6 @@
 //! Lifetime of placement tables. Loads in a table are of the moment at which the controller made it. When no controller
-//! has sent newer ones for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts.
+//! has sent newer ones for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts. After a
+//! reboot it has no table at all, and makes one of the saved configuration.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -7,15 +8,18 @@ use std::time::Duration;
 use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::lb;
 use coreward_model::ServerId;
+use coreward_model::consistency::Consistency;
 use coreward_model::lb::ServerTraffic;
-use coreward_model::placement::{Member, PlacementTable};
-use coreward_model::policy::{self, Least, Pool, PoolServer};
+use coreward_model::placement::{BucketCount, PlacementTable};
+use coreward_model::policy::{self, Least, Policy as _, Pool, PoolServer};
 use coreward_wire::{Server, Service, ServiceIndex};
 
-use super::Forwarder;
+use super::{Forwarder, PROGRAM_LIMIT};
 
 /// Time between two choices of candidates for expired tables.
 const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
+/// Generation of a table that this load balancer made itself: controllers count from 1.
+const OWN_GENERATION: u64 = 0;
 
 /// Ages of the tables in force. Times are of one monotonic clock.
 #[derive(Debug)]
@@ -73,9 +77,11 @@ impl Forwarder {
         }
         self.table_ages.last_choice = now;
         let is_expired = |(service, index): &&(Service, lb::ServiceIndex)| {
-            self.table_ages.is_older(service.index, self.table_lifetime, now)
-                && policy::reads_loads(&service.policy)
-                && self.balancer.table_generation(*index).is_some()
+            let may_choose = match self.balancer.table_generation(*index) {
+                None => may_make_table(service),
+                Some(generation) => generation == OWN_GENERATION || policy::reads_loads(&service.policy),
+            };
+            may_choose && self.table_ages.is_older(service.index, self.table_lifetime, now)
         };
         let expired: Vec<_> = self.services.values().filter(is_expired).map(|(service, _)| service.index).collect();
         if expired.is_empty() {
@@ -93,27 +99,30 @@ impl Forwarder {
         let opened = self.balancer.opened(*index);
         let before = self.table_ages.expired.insert(service_index, opened);
         if before.is_none() {
-            tracing::warn!(
-                event = "table-expired",
-                service = service.name,
-                lifetime = ?self.table_lifetime,
-                "table expired: new connections go by this load balancer's own counts"
-            );
+            log_expired(service, self.table_lifetime);
         }
         self.table_ages.choices += 1;
-        let least = Least::new(self.table_ages.choices);
+        let mut least = Least::new(self.table_ages.choices);
+        let own_table = self.balancer.table_generation(*index).is_none().then(|| {
+            let pool = own_pool(service, |server| server.eligible, traffic);
+            least.place(&pool, BucketCount::PUBLISHED, OWN_GENERATION)
+        });
         let takes_new = |server: &Server| server.eligible && !self.masked.contains(&(service_index, server.id));
         let choose = |table: &PlacementTable| {
-            let pool = own_pool(service, &table.members, takes_new, traffic);
+            let members: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
+            let pool = own_pool(service, |server| members.contains(&server.id) && takes_new(server), traffic);
             let opened = opened.saturating_sub(before.unwrap_or(opened));
             least.candidates(&pool.with_opened_connections(opened), table.bucket_count)
         };
-        if let Err(error) = self.balancer.replace_candidates(*index, choose) {
+        let installed = own_table.map_or(Ok(()), |table| {
+            coreward_daemon::block_within(PROGRAM_LIMIT, || self.balancer.install_table(*index, &table))
+        });
+        if let Err(error) = installed.and_then(|()| self.balancer.replace_candidates(*index, choose)) {
             tracing::warn!(
                 event = "candidates-not-replaced",
                 service = service.name,
                 error = format!("{error:#}"),
-                "table expired: its candidates stay"
+                "no table within its lifetime: candidates stay as they are"
             );
         }
     }
@@ -122,22 +131,36 @@ impl Forwarder {
         let services = self.table_ages.expired().filter_map(|index| self.services.get(&index));
         services.map(|(service, _)| {
             format!(
-                "the table of service {} has expired: new connections go by this load balancer's own counts",
+                "service {} has no table within its lifetime: new connections go by this load balancer's own counts",
                 service.name
             )
         })
     }
 }
 
-/// Returns the pool as this load balancer counts it: the table's members that still take new connections.
+fn log_expired(service: &Service, lifetime: Duration) {
+    tracing::warn!(
+        event = "table-expired",
+        service = service.name,
+        ?lifetime,
+        "no table within its lifetime: new connections go by this load balancer's own counts"
+    );
+}
+
+/// Whether connections keep their server wherever this load balancer places them: without a cookie or a table of
+/// connections, all load balancers must choose alike.
+fn may_make_table(service: &Service) -> bool {
+    matches!(service.mode.consistency, Consistency::Stateless | Consistency::Stateful | Consistency::HashTable)
+        && service.servers.iter().any(|server| server.eligible)
+}
+
+/// Returns the pool of servers that take new connections, as this load balancer counts them.
 fn own_pool(
     service: &Service,
-    members: &[Member],
     takes_new: impl Fn(&Server) -> bool,
     traffic: &HashMap<ServerId, ServerTraffic>,
 ) -> Pool {
-    let members: BTreeSet<ServerId> = members.iter().map(|member| member.server).collect();
-    let servers = service.servers.iter().filter(|server| members.contains(&server.id) && takes_new(server));
+    let servers = service.servers.iter().filter(|server| takes_new(server));
     let counted = |server: &Server| {
         let open = traffic.get(&server.id).map_or(0, |counts| counts.opened.saturating_sub(counts.closed));
         PoolServer {

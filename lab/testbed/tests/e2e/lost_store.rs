@@ -16,6 +16,9 @@ const METRICS: &str = "127.0.0.1:9440";
 const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
+/// Its load balancers must choose alike, so none makes a table itself.
+const BY_BUCKET: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
+                         consistency = \"beamer\"\n";
 
 #[test]
 fn lost_store_interrupts_no_service() {
@@ -102,13 +105,13 @@ fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
 }
 
 #[test]
-fn load_balancer_without_pins_and_controller_uses_its_saved_configuration() {
+fn rebooted_load_balancer_without_controller_takes_new_connections() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let more_of_load_balancers = format!("metrics = \"{METRICS}\"\n");
-    let applied = Some(DOCUMENT.to_owned());
+    let applied = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BY_BUCKET}"));
     let options = FleetOptions { steer: false, applied, more_of_load_balancers, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let metric = |name: &str| {
@@ -126,10 +129,15 @@ fn load_balancer_without_pins_and_controller_uses_its_saved_configuration() {
         metric("coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
     });
     assert_answered(&mut before);
-    let vip = "10.200.0.1:80".parse().unwrap();
-    let connected = testbed.client().within(|| Ok(TcpStream::connect_timeout(&vip, Duration::from_millis(500))));
-    assert!(connected.unwrap().is_err(), "a new connection without a table");
-    let dropped = metric("coreward_lb_service_drops_total{service=\"web\",reason=\"no_eligible_server\"}");
+    let connects = |vip: &str| {
+        let connect = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
+        testbed.client().within(connect).unwrap()
+    };
+    eventually(*TIMEOUT, "the load balancer makes a table", || connects("10.200.0.1:80"));
+    open(&testbed, AT_EVERY_SERVER);
+    assert_eq!(metric("coreward_lb_expired_tables"), Some(1.0));
+    assert!(!connects("10.200.0.1:81"), "a new connection by bucket without a table");
+    let dropped = metric("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
     assert!(dropped.is_some_and(|dropped| dropped > 0.0), "{dropped:?}");
 
     fs::remove_file(&saved).unwrap();
