@@ -1,5 +1,5 @@
-//! Life of a daemon: readiness and watchdog of the service manager (sd_notify(3)), signals, its metrics, and its
-//! [`Connection`] to the controllers.
+//! Life of a daemon: its [service manager](service_manager), signals, its metrics, and its [`Connection`] to the
+//! controllers.
 
 mod connection;
 mod controllers;
@@ -7,16 +7,15 @@ pub mod drop_capabilities;
 pub mod log_level;
 pub mod metrics_endpoint;
 pub mod priority;
-
-use std::time::Duration;
+pub mod service_manager;
 
 use nix::sys::signal::{SigSet, Signal};
-use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
 pub use connection::{Connection, add_expiry};
 pub use controllers::Controllers;
+pub use service_manager::block_within;
 
 const HANDLED: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 
@@ -31,7 +30,7 @@ pub fn hold_signals() -> anyhow::Result<()> {
 pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _ends_nothing = signal(SignalKind::hangup())?;
-    notify(NotifyState::Ready);
+    service_manager::notify_ready();
     let outcome = tokio::select! {
         // The work is polled first: it installs its SIGHUP handler before signals are unblocked.
         biased;
@@ -40,9 +39,9 @@ pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) 
         never = log_level::follow_signals() => match never? {},
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
-        never = notify_watchdog() => match never {},
+        never = feed_watchdog() => match never {},
     };
-    notify(NotifyState::Stopping);
+    service_manager::notify_stopping();
     outcome
 }
 
@@ -51,31 +50,13 @@ async fn release_signals() -> anyhow::Result<std::convert::Infallible> {
     std::future::pending().await
 }
 
-/// Runs work that blocks the runtime for longer than the watchdog's interval, within `limit`. So the kernel's verifier
-/// may take its time with a program on a slow machine: a restart would only repeat it.
-pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
-    let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
-    let set = |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
-    set(limit);
-    let outcome = work();
-    set(interval);
-    outcome
-}
-
-/// Notifies the watchdog at half of its interval.
-async fn notify_watchdog() -> std::convert::Infallible {
-    let Some(patience) = sd_notify::watchdog_enabled() else { return std::future::pending().await };
-    let mut due = tokio::time::interval((patience / 2).max(Duration::from_millis(1)));
+async fn feed_watchdog() -> std::convert::Infallible {
+    let Some(interval) = service_manager::watchdog_interval() else { return std::future::pending().await };
+    let mut due = tokio::time::interval(interval);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         due.tick().await;
-        notify(NotifyState::Watchdog);
-    }
-}
-
-fn notify(state: NotifyState<'_>) {
-    if let Err(error) = sd_notify::notify(std::slice::from_ref(&state)) {
-        tracing::warn!(event = "service-manager-unreachable", %state, %error, "cannot notify the service manager");
+        service_manager::notify_watchdog();
     }
 }
 

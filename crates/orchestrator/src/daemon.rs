@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_daemon::metrics_endpoint;
+use coreward_daemon::service_manager::Watchdog;
+use coreward_daemon::{metrics_endpoint, service_manager};
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
@@ -74,9 +75,12 @@ impl Daemon {
         // The default of 50 us is as long as a sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         let mut idle_since = 0;
+        service_manager::notify_ready();
+        let mut watchdog = Watchdog::default();
         while !stop.load(Relaxed) {
             let work = self.turn()?;
             let now = self.now();
+            watchdog.feed(Duration::from_nanos(now));
             if work > 0 {
                 idle_since = now;
             } else if now - idle_since < SPIN || self.sleep.is_zero() {
@@ -85,6 +89,7 @@ impl Daemon {
                 self.wait(now)?;
             }
         }
+        service_manager::notify_stopping();
         Ok(())
     }
 

@@ -15,7 +15,7 @@ use crate::tally::Tally;
 
 const NAME: &str = "Debian with systemd";
 /// In the order of their start.
-const DAEMONS: [&str; 4] = ["controller", "rack", "agent", "lb"];
+const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Time limit of a package installation, a start or a reboot, under emulation.
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 /// Time limit for daemons to find each other again after each was restarted.
@@ -133,6 +133,14 @@ controller = \"10.2.0.11:7400\"
 interface = \"eth0\"
 pin_directory = \"/sys/fs/bpf/coreward/lb\"
 ";
+const ORCHESTRATE: &str = "
+memory = \"/run/coreward-orchestrate/cores\"
+cores = 2
+metrics = \"127.0.0.1:7440\"
+
+[[service]]
+listen = \"10.2.0.11:400\"
+";
 
 fn files() -> Vec<File> {
     [
@@ -146,6 +154,7 @@ fn files() -> Vec<File> {
         ("etc/coreward/rack.toml", RACK),
         ("etc/coreward/agent.toml", AGENT),
         ("etc/coreward/lb.toml", LB),
+        ("etc/coreward/orchestrate.toml", ORCHESTRATE),
         ("etc/systemd/system/coreward-lb.service.d/test.conf", "[Service]\nNetworkNamespacePath=/run/netns/lb\n"),
     ]
     .map(|(path, content)| (path, content.to_owned()))
@@ -194,18 +203,22 @@ pub fn passes(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &m
 pub type Check = fn(&mut Guest) -> Result<String>;
 
 /// Each continues where the one before it ended.
-const CHECKS: [(&str, Check); 7] = [
+const CHECKS: [(&str, Check); 8] = [
     ("installing starts nothing", install),
     ("the units start", start),
     ("the units are confined", confined),
+    ("the orchestrator accepts requests", orchestrate),
     ("connections reach the server", connect),
     ("a reload is obeyed, a wrong file refused", reload),
     ("an upgrade restarts the daemons, and no connection breaks", upgrade),
     ("the watchdog restarts hung daemons, and no connection breaks", watchdog),
 ];
 
-const CHECKS_OF_SECOND_BOOT: [(&str, Check); 2] =
-    [("the units start at boot", reboot), ("removing ends the daemons, not the forwarding", remove)];
+const CHECKS_OF_SECOND_BOOT: [(&str, Check); 3] = [
+    ("the units start at boot", reboot),
+    ("the orchestrator accepts requests after it", orchestrate),
+    ("removing ends the daemons, not the forwarding", remove),
+];
 
 fn unit(daemon: &str) -> String {
     format!("coreward-{daemon}.service")
@@ -313,6 +326,10 @@ fn confined_daemon(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let bounding = u64::from_str_radix(field("CapBnd:")?, 16).with_context(|| status.clone())?.count_ones() as usize;
     let expected = capabilities.split_whitespace().count();
     ensure!(bounding == expected, "{bounding} capabilities, expected {expected} ({capabilities}): {status}");
+    for set in ["CapInh:", "CapAmb:"] {
+        let is_empty = u64::from_str_radix(field(set)?, 16) == Ok(0);
+        ensure!(is_empty, "{set} is not empty, but the daemon drops what it inherits: {status}");
+    }
     ensure!(user.is_empty() == field("Uid:")?.starts_with('0'), "expected user {user:?}, found {status}");
     for attempt in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
         let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_LIMIT)?;
@@ -322,6 +339,20 @@ fn confined_daemon(guest: &mut Guest, daemon: &str) -> Result<usize> {
         ensure!(now == pid, "process {pid} became {now} meanwhile");
     }
     Ok(bounding)
+}
+
+/// Sends a request without a worker to take it. The service has a port below 1024.
+fn orchestrate(guest: &mut Guest) -> Result<String> {
+    const METRIC: &str = "coreward_orchestrate_waiting_requests";
+    guest.run("printf request > /dev/udp/10.2.0.11/400")?;
+    let get = "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
+    eventually(SETTLE_LIMIT, || {
+        let metrics = guest.run(&format!("bash -c '{get}'"))?;
+        let line = metrics.lines().find(|line| line.starts_with(METRIC));
+        let line = line.with_context(|| format!("no {METRIC} in {metrics:?}"))?;
+        ensure!(!line.ends_with(" 0"), "{line}");
+        Ok(line.to_owned())
+    })
 }
 
 fn connect(guest: &mut Guest) -> Result<String> {
@@ -411,7 +442,7 @@ fn reboot(guest: &mut Guest) -> Result<String> {
 
 fn remove(guest: &mut Guest) -> Result<String> {
     nothing_is_denied(guest)?;
-    apt(guest, "remove coreward-controller coreward-rack coreward-agent coreward-lb")?;
+    apt(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
     for daemon in DAEMONS {
         let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit(daemon)), SETTLE_LIMIT)?;
         ensure!(status != 0, "{daemon} is active");

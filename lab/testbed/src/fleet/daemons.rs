@@ -73,7 +73,8 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
         "rack" => include_str!("../../../../packaging/systemd/coreward-rack.service"),
         "lb" => include_str!("../../../../packaging/systemd/coreward-lb.service"),
         "agent" => include_str!("../../../../packaging/systemd/coreward-agent.service"),
-        other => bail!("{other:?} has no unit: expected controller, rack, lb or agent"),
+        "orchestrate" => include_str!("../../../../packaging/systemd/coreward-orchestrate.service"),
+        other => bail!("{other:?} has no unit: expected controller, rack, lb, agent or orchestrate"),
     };
     let line = unit.lines().find_map(|line| line.strip_prefix("CapabilityBoundingSet="));
     Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())

@@ -22,7 +22,7 @@ fn succeeds(program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-const UNITS: [(&str, f64); 4] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0)];
+const UNITS: [(&str, f64); 5] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0), ("orchestrate", 3.0)];
 
 /// Built, unpacked, and run: the command by its own libraries, the pages by man, the units by systemd-analyze.
 #[test]
@@ -36,7 +36,7 @@ fn packages_hold_what_is_needed() {
     let variables = [format!("OUT={}", out.display()), format!("COREWARD={}", command.display())];
     let built = succeeds("env", &[&variables[0], &variables[1], "LEVEL=1", "scripts/deb"]);
     let packages: Vec<&str> = built.lines().collect();
-    assert_eq!(packages.len(), 6, "{built}");
+    assert_eq!(packages.len(), UNITS.len() + 2, "{built}");
     let into = directory.path().to_str().unwrap();
     for package in &packages {
         succeeds("dpkg-deb", &["--extract", package, into]);
