@@ -2,7 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
+use anyhow::ensure;
+
 use crate::environment::OtherLoad;
+use crate::page::Part;
 use crate::report::Report;
 use crate::xdp::{self, flood, server, throughput};
 use crate::{
@@ -94,20 +97,22 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Benches of docs/cost.md in its order.
-const ALL: [fn() -> anyhow::Result<Report>; 12] = [
-    || xdp::run(&xdp::Args::default()),
-    || server::run(&xdp::Length::default()),
-    || flood::run(&xdp::Length::default()),
-    || throughput::run(&throughput::Args::default()),
-    || dispatch::run(&dispatch::Args::default()),
-    || orchestrate::run(&orchestrate::Args::default()),
-    || cpu_load::run(&cpu_load::Args::default()),
-    || agent::run(&agent::Args::default()),
-    || idle::run(&idle::Args::default()),
-    || conn_count::run(&conn_count::Args::default()),
-    || controller::run(&controller::Args::default()),
-    || sim::run(&sim::Args::default()),
+type Measure = fn() -> anyhow::Result<Report>;
+
+/// Benches of docs/cost.md in its order, by the names of their reports.
+const ALL: [(&str, Measure); 12] = [
+    ("xdp", || xdp::run(&xdp::Args::default())),
+    ("server", || server::run(&xdp::Length::default())),
+    ("flood", || flood::run(&xdp::Length::default())),
+    ("throughput", || throughput::run(&throughput::Args::default())),
+    ("dispatch", || dispatch::run(&dispatch::Args::default())),
+    ("orchestrate", || orchestrate::run(&orchestrate::Args::default())),
+    ("cpu-load", || cpu_load::run(&cpu_load::Args::default())),
+    ("agent", || agent::run(&agent::Args::default())),
+    ("idle", || idle::run(&idle::Args::default())),
+    ("counting", || conn_count::run(&conn_count::Args::default())),
+    ("controller", || controller::run(&controller::Args::default())),
+    ("sim", || sim::run(&sim::Args::default())),
 ];
 
 impl BenchArgs {
@@ -121,16 +126,27 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// The page is written at the end only, so that it never mixes two runs.
+    /// The page is written at the end only, so that it never mixes two runs. A bench that fails leaves its error there.
     fn run_all(&self, page: Option<&Path>) -> anyhow::Result<()> {
         let (environment, load) = (environment::sentence(), OtherLoad::start()?);
-        let mut reports = Vec::new();
-        for measure in ALL {
-            let report = measure()?;
-            self.show(&report)?;
-            reports.push(report);
+        let (mut parts, mut failed) = (Vec::new(), Vec::new());
+        for (name, measure) in ALL {
+            match measure() {
+                Ok(report) => {
+                    self.show(&report)?;
+                    parts.push(Part { name, text: report.to_string() });
+                }
+                Err(error) => {
+                    eprintln!("bench {name}: {error:#}");
+                    parts.push(Part { name, text: format!("`bench {name}` failed in this run: {error:#}.") });
+                    failed.push(name);
+                }
+            }
         }
-        let Some(page) = page else { return Ok(()) };
-        page::write(page, &format!("{environment} {}", load.sentence()?), &reports)
+        if let Some(page) = page {
+            page::write(page, &format!("{environment} {}", load.sentence()?), parts)?;
+        }
+        ensure!(failed.is_empty(), "failed: {}", failed.join(", "));
+        Ok(())
     }
 }

@@ -21,6 +21,7 @@ use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
+use nix::sys::resource::{Resource, getrlimit};
 
 /// Options of `coreward-lab bench idle`.
 #[derive(Debug, Clone, clap::Args)]
@@ -35,7 +36,7 @@ pub struct Args {
 
 impl Default for Args {
     fn default() -> Self {
-        Self { connections: 10_000, rounds: 15 }
+        Self { connections: 5_000, rounds: 15 }
     }
 }
 
@@ -47,6 +48,8 @@ const SILENCE: Duration = Duration::from_millis(intf::LARGEST_STEP_MS as u64 + 1
 /// Connections that are not to be idle are asked so often.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// Open files besides the connections: maps, programs, the listener.
+const OTHER_FILES: u64 = 100;
 
 /// A connection: the client's and the server's end.
 struct Connection(TcpStream, TcpStream);
@@ -121,6 +124,13 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new()?;
     coreward_control_server::server::raise_file_limit();
+    let (limit, needed) = (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_FILES);
+    ensure!(
+        needed <= limit,
+        "{} connections need {needed} open files, but the limit is {limit}: raise the hard limit (`ulimit -Hn`), or \
+         measure fewer with --connections",
+        args.connections
+    );
     ip("link set lo up")?;
     ip(&format!("address add {}/32 dev lo", VIP.0))?;
     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")?;

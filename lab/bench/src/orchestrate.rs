@@ -6,7 +6,8 @@ use std::collections::VecDeque;
 use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
 use std::num::NonZeroU16;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -71,14 +72,21 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     add("feedback messages of one core", 20.0, &|| feedback(args.operations))?;
     add("hints to one core", 20.0, &|| hints(args.operations))?;
     let mut trips = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
-    let mut measured = Vec::new();
+    let count = args.operations.min(200_000);
+    let (mut requests, mut lines) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        measured.push(round_trip(args.operations.min(200_000))?);
+        requests.push(round_trip(count)?);
+        lines.push(line_round_trip(count)?);
     }
-    let middle = |quantile: usize| median(&measured.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
-    let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
-    let [goal, verdict] = goal_cells(Some(Goal::AtMost(400.0)), trip);
-    trips.row(["request and response".into(), trip.into(), slow_trip.into(), goal, verdict]);
+    for (name, rounds, goal) in [
+        ("request and response", requests, Some(Goal::AtMost(400.0))),
+        ("one cache line there, another one back: the machine's floor", lines, None),
+    ] {
+        let middle = |quantile: usize| median(&rounds.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
+        let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
+        let [goal, verdict] = goal_cells(goal, trip);
+        trips.row([name.into(), trip.into(), slow_trip.into(), goal, verdict]);
+    }
     let over_sockets = measure_sockets(args)?;
     Ok(Report {
         name: "orchestrate",
@@ -295,8 +303,48 @@ fn round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             engine.poll(trips, &mut |_, _, _| ());
         }
         worker.join().expect("the worker's thread")?;
-        times.sort_unstable_by(f64::total_cmp);
-        Ok([times[times.len() / 2], times[times.len() * 99 / 100]])
+        Ok(quantiles(times))
+    })
+}
+
+/// Returns the median and the 99th percentile.
+fn quantiles(mut times: Vec<f64>) -> [f64; 2] {
+    times.sort_unstable_by(f64::total_cmp);
+    [times[times.len() / 2], times[times.len() * 99 / 100]]
+}
+
+/// A word in a cache line of its own.
+#[derive(Default)]
+#[repr(align(64))]
+struct Line(AtomicU64);
+
+/// Time until another CPU has seen a new value in one line and returned it in another, in ns: median and 99th
+/// percentile.
+fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
+    let [there, back] = [Line::default(), Line::default()];
+    let wait = |line: &Line, value: u64| {
+        while line.0.load(Acquire) != value {
+            std::hint::spin_loop();
+        }
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| -> anyhow::Result<()> {
+            let bound = bind(THIS_THREAD, CPUS[1]);
+            for trip in 1..=trips {
+                wait(&there, trip);
+                back.0.store(trip, Release);
+            }
+            bound
+        });
+        let mut times = Vec::with_capacity(trips as usize);
+        for trip in 1..=trips {
+            let started = Instant::now();
+            there.0.store(trip, Release);
+            wait(&back, trip);
+            times.push(started.elapsed().as_nanos() as f64);
+        }
+        other.join().expect("the other thread")?;
+        Ok(quantiles(times))
     })
 }
 

@@ -6,24 +6,22 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
-use crate::report::{Report, wrapped};
+use crate::report::wrapped;
 
 /// Name of the part that describes the run.
 const RUN: &str = "run";
 
 /// A generated part.
-struct Part {
-    name: &'static str,
-    text: String,
+pub struct Part {
+    pub name: &'static str,
+    pub text: String,
 }
 
 /// Replaces all generated parts of a Markdown file. `run`: sentences on machine, build and day. Fails when the file
 /// cannot be read or written, or a part of it has no end.
-pub fn write(path: &Path, run: &str, reports: &[Report]) -> anyhow::Result<()> {
+pub fn write(path: &Path, run: &str, mut parts: Vec<Part>) -> anyhow::Result<()> {
     let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    let of_report = |report: &Report| Part { name: report.name, text: report.to_string() };
-    let parts: Vec<Part> =
-        std::iter::once(Part { name: RUN, text: wrapped(run) }).chain(reports.iter().map(of_report)).collect();
+    parts.push(Part { name: RUN, text: wrapped(run) });
     let page = with_parts(&page, &parts).with_context(|| path.display().to_string())?;
     std::fs::write(path, page).with_context(|| path.display().to_string())
 }
