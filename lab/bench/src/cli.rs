@@ -97,10 +97,10 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     }
 }
 
-type Measure = fn() -> anyhow::Result<Report>;
+type Bench = fn() -> anyhow::Result<Report>;
 
 /// Benches of docs/cost.md in its order, by the names of their reports.
-const ALL: [(&str, Measure); 12] = [
+const ALL: [(&str, Bench); 12] = [
     ("xdp", || xdp::run(&xdp::Args::default())),
     ("server", || server::run(&xdp::Length::default())),
     ("flood", || flood::run(&xdp::Length::default())),

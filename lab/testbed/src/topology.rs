@@ -137,8 +137,8 @@ pub fn missing_privilege() -> Option<String> {
     map.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// For tests: returns the rights that this process lacks. scripts/test sets the variable when scripts/capabilities found
-/// missing rights.
+/// For tests: returns the rights that this process lacks. scripts/test sets the variable when scripts/capabilities
+/// found missing rights.
 pub fn missing_testbed_rights() -> Option<String> {
     let reported = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
     reported.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)

@@ -1,6 +1,6 @@
 //! Lifetime of placement tables. Loads in a table are of the moment at which the controller made it. When no controller
-//! has sent newer ones for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts. After a
-//! reboot it has no table at all, and makes one of the saved configuration.
+//! has sent newer ones for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts. After
+//! a reboot it has no table, and makes one of the saved configuration.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
