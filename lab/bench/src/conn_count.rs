@@ -66,8 +66,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         title: "Counting connections",
         about: format!(
             "Duration of the agent's count of its services' connections, by the kernel's sock_diag(7): medians of {} \
-             counts of real sockets (CLOSE-WAIT). For services with one port the kernel skips all other sockets. The \
-             agent counts every 5 s, every second while draining, and at most a twentieth of the time.",
+             counts of real sockets (CLOSE-WAIT). For services with one port the kernel skips all other sockets.",
             args.rounds
         ),
         tables: vec![table],
