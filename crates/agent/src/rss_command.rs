@@ -20,22 +20,22 @@ use crate::rss::{RssDevice as _, RssSettings};
 /// Options of `coreward agent rss`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RssArgs {
-    /// The device
+    /// Network device
     #[arg(long)]
     pub interface: String,
-    /// Watch for so many seconds (0: only show key and table)
+    /// Seconds to watch SYNs; 0: only show key and table
     #[arg(long, default_value_t = 10)]
     pub seconds: u64,
-    /// End after so many SYNs
+    /// Stop after this many SYNs
     #[arg(long)]
     pub syns: Option<u32>,
-    /// One JSON object per line: first the NIC, then each SYN, at the end the verdict
+    /// Print JSON objects, one per line: the NIC, each SYN, and at the end the verdict
     #[arg(long)]
     pub json: bool,
-    /// First set this RSS key (bytes in hexadecimal, as `ethtool -x` prints them); it stays
+    /// Set this RSS key first (hexadecimal bytes, as `ethtool -x` prints them); it stays in force
     #[arg(long, value_name = "KEY")]
     pub set_key: Option<RssKey>,
-    /// First set a balanced table drawn from this server id, as an agent with manage_rss does; it stays
+    /// Set a balanced indirection table first, drawn from this server id, as with `manage_rss`; it stays in force
     #[arg(long, value_name = "SERVER ID")]
     pub balanced_seed: Option<u16>,
 }

@@ -58,8 +58,8 @@ impl KeyStep {
     /// Returns the step for a log line.
     pub fn describe(self) -> &'static str {
         match self {
-            KeyStep::Announce { forced: false } => "the next key is on its way to everybody",
-            KeyStep::Announce { forced: true } => "the next key is on its way to everybody who is connected",
+            KeyStep::Announce { forced: false } => "the next key is being distributed",
+            KeyStep::Announce { forced: true } => "the next key is being distributed to all that are connected",
             KeyStep::Switch => "the next key stamps from now on",
         }
     }

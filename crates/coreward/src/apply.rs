@@ -13,22 +13,22 @@ use crate::{Format, QueryArgs, print};
 
 #[derive(clap::Args)]
 pub struct ApplyArgs {
-    /// The fleet's document (docs/config.md)
+    /// The fleet document (docs/config.md)
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
     query: QueryArgs,
-    /// Without the question
+    /// Apply without asking
     #[arg(long)]
     yes: bool,
-    /// Only show what it would change
+    /// Only show the changes
     #[arg(long, conflicts_with = "yes")]
     dry_run: bool,
-    /// End when all load balancers, and agents that are connected, have it in force; an error names those that have not
-    /// and why, at once where one refuses it or only load balancers that are not connected are left
+    /// Wait until all load balancers and all connected agents have it in force. Fails when a daemon rejects it, or when
+    /// only disconnected load balancers remain, and names these
     #[arg(long, conflicts_with = "dry_run")]
     wait: bool,
-    /// How long to wait at most
+    /// Longest time to wait
     #[arg(long, value_name = "TIME", default_value = "30s", requires = "wait")]
     timeout: humantime::Duration,
 }

@@ -14,10 +14,10 @@ use crate::{Format, print};
 
 #[derive(clap::Args)]
 pub struct CheckArgs {
-    /// Any file that a daemon reads, or the fleet's
+    /// Configuration files of daemons, or the fleet document
     #[arg(value_name = "FILE", required_unless_present = "schema")]
     files: Vec<PathBuf>,
-    /// Kind of the files; default: the one that fits best
+    /// Kind of the files [default: the one that fits best]
     #[arg(long, value_enum)]
     kind: Option<Kind>,
     /// Format of the output
@@ -31,19 +31,19 @@ pub struct CheckArgs {
 /// A kind of file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Kind {
-    /// `coreward controller`'s
+    /// File of `coreward controller`
     Controller,
-    /// The servers and services of all load balancers
+    /// The fleet document: servers and services
     Fleet,
-    /// `coreward lb`'s
+    /// File of `coreward lb`
     Lb,
-    /// `coreward agent`'s
+    /// File of `coreward agent`
     Agent,
-    /// `coreward dispatch`'s
+    /// File of `coreward dispatch`
     Dispatch,
-    /// `coreward orchestrate`'s
+    /// File of `coreward orchestrate`
     Orchestrate,
-    /// `coreward rack`'s
+    /// File of `coreward rack`
     Rack,
 }
 

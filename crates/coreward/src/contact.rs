@@ -12,8 +12,8 @@ const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
 pub struct ContactArgs {
-    /// The controller's API: ADDRESS:PORT on this host, or https://HOST:PORT. Of several controllers, separated by
-    /// commas, the leader answers
+    /// The controller's API: ADDRESS:PORT on this host, or https://HOST:PORT. Several controllers are separated by
+    /// commas; the command uses the leader
     #[arg(
         long,
         value_name = "ADDRESS:PORT",
@@ -22,20 +22,20 @@ pub struct ContactArgs {
         default_values_t = [ControllerUrl::from(DEFAULT_API)]
     )]
     controller: Vec<ControllerUrl>,
-    /// The token of an operator or a viewer, which the controller writes into its `token_directory`
+    /// File with the token of an operator or a viewer, from the controller's `token_directory`
     #[arg(long, value_name = "FILE", env = "COREWARD_TOKEN_FILE", default_value = DEFAULT_TOKEN_FILE)]
     token_file: PathBuf,
-    /// For https://: the authorities' certificates
+    /// For https://: certificates of the trusted authorities (PEM)
     #[arg(long, value_name = "FILE", env = "COREWARD_CA")]
     ca: Option<PathBuf>,
-    /// For https://: a host or own name that the controller's certificate must have; several separated by commas.
-    /// Default: the host of --controller, if the certificate names hosts
+    /// For https://: host or name that the controller's certificate must have; several separated by commas [default:
+    /// the host of --controller, if the certificate names hosts]
     #[arg(long, value_name = "NAME", value_delimiter = ',', requires = "ca")]
     controller_name: Vec<String>,
-    /// In place of a token: the certificate of an operator or a viewer (`coreward certs issue --role viewer`)
+    /// Certificate of an operator or a viewer, instead of a token (`coreward certs issue --role viewer`)
     #[arg(long, value_name = "FILE", env = "COREWARD_CERTIFICATE", requires = "ca", requires = "key")]
     certificate: Option<PathBuf>,
-    /// The key to it
+    /// Private key of --certificate
     #[arg(long, value_name = "FILE", env = "COREWARD_KEY", requires = "certificate")]
     key: Option<PathBuf>,
 }

@@ -18,27 +18,27 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
 pub struct DrainArgs {
-    /// Name of the server in the fleet's document
+    /// Name of the server in the fleet document
     server: String,
     #[command(flatten)]
     query: QueryArgs,
-    /// Only in this service; several times for several (default: in all, also in those that it is put into later)
+    /// Drain it in this service only; may be repeated [default: all services, also future ones]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     service: Vec<String>,
-    /// Even if no other server of a service takes new connections: the service is then unreachable
+    /// Drain it even if no other server of a service takes new connections: the service then gets none
     #[arg(long)]
     force: bool,
-    /// Wait until no connection is left, and print their number whenever it changes
+    /// Wait until no connection remains, and print their number whenever it changes
     #[arg(long)]
     wait: bool,
-    /// How long to wait; then this command fails, and the server stays drained
+    /// Longest time to wait; then the command fails, and the server stays drained
     #[arg(long, value_name = "TIME", default_value = "10m", requires = "wait")]
     timeout: humantime::Duration,
 }
 
 #[derive(clap::Args)]
 pub struct UndrainArgs {
-    /// Name of the server in the fleet's document
+    /// Name of the server in the fleet document
     server: String,
     #[command(flatten)]
     query: QueryArgs,

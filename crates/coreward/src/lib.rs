@@ -39,49 +39,49 @@ struct Cli {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// The controller: reports in, tables out (SIGHUP: read the files again)
+    /// Run the controller: it makes placement tables from agents' reports (SIGHUP reloads its files)
     Controller(ConfigArgs),
-    /// The load balancer: attaches the XDP program, or takes over the one at work, and follows the controller
+    /// Run the load balancer: attach the XDP program, or take over the pinned one, and follow the controller
     Lb(LbArgs),
-    /// The agent of a server: attaches the programs, or takes over those at work, reports, follows the controller
+    /// Run a server's agent: attach the programs, or take over the pinned ones, and report core loads
     Agent(AgentArgs),
-    /// The rack controller: agents connect to it, and it sends summaries of their reports
+    /// Run a rack controller: it sends the controller summaries of its agents' reports
     Rack(ConfigArgs),
-    /// At a server: which worker of a UDP service gets a request, for servers as they are
+    /// Select the worker of each request to a UDP service, for unmodified servers
     Dispatch(DispatchArgs),
-    /// At a server: send each request of UDP services to a core's priority queue, for servers that use the runtime
+    /// Send each request of UDP services to a core's priority queue, for servers that use the runtime library
     Orchestrate(OrchestrateArgs),
-    /// Services, servers, cores and their loads, tables, load balancers, as the controller sees them
+    /// Show services, servers, core loads, tables and load balancers, from the controller
     Status(StatusArgs),
-    /// Explain the server of a new connection, and the reason
+    /// Show which server gets a packet, and why
     Explain(ExplainArgs),
-    /// The cookie keys: which one stamps, and their rotation
+    /// Show or rotate the cookie keys
     Keys(KeysArgs),
-    /// Whether configuration files are right: every mistake at once, with line, key and what was expected
+    /// Check configuration files: print every mistake with its line, key and expected value
     Check(check::CheckArgs),
-    /// Apply another document of the fleet (servers and services), after showing its changes
+    /// Apply a changed fleet document (servers and services) after showing the changes
     Apply(apply::ApplyArgs),
-    /// The fleet's document that is in force
+    /// Show the fleet document in force
     Fleet(FleetArgs),
-    /// Changes of the fleet, with author, origin and previous state
+    /// List changes of the fleet: who made them, from where, and the previous state
     Audit(audit::AuditArgs),
-    /// Drain a server: it gets no new connections, whatever the fleet's document states; show the remaining ones
+    /// Drain a server, whatever the fleet document states: it gets no new connections; show the remaining ones
     Drain(drain::DrainArgs),
-    /// Let it take new connections again, as far as the fleet's document lets it
+    /// End a drain: the server gets new connections again, unless the fleet document drains it
     Undrain(drain::UndrainArgs),
-    /// Services, servers, cores and load balancers on a page that follows them, in the terminal
+    /// Show services, servers, cores and load balancers live in the terminal
     Top(top::TopArgs),
-    /// The controller's store
+    /// Copy the controller's store to another one
     Store(StoreArgs),
-    /// The fleet's own certificate authority, and the daemons' certificates
+    /// Manage the fleet's certificate authority and the daemons' certificates
     Certs(CertsArgs),
-    /// Packets at this load balancer with their decisions: XDP takes packets before tcpdump sees them
+    /// Capture packets at this load balancer with its decisions: tcpdump does not see packets that XDP forwards
     Capture(CaptureArgs),
-    /// The heaviest connections of a stateful service, live, from the load balancer's connection table
+    /// List the busiest connections of a stateful service, from the load balancer's connection table
     Connections(ConnectionsArgs),
-    /// Whether this machine is fit for its role, and how to fix it; 1 when it is not
+    /// Check that this machine is fit for its role, and show remedies; exit status 1: it is not
     Doctor(DoctorArgs),
-    /// Whether this kernel takes every BPF program
+    /// Check that this kernel loads every BPF program
     CheckKernel,
     #[command(flatten)]
     Shell(ShellCommand),
@@ -102,17 +102,16 @@ struct LbArgs {
     /// The daemon's file (docs/config.md)
     #[arg(long, value_name = "FILE", required = true)]
     config: Option<PathBuf>,
-    /// Take the program from the interface and remove what is pinned: forwarding ends
+    /// Detach the XDP program and remove its pins: forwarding ends
     #[arg(long)]
     detach: bool,
 }
 
 #[derive(clap::Subcommand)]
 enum LbCommand {
-    /// Have the controller forget a load balancer that is gone for good: its number is free for another one's
-    /// connection table
+    /// Forget a load balancer that is gone for good: the controller may give its number to another one
     Forget {
-        /// Its name
+        /// Name of the load balancer
         name: String,
         #[command(flatten)]
         query: QueryArgs,
@@ -127,14 +126,14 @@ struct AgentArgs {
     /// The daemon's file (docs/config.md)
     #[arg(long, value_name = "FILE", required = true)]
     config: Option<PathBuf>,
-    /// Take everything off, put everything back (RSS, sysctl), remove what is pinned: the server's connections break
+    /// Detach the programs, remove their pins, and restore RSS and sysctls: stamped connections break
     #[arg(long)]
     detach: bool,
 }
 
 #[derive(clap::Subcommand)]
 enum AgentCommand {
-    /// RSS of a NIC, and the queues at which SYNs actually arrive
+    /// Show the RSS settings of a NIC, and the queues at which SYNs actually arrive
     Rss(RssArgs),
 }
 
@@ -151,7 +150,7 @@ struct QueryArgs {
 struct StatusArgs {
     #[command(flatten)]
     query: QueryArgs,
-    /// With whole RSS keys in JSON: who knows one can aim at a core
+    /// Show whole RSS keys in the JSON output: a secret, because they allow aiming at a core
     #[arg(long)]
     rss_keys: bool,
 }
@@ -164,7 +163,7 @@ struct FleetArgs {
 
 #[derive(clap::Subcommand)]
 enum FleetCommand {
-    /// Print it, as it was written
+    /// Print the document as it was written
     Show(QueryArgs),
 }
 
@@ -176,15 +175,15 @@ struct StoreArgs {
 
 #[derive(clap::Subcommand)]
 enum StoreCommand {
-    /// From the store of one controller's file to that of another's: from one controller to several on etcd, or back
+    /// Copy all records from one controller's store to another's: from a file to etcd, or back
     Copy {
-        /// The controller's file that names the store with the records
+        /// Controller file of the store to copy from
         #[arg(long, value_name = "FILE")]
         from: PathBuf,
-        /// The controller's file that names the store that is to have them
+        /// Controller file of the store to copy to
         #[arg(long, value_name = "FILE")]
         to: PathBuf,
-        /// Also when there are records already, which are lost
+        /// Overwrite the records that the target already has
         #[arg(long)]
         replace: bool,
     },
@@ -198,13 +197,13 @@ struct KeysArgs {
 
 #[derive(clap::Subcommand)]
 enum KeysCommand {
-    /// The key that stamps, its age, and the state of a rotation
+    /// Show the stamping key, its age, and the state of a rotation
     Show(QueryArgs),
-    /// Begin a rotation: the next key goes to everybody, and stamps when all have confirmed it
+    /// Rotate the keys: distribute the next key, which stamps when all daemons have confirmed it
     Rotate {
         #[command(flatten)]
         query: QueryArgs,
-        /// Also when the present key is young, and without those that are not connected: connections may break
+        /// Rotate although the present key is young, and without daemons that are not connected: connections may break
         #[arg(long)]
         force: bool,
     },
@@ -223,22 +222,22 @@ struct ExplainArgs {
     /// Address and port of the client
     #[arg(long, value_name = "ADDRESS:PORT")]
     client: SocketAddr,
-    /// A packet of an established connection that echoes this (TSecr, `ecr` in tcpdump), instead of a first one
+    /// Explain an established packet with this TSecr (`ecr` in tcpdump), instead of a new connection
     #[arg(long, value_name = "TSECR")]
     tsecr: Option<u32>,
-    /// A packet of an established connection without timestamps
+    /// Explain an established packet without timestamps
     #[arg(long, conflicts_with = "tsecr")]
     without_timestamps: bool,
-    /// It is a reset
+    /// Explain a reset
     #[arg(long)]
     reset: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
-    /// For people
+    /// Text for people
     Text,
-    /// One object, for programs
+    /// One JSON object, for programs
     Json,
 }
 

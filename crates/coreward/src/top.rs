@@ -6,7 +6,7 @@ use crate::contact::ContactArgs;
 pub struct TopArgs {
     #[command(flatten)]
     contact: ContactArgs,
-    /// Print one page as text and end; so without it where standard output is no terminal
+    /// Print one page as text and exit; the default if standard output is no terminal
     #[arg(long)]
     once: bool,
 }

@@ -11,34 +11,34 @@ use crate::{daemon, service, status};
 #[derive(Debug, Clone, clap::Args)]
 #[group(id = "which", required = true, multiple = true, args = ["config", "listen", "detach", "status"])]
 pub struct DispatchArgs {
-    /// Services and how their requests are dispatched (docs/dispatch.md)
+    /// Configuration file (docs/dispatch.md)
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// One service, by the address and port that its UDP sockets are bound to
+    /// Dispatch one service: the address and port of its UDP sockets
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "config")]
     listen: Option<SocketAddr>,
-    /// With --listen: which worker gets a request: random, rr, jsq, jlq or jbsrq
+    /// Policy of the service of --listen: random, rr, jsq, jlq or jbsrq
     #[arg(long, default_value = "jsq", requires = "listen", conflicts_with = "config")]
     policy: Policy,
-    /// Directory of the data plane, in a BPF file system
+    /// Pin directory in a BPF file system
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "config")]
     pin_directory: Option<PathBuf>,
-    /// End it, for the services named or for all: the kernel picks by itself again
+    /// Stop dispatching for the given services, or for all: the kernel selects the worker again
     #[arg(long)]
     detach: bool,
-    /// Print what each worker has outstanding, dispatched, completed, repaired
+    /// Show the outstanding, dispatched, completed and repaired requests of each worker
     #[arg(long, conflicts_with = "detach")]
     status: bool,
-    /// With --status: what to print
+    /// Format of the output of --status
     #[arg(long, value_enum, default_value_t = Format::Text, requires = "status")]
     format: Format,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
-    /// For people
+    /// Text for people
     Text,
-    /// One object, for programs
+    /// One JSON object, for programs
     Json,
 }
 

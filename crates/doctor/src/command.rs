@@ -16,25 +16,25 @@ use crate::{checks, fix, report};
 /// Options.
 #[derive(Debug, clap::Args)]
 pub struct DoctorArgs {
-    /// The daemon's file (docs/config.md), with role, interface and controller
+    /// The daemon's file, which sets role, interface and controller (docs/config.md)
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// The device of the services' packets
+    /// Network device of the services' packets
     #[arg(long, value_name = "NAME")]
     interface: Option<String>,
     /// The machine's role
     #[arg(long, value_enum)]
     role: Option<Role>,
-    /// The controller's `listen`
+    /// Address of the controller: its `listen`
     #[arg(long, value_name = "ADDRESS:PORT")]
     controller: Option<SocketAddr>,
-    /// A service of this machine that the controller does not name; may be repeated
+    /// Service of this machine that the controller does not list; may be repeated
     #[arg(long = "service", value_name = "ADDRESS:PORT[/tcp|/udp]")]
     services: Vec<NamedService>,
-    /// Make the safe repairs, then check again
+    /// Apply the safe remedies, then check again
     #[arg(long)]
     fix: bool,
-    /// Print every check with its roles and expectation, and check nothing
+    /// List every check with its roles and expectation, and check nothing
     #[arg(long, conflicts_with_all = ["config", "fix"])]
     list: bool,
     /// Format of the output
@@ -44,9 +44,9 @@ pub struct DoctorArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
-    /// For people
+    /// Text for people
     Text,
-    /// One object, for programs
+    /// One JSON object, for programs
     Json,
 }
 

@@ -203,7 +203,7 @@ impl Client {
             .map(|(position, printed)| format!("{}: {printed}", self.controllers[position]))
             .collect();
         Err(anyhow!(
-            "no controller that was asked leads ({}): expected `--controller` with all of them",
+            "none of these controllers leads ({}): expected `--controller` with all of them",
             printed.join("; ")
         ))
     }
@@ -220,7 +220,7 @@ impl Client {
                 Some(failure) if failure.reason == Reason::WrongName => {
                     "expected the host that its certificate names, or `--controller-name` with its name"
                 }
-                _ => "expected a running `coreward controller` whose `api` that is",
+                _ => "expected a running `coreward controller` with this `api`",
             };
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };

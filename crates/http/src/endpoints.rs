@@ -235,17 +235,17 @@ fn describe(operation: &mut Operation, needed: Role) {
     // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the roles that are needed.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SCHEME, [needed.name()])]);
     let mut errors = vec![
-        ("400", "The request cannot be understood"),
-        ("401", "No valid token"),
-        ("403", "This role may not do that"),
+        ("400", "The request is malformed"),
+        ("401", "No valid token or certificate"),
+        ("403", "The role does not permit this request"),
         ("408", "The request took too long"),
         ("429", "Too many requests"),
         ("500", "The controller failed"),
         ("503", "Another controller leads"),
-        ("507", "The change cannot be written down, and is not made"),
+        ("507", "The change cannot be stored, and is not made"),
     ];
     if operation.request_body.is_some() {
-        errors.extend([("413", "The body is too large"), ("415", "The body is no JSON")]);
+        errors.extend([("413", "The body is too large"), ("415", "The body is not JSON")]);
     }
     let responses = &mut operation.responses.responses;
     for (status, description) in errors {

@@ -24,7 +24,7 @@ pub enum ProblemKind {
     /// The role does not permit it.
     #[serde(rename = "urn:coreward:problem:forbidden")]
     Forbidden,
-    /// Not found.
+    /// The named object does not exist.
     #[serde(rename = "urn:coreward:problem:not-found")]
     NotFound,
     /// The path has other methods only.
@@ -62,19 +62,19 @@ pub enum ProblemKind {
 impl ProblemKind {
     fn status_and_title(self) -> (StatusCode, &'static str) {
         match self {
-            Self::BadRequest => (StatusCode::BAD_REQUEST, "The request cannot be understood"),
-            Self::Unauthenticated => (StatusCode::UNAUTHORIZED, "A token is needed"),
-            Self::Forbidden => (StatusCode::FORBIDDEN, "This role may not do that"),
-            Self::NotFound => (StatusCode::NOT_FOUND, "There is no such thing"),
-            Self::MethodNotAllowed => (StatusCode::METHOD_NOT_ALLOWED, "The path knows other methods only"),
+            Self::BadRequest => (StatusCode::BAD_REQUEST, "The request is malformed"),
+            Self::Unauthenticated => (StatusCode::UNAUTHORIZED, "No valid token or certificate"),
+            Self::Forbidden => (StatusCode::FORBIDDEN, "The role does not permit this request"),
+            Self::NotFound => (StatusCode::NOT_FOUND, "Not found"),
+            Self::MethodNotAllowed => (StatusCode::METHOD_NOT_ALLOWED, "The path does not support this method"),
             Self::Timeout => (StatusCode::REQUEST_TIMEOUT, "The request took too long"),
-            Self::Conflict => (StatusCode::CONFLICT, "The state is another one"),
+            Self::Conflict => (StatusCode::CONFLICT, "The present state does not permit this change"),
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, "The body is too large"),
-            Self::UnsupportedMediaType => (StatusCode::UNSUPPORTED_MEDIA_TYPE, "The body is no JSON"),
-            Self::WrongDocument => (StatusCode::UNPROCESSABLE_ENTITY, "The document is wrong"),
+            Self::UnsupportedMediaType => (StatusCode::UNSUPPORTED_MEDIA_TYPE, "The body is not JSON"),
+            Self::WrongDocument => (StatusCode::UNPROCESSABLE_ENTITY, "The document has mistakes"),
             Self::TooManyRequests => (StatusCode::TOO_MANY_REQUESTS, "Too many requests"),
             Self::NotLeading => (StatusCode::SERVICE_UNAVAILABLE, "Another controller leads"),
-            Self::NotStored => (StatusCode::INSUFFICIENT_STORAGE, "The change cannot be written down"),
+            Self::NotStored => (StatusCode::INSUFFICIENT_STORAGE, "The change cannot be stored"),
             Self::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "The controller failed"),
         }
     }
@@ -88,7 +88,7 @@ pub struct Problem {
     pub kind: ProblemKind,
     /// Title of the kind.
     pub title: Box<str>,
-    /// The status of the answer.
+    /// Status of the response.
     pub status: u16,
     /// Found value and expectation.
     pub detail: String,

@@ -187,7 +187,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
                 // First its pending request: a client that has just sent one stays.
                 biased;
                 ended = connection(stream, address, bounds, &permit, acceptor, router) => ended,
-                () = permit.wait_until_needed() => Err("others come, and it asks for nothing".into()),
+                () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),
             };
             if let Err(error) = ended {
                 tracing::debug!(event = "api-connection-ended", %address, %error, "connection ended");

@@ -336,7 +336,7 @@ fn refused_connection_fails_the_check() {
         error,
         format!(
             "no controller answers at {address} (Connection refused (os error 111)): expected a running `coreward \
-             controller` whose `api` that is"
+             controller` with this `api`"
         )
     );
 }

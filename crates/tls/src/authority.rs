@@ -65,11 +65,11 @@ pub struct Issued {
 /// A step from one authority to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RollOver {
-    /// Make the next authority: ca.crt holds both, the old one signs
+    /// Create the next authority: ca.crt holds both, the old one signs
     Begin,
-    /// The next one signs, ca.crt holds both: when every part has the ca.crt of the first step
+    /// Let the next authority sign, when every daemon has the ca.crt of `begin`: ca.crt still holds both
     Switch,
-    /// ca.crt holds the new one only: when every part has a certificate that it signed
+    /// Remove the old authority from ca.crt, when every daemon has a certificate of the new one
     Finish,
 }
 

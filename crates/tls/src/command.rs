@@ -21,59 +21,60 @@ pub struct CertsArgs {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Make the fleet's authority: a key that stays here, and ca.crt for every part
+    /// Create the fleet's authority: a key that stays here, and ca.crt for every daemon
     Init {
-        /// The fleet's name: parts of another one are refused
+        /// Name of the fleet; certificates of other fleets are rejected
         #[arg(long, value_name = "NAME")]
         fleet: Name,
-        /// How long the authority is good
+        /// Validity of the authority (days)
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// A certificate and a key for one part, with ca.crt in a directory: copy that to its machine
+    /// Issue a certificate: writes it with its key and ca.crt into a directory to copy to the machine
     Issue {
-        /// controller, agent, lb, rack, operator or viewer
+        /// Role: controller, agent, lb, rack, operator or viewer
         #[arg(long)]
         role: Role,
-        /// An agent's: the server's name in the fleet's file; a load balancer's: its name; else for logs
+        /// Name: of an agent the server in the fleet document, of a load balancer its `name`; of others any name, for
+        /// logs
         #[arg(long)]
         name: Name,
-        /// A host name or address that browsers and curl know the controller's API by
+        /// Host name or address of the controller's API for browsers and curl; may be repeated
         #[arg(long, value_name = "NAME|ADDRESS", value_parser = host)]
         address: Vec<String>,
-        /// How long it is good
+        /// Validity (days)
         #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: u32,
-        /// Directory for the three files; default: ROLE-NAME in the authority's directory
+        /// Directory of the three files [default: ROLE-NAME in the authority's directory]
         #[arg(long, value_name = "DIRECTORY")]
         out: Option<PathBuf>,
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// Renew the certificate and key in a directory, with the validity of the old one
+    /// Renew certificates and keys, with the validity of the old ones
     Renew {
-        /// Directories that `issue` wrote
+        /// Directories that `coreward certs issue` wrote
         #[arg(required = true, value_name = "DIRECTORY")]
         bundles: Vec<PathBuf>,
-        /// Validity
+        /// Validity (days) [default: that of the old certificate]
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: Option<u32>,
         #[command(flatten)]
         folder: AuthorityArgs,
     },
-    /// Show owners, validity and fingerprints of the certificates in these files
+    /// Show owner, validity and fingerprint of each certificate
     Show {
-        /// Files with certificates
+        /// Certificate files (PEM)
         #[arg(required = true, value_name = "FILE")]
         files: Vec<PathBuf>,
     },
-    /// From one authority to the next, in three steps, without a moment in which parts do not believe each other
+    /// Replace the authority in three steps, in which all daemons accept each other
     RollOver {
-        /// The step
+        /// Step of the replacement
         step: RollOver,
-        /// How long the new authority is good
+        /// Validity of the new authority (days)
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]

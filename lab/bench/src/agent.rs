@@ -23,13 +23,13 @@ pub struct Args {
     /// Cores (receive queues) of the server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=512))]
     cores: u16,
-    /// Time between two reports
+    /// Interval of reports (ms)
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(10..=1000))]
     report_interval_ms: u64,
-    /// How often is measured
+    /// Number of measured windows
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     windows: u32,
-    /// How long each time
+    /// Length of a window (s)
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     window_seconds: u64,
 }

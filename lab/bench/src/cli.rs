@@ -25,45 +25,45 @@ pub struct BenchArgs {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// The policies side by side in virtual time
+    /// Compare the policies in virtual time
     Placement(placement::Args),
-    /// Cost of the load balancer's program per packet (needs root)
+    /// Measure the cost of the load balancer's program per packet (needs root)
     Xdp(xdp::Args),
-    /// Cost of the server's programs per packet (needs root)
+    /// Measure the cost of the server's programs per packet (needs root)
     Server(xdp::Length),
-    /// Effect of a SYN flood on one CPU on established packets on another (needs root)
+    /// Measure how a SYN flood on one CPU affects established packets on another (needs root)
     Flood(xdp::Length),
-    /// How much live traffic goes through the load balancer's XDP hook (needs root)
+    /// Measure the rate of live frames through the load balancer's program (needs root)
     Throughput(throughput::Args),
-    /// Cost of choosing a worker for a request (needs root)
+    /// Measure the cost of selecting the worker of a request (needs root)
     Dispatch(dispatch::Args),
-    /// Requests to cores through shared memory: decisions, round trips, messages
+    /// Measure requests to cores through shared memory: decisions, round trips, messages
     Orchestrate(orchestrate::Args),
-    /// The load of a core that receives packets, and the cost of measuring it (needs root)
+    /// Measure the load of a core that receives packets, and the cost of that measurement (needs root)
     CpuLoad(cpu_load::Args),
-    /// Cost of the agent (needs root)
+    /// Measure the cost of the agent (needs root)
     Agent(agent::Args),
-    /// Cost of idle connections for the others at a server (needs root)
+    /// Measure the cost of idle connections for the others at a server (needs root)
     Idle(idle::Args),
-    /// Cost of counting services' connections at an agent (needs root)
+    /// Measure the cost of the agent's count of connections (needs root)
     Counting(conn_count::Args),
-    /// Cost of the controller, with emulated agents
+    /// Measure the cost of the controller, with emulated agents
     Controller(controller::Args),
-    /// Cost of the controller behind rack controllers, with emulated agents
+    /// Measure the cost of the controller behind rack controllers, with emulated agents
     Racks(racks::Args),
     #[command(hide = true)]
     ControllerProcess(controller::ProcessArgs),
-    /// How many agents a controller on one CPU takes, and how soon its tables are in the kernel (needs root)
+    /// Measure how many agents a controller on one CPU serves, and the delay of its tables (needs root)
     Scale(scale::Args),
     #[command(hide = true)]
     LoadBalancerProcess(test_env::ProcessArgs),
-    /// How soon a load balancer with many services and servers forwards, and follows a change (needs root)
+    /// Measure how soon a load balancer with many services forwards and follows a change (needs root)
     Start(startup::Args),
-    /// How quick the simulator is
+    /// Measure the speed of the simulator
     Sim(sim::Args),
-    /// Everything that has a cost (needs root)
+    /// Run all benches of docs/cost.md (needs root)
     All {
-        /// Also put the reports into the generated parts of this Markdown file
+        /// Also write the reports into the generated parts of this Markdown file
         #[arg(long, value_name = "FILE")]
         write: Option<PathBuf>,
     },

@@ -18,7 +18,7 @@ pub struct Args {
     /// Connections at the server
     #[arg(long, value_delimiter = ',', default_value = "1000,10000,100000")]
     connections: Vec<u32>,
-    /// How often is counted
+    /// Number of counts
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
 }

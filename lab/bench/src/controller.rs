@@ -37,22 +37,22 @@ pub struct Args {
     /// Cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     pub(crate) cores: u16,
-    /// Time between two reports of an agent
+    /// Interval of an agent's reports (ms)
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(10..=1000))]
     pub(crate) report_interval_ms: u64,
-    /// Load balancers that take every table
+    /// Load balancers that get every table
     #[arg(long, default_value_t = 2)]
     pub(crate) load_balancers: u32,
-    /// Services, each with its part of the servers
+    /// Services, each with an equal share of the servers
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) services: u32,
     /// Policy of every service
     #[arg(long, default_value = coreward_model::policy::DEFAULT)]
     pub(crate) policy: String,
-    /// How often is measured
+    /// Number of measured windows
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) windows: u32,
-    /// How long each time
+    /// Length of a window (s)
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) window_seconds: u64,
 }

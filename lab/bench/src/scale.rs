@@ -27,16 +27,16 @@ pub struct Args {
     /// Cores of each server
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=2048))]
     cores: u16,
-    /// Services, each with its part of the servers
+    /// Services, each with an equal share of the servers
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     services: u32,
-    /// How often is measured
+    /// Number of measured windows
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     windows: u32,
-    /// How long each time
+    /// Length of a window (s)
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     window_seconds: u64,
-    /// Without TLS
+    /// Use plain connections, without TLS
     #[arg(long)]
     plain: bool,
 }

@@ -16,13 +16,13 @@ use crate::report::{Cell, Goal, Report, Table, goal_cells};
 /// Options of `coreward-lab bench sim`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
-    /// Rounds, in each of which every case is measured once
+    /// Rounds; each measures every case once
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
-    /// Requests of a case
+    /// Requests per case
     #[arg(long, default_value_t = 4_000_000, value_parser = clap::value_parser!(u64).range(1000..))]
     requests: u64,
-    /// Seconds of campus traffic in the capture that is read
+    /// Length of the campus traffic in the capture (s)
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(2..=600))]
     capture_seconds: u32,
 }

@@ -30,10 +30,10 @@ pub struct Args {
     /// Servers, each of one service
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     servers: u32,
-    /// How often the load balancer is started
+    /// Number of starts of the load balancer
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     starts: u32,
-    /// How many servers are changed, one after the other
+    /// Number of servers that change, one after the other
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     changes: u32,
 }

@@ -46,7 +46,7 @@ impl Default for Length {
 pub struct Args {
     #[command(flatten)]
     length: Length,
-    /// Only first packets and the like whose case has this in its name, and nothing about open connections
+    /// Only cases whose name contains this; those of open connections are left out
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
 }

@@ -26,19 +26,19 @@ struct Cli {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Watch the whole system work: the same connections under every policy, side by side (needs root)
+    /// Run the same connections under every policy at once, in network namespaces (needs root)
     Demo(DemoOptions),
-    /// Simulate a policy on a trace or on random arrivals, without touching a network
+    /// Simulate policies on a trace or on random arrivals
     Sim(SimArgs),
-    /// Draw the papers' figures with the published numbers in them, and check each statement
+    /// Reproduce the papers' figures next to the published numbers, and check each statement
     Figure(FigureArgs),
-    /// Load a service, open loop, and report the distribution of response times
+    /// Load a service (open loop) and report the distribution of response times
     Load(LoadArgs),
-    /// Pieces of the testbed
+    /// Run parts of the testbed: servers, clients, experiments
     Testbed(TestbedArgs),
     /// Measure coreward on this machine
     Bench(BenchArgs),
-    /// Compare the load balancer's BPF program with the reference model (needs root)
+    /// Compare the load balancer's BPF program with the reference model on generated packets (needs root)
     Fuzz(FuzzArgs),
     #[command(flatten)]
     Shell(ShellCommand),

@@ -19,7 +19,7 @@ pub struct FuzzArgs {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Generated packets, a changing state: every verdict, byte, counter and map entry
+    /// Send generated packets while the state changes: compare every verdict, byte, counter and map entry
     Packets(Packets),
     /// Check that connections stay with their server while servers, load balancers and keys change
     Consistency(Consistency),
@@ -27,29 +27,29 @@ enum Command {
 
 #[derive(clap::Args)]
 struct Packets {
-    /// How many packets [default: as many as fit into --seconds]
+    /// Number of packets [default: as many as fit into --seconds]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     packets: Option<u64>,
-    /// How long, unless --packets is given
+    /// Duration, unless --packets is given (s)
     #[arg(long, default_value_t = 60)]
     seconds: u64,
-    /// Determines all packets and changes [default: from the clock, and printed]
+    /// Seed of all packets and changes [default: from the clock; printed]
     #[arg(long)]
     seed: Option<u64>,
-    /// The first epoch's number: a difference is found again at once by the one it was found in
+    /// Number of the first epoch; with the number that a difference was found in, the run finds it at once
     #[arg(long, default_value_t = 0)]
     epoch: u64,
-    /// Threads, each with a load balancer of its own [default: as many as there are CPUs]
+    /// Threads, each with its own load balancer [default: number of CPUs]
     #[arg(long)]
     threads: Option<usize>,
 }
 
 #[derive(clap::Args)]
 struct Consistency {
-    /// How many connections
+    /// Number of connections
     #[arg(long, default_value_t = consistency::Config::default().connections)]
     connections: u32,
-    /// Virtual time in which they are opened
+    /// Virtual time in which they are opened (minutes)
     #[arg(long, default_value_t = consistency::Config::default().minutes)]
     minutes: u32,
     /// Changes per minute of virtual time
@@ -58,13 +58,13 @@ struct Consistency {
     /// Load balancers
     #[arg(long, default_value_t = consistency::Config::default().load_balancers)]
     load_balancers: usize,
-    /// How packets find their server: stateless or stateful
+    /// Consistency mode: stateless or stateful
     #[arg(long, default_value = "stateless")]
     mode: String,
-    /// Determines everything
+    /// Seed of everything
     #[arg(long, default_value_t = consistency::Config::default().seed)]
     seed: u64,
-    /// Without the BPF programs: needs no root
+    /// Run the reference model only; needs no root
     #[arg(long)]
     model_only: bool,
 }

@@ -8,9 +8,9 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 /// Distribution of the gaps between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Arrivals {
-    /// Independently: exponential gaps
+    /// Poisson process: independent, exponential gaps
     Poisson,
-    /// Evenly: equal gaps
+    /// Equal gaps
     Fixed,
 }
 

@@ -32,54 +32,54 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 /// Options of `coreward-lab load`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LoadArgs {
-    /// The service to load
+    /// Address and port of the service
     #[arg(value_name = "ADDRESS:PORT")]
     pub target: SocketAddrV4,
-    /// How requests are sent
+    /// Transport of requests
     #[arg(long, value_enum, default_value_t = TransportName::Udp)]
     pub transport: TransportName,
     /// Requests due per second
     #[arg(long, value_parser = positive)]
     pub rate: f64,
-    /// How they follow one another
+    /// Distribution of the gaps between requests
     #[arg(long, value_enum, default_value_t = Arrivals::Poisson)]
     pub arrivals: Arrivals,
-    /// How long to measure (s)
+    /// Duration of the measurement (s)
     #[arg(long, value_parser = positive, default_value_t = 10.0)]
     pub seconds: f64,
-    /// How long to send before measuring (s)
+    /// Duration of the warm-up before it (s)
     #[arg(long, value_parser = not_negative, default_value_t = 1.0)]
     pub warm_up: f64,
-    /// A request unanswered for so long after it was due is lost (s)
+    /// Time after its due time at which an unanswered request is lost (s)
     #[arg(long, value_parser = positive, default_value_t = 2.0)]
     pub timeout: f64,
-    /// Source ports, that is, sockets or connections; each request takes one of them at random
+    /// Number of source ports (sockets or connections); each request uses a random one
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
     pub flows: u16,
-    /// Source addresses, taken in turn by the flows [default: the kernel's choice]
+    /// Source addresses, which the flows use in turn [default: the kernel's choice]
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',')]
     pub sources: Vec<Ipv4Addr>,
-    /// Source port of the first flow, the others follow: the same flows in every run [default: the kernel's choice]
+    /// Source port of the first flow; the others follow, so every run has the same flows [default: the kernel's choice]
     #[arg(long, value_name = "PORT")]
     pub first_port: Option<u16>,
     /// Request types and their shares: GET=0.5,PUT=0.4,SCAN46=0.1, or a mix of Turbo's Figure 7: turbo-7a (half GET, half
     /// PUT), turbo-7b (10 % SCAN18), turbo-7c (40 % SCAN46), turbo-7d (a third each of GET, SCAN46, SCAN105)
     #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
     pub mix: Mix,
-    /// Ask for service times of a distribution, for paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
-    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or as `coreward-lab sim rpc` takes it (fixed, exp,
-    /// lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
+    /// Request service times from a distribution, of paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
+    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or one of `coreward-lab sim rpc` (fixed, exp, lognormal:SIGMA,
+    /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
     #[arg(long, value_name = "DISTRIBUTION")]
     pub service: Option<ServiceDistribution>,
-    /// The service times asked for, times this; with --mix: ask for those of Turbo's Figure 7 (GET 0.975 us ...) times this,
-    /// instead of leaving them to the server
+    /// Factor of the service times of --service. With --mix: request those of Turbo's Figure 7 (GET 0.975 us ...) times
+    /// this factor, instead of leaving them to the server
     #[arg(long, value_name = "FACTOR", value_parser = positive)]
     pub multiplier: Option<f64>,
-    /// Rate per second of a separate, measured stream of short requests (the first type of --mix, the shortest of
-    /// --service), Poisson
+    /// Rate of a separate, measured Poisson stream of short requests: the first type of --mix, the shortest of
+    /// --service (1/s)
     #[arg(long, value_name = "RATE", value_parser = positive)]
     pub measure: Option<f64>,
-    /// Keys that requests ask for: user0000000000 and on, all alike
+    /// Number of keys, which requests draw uniformly: user0000000000 and on
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub keys: u32,
     /// Length of the values that PUT writes (bytes)
@@ -88,7 +88,7 @@ pub struct LoadArgs {
     /// Seed of arrivals, types, times, keys and flows
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// With --transport dns: what requests of each class of --mix ask, in its order: NAME/TYPE, or NAME/TYPE/dnssec for
+    /// With --transport dns: the query of each class of --mix, in its order: NAME/TYPE, or NAME/TYPE/dnssec for
     /// signatures
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
     pub query: Vec<Query>,
@@ -108,11 +108,11 @@ pub struct LoadArgs {
 pub enum TransportName {
     /// The key-value server's protocol, one request per datagram
     Udp,
-    /// The paced server's protocol on connections that stay open; each request has its duration, in whole us
+    /// The paced server's protocol on persistent connections; each request states its service time in whole us
     Tcp,
-    /// DNS: --query for each class of --mix, one per datagram
+    /// DNS: the --query of each class of --mix, one per datagram
     Dns,
-    /// HTTP/1.1 with keep-alive: GET of --path on one of the connections that are free
+    /// HTTP/1.1 with keep-alive: GET of --path on a free connection
     Http,
 }
 

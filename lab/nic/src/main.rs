@@ -45,19 +45,19 @@ use crate::tally::Tally;
 /// Checks the agent against real NIC drivers in QEMU guests.
 #[derive(Parser)]
 struct Arguments {
-    /// The binary to test.
+    /// Binary of `coreward` to test.
     #[arg(long)]
     coreward: PathBuf,
     /// Directory of downloaded packages.
     #[arg(long)]
     cache: PathBuf,
-    /// Only guests whose name contains this.
+    /// Run only guests whose name contains this.
     #[arg(long, default_value = "")]
     only: String,
-    /// Only runs this command (one line of shell) in the guests.
+    /// Run only this command (one line of shell) in the guests.
     #[arg(long)]
     run: Option<String>,
-    /// Instead checks the Debian packages in the directories `old` and `new` of this one, under systemd.
+    /// Check the Debian packages in the directories `old` and `new` of this one instead, under systemd.
     #[arg(long)]
     units: Option<PathBuf>,
 }

@@ -9,15 +9,15 @@ pub struct SimArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum SimCommand {
-    /// Requests at the cores of one server: latencies under a policy
+    /// Simulate requests at the cores of one server: latencies under a policy
     Rpc(crate::rpc::cli::RpcArgs),
-    /// Load balancer and servers together: what each tier gives, and both
+    /// Simulate load balancer and servers together: every combination of their policies
     Path(crate::path::cli::PathArgs),
-    /// The highest load at which a server keeps its SLO
+    /// Find the highest load at which a server keeps its SLO
     Capacity(crate::rpc::cli::PeakArgs),
-    /// A trace through the load balancer, under several policies
+    /// Replay a trace through the load balancer under several policies
     Lb(crate::lb::cli::LbArgs),
-    /// Connections and reconfiguration: what breaks, and how evenly connections lie on the servers
+    /// Simulate connections while the pool changes: broken connections and imbalance
     Pcc(crate::pcc::cli::PccArgs),
 }
 

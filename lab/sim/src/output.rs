@@ -6,11 +6,11 @@ use serde::Serialize;
 /// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
-    /// For people
+    /// Text for people
     Text,
-    /// One object, for programs
+    /// One JSON object, for programs
     Json,
-    /// One line per row, for spreadsheets
+    /// CSV for spreadsheets
     Csv,
 }
 

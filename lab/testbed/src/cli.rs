@@ -14,31 +14,32 @@ pub struct TestbedArgs {
 
 #[derive(Debug, Clone, clap::Subcommand)]
 enum TestbedCommand {
-    /// Serve requests by the clock, one at a time per worker: a server with emulated cores
+    /// Run a server with emulated cores: each worker serves one request at a time, by the clock
     PacedServer(paced_server::PacedServerArgs),
-    /// Serve GET, PUT and SCAN by UDP, one socket per worker, as fast as it can or by the clock
+    /// Run a key-value server (GET, PUT, SCAN; UDP), as fast as it can or by the clock
     KeyValueServer(key_value::server::KeyValueServerArgs),
-    /// Serve GET, PUT and SCAN on cores of `coreward orchestrate`
+    /// Run a key-value server on cores of `coreward orchestrate`
     OrchestratedServer(orchestrated_server::OrchestratedServerArgs),
-    /// Replay an arrival log against a service and print what became of it as JSON
+    /// Replay an arrival log against a service and print the results as JSON
     Load(load::LoadArgs),
-    /// Serve connections that last, in several network namespaces at once
+    /// Serve long connections, in several network namespaces at once
     StreamServer(stream::server::StreamServerArgs),
-    /// Open connections that last and print what became of them, by second, as JSON
+    /// Open long connections and print their results per second as JSON
     StreamClient(stream::client::StreamClientArgs),
-    /// Count broken connections while servers and load balancers come and go; one run, printed as JSON
+    /// Count broken connections while servers and load balancers join and leave; one run, as JSON
     Pcc(pcc::PccArgs),
-    /// Stock curl, wrk and nginx through the load balancer while tables and pool change; prints what was seen as JSON
+    /// Run curl, wrk and nginx through the load balancer while tables and pool change; print the results as JSON
     Conformance(conformance::Options),
-    /// Inject faults while clients connect: no connection may break, no acknowledged change be lost
+    /// Inject faults under load; fails when a connection breaks or an acknowledged change is lost
     Chaos(chaos::Options),
-    /// `coreward dispatch` under load while workers die and stop, and it is detached and attached; prints what was seen as JSON
+    /// Run `coreward dispatch` under load while workers end and stop, and it is detached and attached; print the
+    /// results as JSON
     DispatchSoak(dispatch_soak::Options),
-    /// Stock Knot DNS under queries of unequal cost: the kernel's choice of a worker against `coreward dispatch`'s
+    /// Compare the kernel's choice of a worker with `coreward dispatch`, by Knot DNS and queries of unequal cost
     KnotBenchmark(knot_benchmark::KnotBenchmarkArgs),
-    /// Remove what killed testbeds left behind
+    /// Remove network namespaces, pins and files of killed testbeds
     Clean {
-        /// Only these testbeds; those in use stay
+        /// Names of testbeds [default: all]; those in use stay
         #[arg(value_name = "NAME")]
         names: Vec<String>,
     },

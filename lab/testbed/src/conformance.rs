@@ -26,13 +26,13 @@ use crate::topology::{Testbed, TestbedOptions};
 /// Length of each part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
 pub struct Options {
-    /// Seconds of wrk with keep-alive
+    /// Duration of wrk with keep-alive (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub wrk_seconds: u32,
-    /// Downloads of 1 MB, each by a curl of its own
+    /// Number of downloads of 1 MB, each by its own curl
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub downloads: u32,
-    /// Seconds that one connection is idle and another busy at 4 kB/s
+    /// Time for which one connection is idle and another is busy at 4 kB/s (s)
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub idle_seconds: u32,
     /// net.ipv4.tcp_syncookies on the servers (2: for every connection)

@@ -29,19 +29,19 @@ const YIELD_TIME: Duration = Duration::from_micros(1);
 /// Options of `coreward-lab testbed orchestrated-server`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct OrchestratedServerArgs {
-    /// The orchestrator's memory
+    /// File of the orchestrator's shared memory
     #[arg(long, value_name = "FILE")]
     memory: PathBuf,
-    /// Cores, each with a thread
+    /// Numbers of the cores, each with a thread
     #[arg(long, value_delimiter = ',', required = true, value_name = "CORE,...")]
     cores: Vec<u16>,
-    /// Keys that are there from the start: user0000000000 and on
+    /// Number of keys at the start: user0000000000 and on
     #[arg(long, default_value_t = 10_000)]
     keys: u32,
     /// Length of their values (bytes)
     #[arg(long, default_value_t = 32)]
     value_bytes: u16,
-    /// Time that a request runs before it yields to one of higher priority (us)
+    /// Time after which a request yields to one of higher priority (us)
     #[arg(long, default_value_t = 5)]
     quantum_us: u64,
     /// Assignment of the cores to services 0 and 1, changed by load hints of service 0: share, dedicated or hybrid
@@ -50,7 +50,7 @@ pub struct OrchestratedServerArgs {
     /// Cores that each service keeps for itself
     #[arg(long, default_value_t = 1)]
     reserved: u16,
-    /// Time between two checks of the load monitor (us); it scales down after four calm ones
+    /// Interval of the load monitor's checks (us); it scales down after four calm ones
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..1_000_000_000))]
     epoch_us: u64,
 }

@@ -40,13 +40,13 @@ pub struct PacedServerArgs {
     /// Address and port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddrV4,
-    /// Workers, each an emulated core
+    /// Number of workers, each an emulated core
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
-    /// File of one little-endian u64 per worker: how long it has been busy (ns); appears when all sockets listen
+    /// File of one little-endian u64 per worker: its busy time (ns); created when all sockets listen
     #[arg(long, value_name = "FILE")]
     pub busy_file: PathBuf,
-    /// Number of this server in its answers
+    /// Number of this server, which its answers contain
     #[arg(long, default_value_t = 1)]
     pub server: u8,
 }

@@ -42,7 +42,7 @@ pub struct AuditQuery {
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// The newest ones, at most this many.
+    /// Largest number of changes; the newest are returned.
     #[serde(default)]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,

@@ -16,7 +16,7 @@ pub struct DrainServer {
     #[serde(default)]
     #[schema(required = false)]
     pub services: Vec<String>,
-    /// Also if no other server of a service takes new connections: nothing can connect there then.
+    /// Drain it even if no other server of a service takes new connections: the service then gets none.
     #[serde(default)]
     #[schema(required = false)]
     pub force: bool,

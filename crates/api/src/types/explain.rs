@@ -108,7 +108,7 @@ pub struct Explanation {
     pub chosen_server: Option<String>,
     /// Reason, in one sentence.
     pub reason: String,
-    /// Way to the servers: `l2`, `ipip` or `gue`.
+    /// Forwarding to the servers: `l2`, `ipip` or `gue`.
     pub forwarding: String,
     /// Source port of the outer header of `gue`; null: there is none.
     pub outer_source_port: Option<u16>,
@@ -125,7 +125,7 @@ pub struct ExplainedServer {
     pub hash: Option<u32>,
     /// The hash's bucket.
     pub bucket: Option<u32>,
-    /// The core that the server's NIC picks.
+    /// The core that the server's NIC selects.
     pub core: Option<u32>,
     /// The core's current load, in fractions of its capacity.
     pub core_load: Option<f64>,

@@ -11,7 +11,7 @@ use coreward_config::Diagnostic;
 pub struct Fleet {
     /// Grows with every change of the text; 0: there never was one.
     pub generation: u64,
-    /// Its file; null: it was applied.
+    /// The fleet's file; null: the document was applied by a command.
     pub file: Option<String>,
     /// TOML, with comments.
     pub text: String,
@@ -61,9 +61,9 @@ pub struct FleetChange {
     pub what: String,
     /// The key; null: the whole server or service was added or removed.
     pub key: Option<String>,
-    /// Null: not set.
+    /// Old value; null: not set.
     pub old: Option<String>,
-    /// Null: not set any more.
+    /// New value; null: not set any more.
     pub new: Option<String>,
     /// The change in one line.
     pub message: String,

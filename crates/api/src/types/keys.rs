@@ -11,7 +11,7 @@ pub struct Keys {
     /// The stamping key: 0 or 1.
     #[schema(maximum = 1)]
     pub current: u32,
-    /// Since when (seconds since 1970).
+    /// Time from which it stamps (seconds since 1970).
     pub current_since_unix_s: u64,
     /// Phase of the rotation.
     pub phase: KeyPhase,
@@ -48,7 +48,7 @@ impl fmt::Display for KeyPhase {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {
-    /// Without peers that have not confirmed the keys, and for any age of the present key: connections may break.
+    /// Rotate without peers that have not confirmed the keys, and at any age of the present key: connections may break.
     #[serde(default)]
     pub force: bool,
 }

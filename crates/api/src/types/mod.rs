@@ -34,7 +34,7 @@ pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Whole numbers in requests: what JSON programs agree on (RFC 8259, Sect. 6).
+/// Largest whole number in requests: JSON programs agree on numbers up to it (RFC 8259, Sect. 6).
 pub const MAX_INTEGER: u64 = (1 << 53) - 1;
 
 /// Version of the controller.

@@ -38,11 +38,11 @@ pub struct Table {
     pub rule: String,
     /// Number of buckets.
     pub bucket_count: u32,
-    /// For each RSS group, by bucket: candidates for first packets, the best first.
+    /// For each RSS group, by bucket: candidates for new connections, the best first.
     pub groups: Vec<Vec<Vec<Candidate>>>,
     /// The servers that take new connections.
     pub members: Vec<Member>,
-    /// By bucket: the server of connections that cannot carry a cookie.
+    /// By bucket: the server of connections without a cookie.
     pub consistent: Vec<String>,
 }
 

@@ -13,7 +13,11 @@ use crate::server::state_manager::{Change, ForgetError};
 use coreward_fleet::audit::ENTRIES;
 
 /// Audit log: the newest 1,000 changes and their authors, also from earlier controllers
-#[utoipa::path(get, path = "/v1/audit", params(AuditQuery), responses((status = 200, description = "Changes", body = Audit)))]
+#[utoipa::path(
+    get, path = "/v1/audit",
+    params(AuditQuery),
+    responses((status = 200, description = "Changes", body = Audit))
+)]
 pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=ENTRIES).contains(&limit.into())) {
@@ -32,11 +36,13 @@ pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> R
 /// Forget a load balancer that is gone for good: its number in cookies becomes free
 #[utoipa::path(
     delete, path = "/v1/load-balancers/{load_balancer}",
-    params(("load_balancer" = String, Path, description = "Its name")),
+    params(("load_balancer" = String, Path, description = "Name of the load balancer")),
     responses(
-        (status = 200, description = "Those that are left", body = LoadBalancers),
-        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
-        (status = 409, description = "It is connected", body = Problem, content_type = "application/problem+json"),
+        (status = 200, description = "The remaining load balancers", body = LoadBalancers),
+        (status = 404, description = "No load balancer with this name", body = Problem,
+         content_type = "application/problem+json"),
+        (status = 409, description = "The load balancer is connected", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn forget(

@@ -34,7 +34,10 @@ pub fn routes() -> axum::Router<Api> {
 }
 
 /// Begin a browser session: a cookie with a viewer's rights, for a caller with a token or a certificate
-#[utoipa::path(post, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
+#[utoipa::path(
+    post, path = "/v1/session",
+    responses((status = 204, description = "The session's cookie (`Set-Cookie`)"))
+)]
 pub async fn log_in(
     State(api): State<Api>,
     Extension(peer): Extension<Peer>,
@@ -46,14 +49,17 @@ pub async fn log_in(
     } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certified {
         SessionProof::Certificate { fingerprint, not_after }
     } else {
-        let detail = "a session begins no other one: expected a token, or the certificate of an operator or a viewer";
+        let detail = "a session cannot begin another one: expected a token, or an operator's or viewer's certificate";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
     };
     Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().begin(shown, peer.encrypted))]))
 }
 
 /// End the browser session
-#[utoipa::path(delete, path = "/v1/session", responses((status = 204, description = "With `Set-Cookie`")))]
+#[utoipa::path(
+    delete, path = "/v1/session",
+    responses((status = 204, description = "The session has ended; `Set-Cookie` removes the cookie"))
+)]
 pub async fn log_out(
     State(api): State<Api>,
     Extension(peer): Extension<Peer>,

@@ -15,10 +15,11 @@ use coreward_fleet::drains::{DrainError, WantedDrain};
 /// Whether a server is drained, and its remaining connections
 #[utoipa::path(
     get, path = "/v1/servers/{server}/drain",
-    params(("server" = String, Path, description = "Its name")),
+    params(("server" = String, Path, description = "Name of the server")),
     responses(
-        (status = 200, description = "Whether it is, and what remains", body = DrainStatus),
-        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+        (status = 200, description = "Drain and remaining connections", body = DrainStatus),
+        (status = 404, description = "No server with this name", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
@@ -33,13 +34,13 @@ fn status(shared: &ControllerState, server: &str) -> Result<DrainStatus, Problem
 /// Drain a server: no new connections until this is deleted; restarts and other documents do not end it
 #[utoipa::path(
     post, path = "/v1/servers/{server}/drain", request_body = DrainServer,
-    params(("server" = String, Path, description = "Its name")),
+    params(("server" = String, Path, description = "Name of the server")),
     responses(
-        (status = 200, description = "It is on record, and in force here; what remains there", body = DrainStatus),
-        (status = 404, description = "There is none of that name, or it is not in a service that is named", body = Problem,
+        (status = 200, description = "The drain is stored and in force; remaining connections", body = DrainStatus),
+        (status = 404, description = "No server with this name, or it is not in a named service", body = Problem,
          content_type = "application/problem+json"),
-        (status = 409, description = "No other server of a service takes new connections, and `force` is not set", body = Problem,
-         content_type = "application/problem+json"),
+        (status = 409, description = "No other server of a service takes new connections, and `force` is not set",
+         body = Problem, content_type = "application/problem+json"),
     )
 )]
 pub async fn drain(
@@ -64,10 +65,11 @@ pub async fn drain(
 /// End a server's drain: new connections again, if the fleet's document allows them
 #[utoipa::path(
     delete, path = "/v1/servers/{server}/drain",
-    params(("server" = String, Path, description = "Its name")),
+    params(("server" = String, Path, description = "Name of the server")),
     responses(
-        (status = 200, description = "It is so", body = DrainStatus),
-        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+        (status = 200, description = "No drain by command is in force; remaining connections", body = DrainStatus),
+        (status = 404, description = "No server with this name", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn undrain(

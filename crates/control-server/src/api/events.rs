@@ -247,7 +247,7 @@ fn load_balancers(before: &Overview, after: &Overview, found: &mut Found) {
 fn keys(before: &Overview, after: &Overview, found: &mut Found) {
     let (old, new) = (&before.keys, &after.keys);
     if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
-        found.info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is on its way to everybody");
+        found.info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is being distributed");
     }
     if old.current != new.current {
         found.info((EventKind::Keys, EventId::KeysSwitched), "", format!("key {} stamps from now on", new.current));

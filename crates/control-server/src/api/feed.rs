@@ -54,7 +54,7 @@ impl Feed {
     /// Adds a watcher. Fails when there are too many.
     pub fn watch(&self) -> Result<Watcher, Problem> {
         let place = self.places.clone().try_acquire_owned().map_err(|_| {
-            let detail = format!("{WATCHERS} watch already: expected fewer");
+            let detail = format!("{WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, detail).retry_after(10)
         })?;
         Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _place: place })

@@ -50,7 +50,7 @@ fn check_name(name: &str) -> Result<(), Problem> {
 /// Acknowledgements of the newest configuration, and rejections
 #[utoipa::path(
     get, path = "/v1/fleet/acknowledgements",
-    responses((status = 200, description = "Who has, and who has not", body = Acknowledgements))
+    responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
 )]
 pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
@@ -61,10 +61,10 @@ pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem>
 #[utoipa::path(
     put, path = "/v1/fleet", request_body = NewFleet,
     responses(
-        (status = 200, description = "What it changes", body = FleetApplied),
+        (status = 200, description = "The changes", body = FleetApplied),
         (status = 409, description = "Another generation is in force, or a file manages the fleet", body = Problem,
          content_type = "application/problem+json"),
-        (status = 422, description = "The document is invalid: `mistakes` has the places", body = Problem,
+        (status = 422, description = "The document has mistakes, listed in `mistakes`", body = Problem,
          content_type = "application/problem+json"),
     )
 )]
@@ -90,7 +90,7 @@ pub async fn put_fleet(
     let made = shared.change_by((&caller).into(), change).await.map_err(|error| api.not_applied(&error))?;
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
-        let message = format!("{caller}: the document of generation {now_in_force} was applied");
+        let message = format!("{caller}: applied the document of generation {now_in_force}");
         tracing::info!(event = "document-applied", generation = now_in_force, %caller, "document applied");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
@@ -139,7 +139,11 @@ fn change_document(change: &config::Change) -> FleetChange {
 }
 
 /// Check a document: all mistakes
-#[utoipa::path(post, path = "/v1/check", request_body = Check, responses((status = 200, description = "What is wrong", body = Checked)))]
+#[utoipa::path(
+    post, path = "/v1/check",
+    request_body = Check,
+    responses((status = 200, description = "The mistakes", body = Checked))
+)]
 pub async fn check(Json(wanted): Json<Check>) -> Result<Answer, Problem> {
     check_name(&wanted.name)?;
     answer(Size::Large, move || {

@@ -11,7 +11,10 @@ use super::Api;
 use crate::server::state_manager::Change;
 
 /// State of the cookie keys and their rotation
-#[utoipa::path(get, path = "/v1/keys", responses((status = 200, description = "The keys, without the secrets", body = Keys)))]
+#[utoipa::path(
+    get, path = "/v1/keys",
+    responses((status = 200, description = "The keys, without the secrets", body = Keys))
+)]
 pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
     Ok(Json(api.shared()?.keys()))
 }
@@ -20,8 +23,9 @@ pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
 #[utoipa::path(
     post, path = "/v1/keys/rotate", request_body = RotateKeys,
     responses(
-        (status = 200, description = "As they are now", body = Keys),
-        (status = 409, description = "That is not safe now", body = Problem, content_type = "application/problem+json"),
+        (status = 200, description = "The keys after this step", body = Keys),
+        (status = 409, description = "A rotation is not safe now, and `force` is not set", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn rotate(

@@ -121,8 +121,11 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(openapi))
 }
 
-/// This document
-#[utoipa::path(get, path = "/v1/openapi.json", responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value)))]
+/// OpenAPI document of this API
+#[utoipa::path(
+    get, path = "/v1/openapi.json",
+    responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value))
+)]
 async fn openapi(State(api): State<Api>) -> impl IntoResponse {
     let document = api.document.get().cloned().unwrap_or_default();
     ([(header::CONTENT_TYPE, "application/json")], document)

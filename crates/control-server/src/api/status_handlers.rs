@@ -16,13 +16,19 @@ use coreward_http::{Problem, ProblemKind};
 use super::Api;
 use crate::server::controller_state::ControllerState;
 
-#[utoipa::path(get, path = "/v1/version", responses((status = 200, description = "Its version", body = Version)))]
+#[utoipa::path(
+    get, path = "/v1/version",
+    responses((status = 200, description = "Versions of program and API", body = Version))
+)]
 pub async fn version() -> Json<Version> {
     Json(Version { version: env!("CARGO_PKG_VERSION").to_owned(), api: "v1".to_owned() })
 }
 
 /// Health of the controller
-#[utoipa::path(get, path = "/v1/health", responses((status = 200, description = "What it does", body = Health)))]
+#[utoipa::path(
+    get, path = "/v1/health",
+    responses((status = 200, description = "State of this controller", body = Health))
+)]
 pub async fn health(State(api): State<Api>) -> Json<Health> {
     let state = match api.shared() {
         Ok(shared) if shared.is_settled() => HealthState::Ready,
@@ -35,7 +41,11 @@ pub async fn health(State(api): State<Api>) -> Json<Health> {
 }
 
 /// Full status: services, servers, load balancers, keys
-#[utoipa::path(get, path = "/v1/status", params(StatusQuery), responses((status = 200, description = "All of it", body = Status)))]
+#[utoipa::path(
+    get, path = "/v1/status",
+    params(StatusQuery),
+    responses((status = 200, description = "Full status", body = Status))
+)]
 pub async fn status(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
@@ -54,7 +64,11 @@ fn seen(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerS
     api.shared()
 }
 
-#[utoipa::path(get, path = "/v1/services", params(StatusQuery), responses((status = 200, description = "All", body = Services)))]
+#[utoipa::path(
+    get, path = "/v1/services",
+    params(StatusQuery),
+    responses((status = 200, description = "All services", body = Services))
+)]
 pub async fn services(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
@@ -67,10 +81,11 @@ pub async fn services(
 /// One service
 #[utoipa::path(
     get, path = "/v1/services/{service}",
-    params(("service" = String, Path, description = "Its name"), StatusQuery),
+    params(("service" = String, Path, description = "Name of the service"), StatusQuery),
     responses(
         (status = 200, description = "The service", body = Service),
-        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No service with this name", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn service(
@@ -88,7 +103,11 @@ pub async fn service(
 }
 
 /// All servers, with the load of every core
-#[utoipa::path(get, path = "/v1/servers", params(StatusQuery), responses((status = 200, description = "All", body = Servers)))]
+#[utoipa::path(
+    get, path = "/v1/servers",
+    params(StatusQuery),
+    responses((status = 200, description = "All servers", body = Servers))
+)]
 pub async fn servers(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
@@ -101,10 +120,11 @@ pub async fn servers(
 /// One server
 #[utoipa::path(
     get, path = "/v1/servers/{server}",
-    params(("server" = String, Path, description = "Its name"), StatusQuery),
+    params(("server" = String, Path, description = "Name of the server"), StatusQuery),
     responses(
         (status = 200, description = "The server", body = Server),
-        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No server with this name", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn server(
@@ -121,7 +141,10 @@ pub async fn server(
     .await
 }
 
-#[utoipa::path(get, path = "/v1/load-balancers", responses((status = 200, description = "All", body = LoadBalancers)))]
+#[utoipa::path(
+    get, path = "/v1/load-balancers",
+    responses((status = 200, description = "All load balancers", body = LoadBalancers))
+)]
 pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
@@ -130,10 +153,11 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
 /// One load balancer
 #[utoipa::path(
     get, path = "/v1/load-balancers/{load_balancer}",
-    params(("load_balancer" = String, Path, description = "Its name")),
+    params(("load_balancer" = String, Path, description = "Name of the load balancer")),
     responses(
         (status = 200, description = "The load balancer", body = LoadBalancer),
-        (status = 404, description = "There is none of that name", body = Problem, content_type = "application/problem+json"),
+        (status = 404, description = "No load balancer with this name", body = Problem,
+         content_type = "application/problem+json"),
     )
 )]
 pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
@@ -146,26 +170,29 @@ pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> 
 }
 
 /// Load of every core of every server, and counters
-#[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "All of them", body = Loads)))]
+#[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
 pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     answer(Size::Small, move || Ok(shared.loads())).await
 }
 
 /// Newest table of every service, without contents
-#[utoipa::path(get, path = "/v1/tables", responses((status = 200, description = "All", body = Tables)))]
+#[utoipa::path(
+    get, path = "/v1/tables",
+    responses((status = 200, description = "Summary of each table", body = Tables))
+)]
 pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
     let shared = api.shared()?;
     answer(Size::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
 }
 
-/// Newest table of one service: placement of first packets by bucket
+/// Newest table of one service: placement of new connections by bucket
 #[utoipa::path(
     get, path = "/v1/tables/{service}",
-    params(("service" = String, Path, description = "Its name")),
+    params(("service" = String, Path, description = "Name of the service")),
     responses(
         (status = 200, description = "The table", body = Table),
-        (status = 404, description = "There is no service of that name, or it has no table yet", body = Problem,
+        (status = 404, description = "No service with this name, or no table yet", body = Problem,
          content_type = "application/problem+json"),
     )
 )]

@@ -27,7 +27,11 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const COME_BACK: Duration = Duration::from_secs(1);
 
 /// Kept events of the fleet
-#[utoipa::path(get, path = "/v1/events", params(EventsQuery), responses((status = 200, description = "Events", body = Events)))]
+#[utoipa::path(
+    get, path = "/v1/events",
+    params(EventsQuery),
+    responses((status = 200, description = "Events", body = Events))
+)]
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.shared()?;
     if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
@@ -60,7 +64,7 @@ fn second() -> u32 {
 /// (SIGHUP): reconnect then.
 #[utoipa::path(
     get, path = "/v1/watch",
-    params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Of the last event that was received")),
+    params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Id of the last received event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream", body = String))
 )]
 pub async fn watch(

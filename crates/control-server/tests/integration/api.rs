@@ -302,7 +302,7 @@ async fn watchers_miss_nothing() {
     let document = NewFleet { name: "a.toml".into(), text, generation: 0, dry_run: false };
     site.client(Role::Operator).put_fleet(&document).await.unwrap();
     let missed = watch(Some(&id), "new, at 10.2.0.1: ").await;
-    assert!(missed.contains("the document of generation 1 was applied"), "{missed}");
+    assert!(missed.contains("applied the document of generation 1"), "{missed}");
     assert!(!missed.contains("the controller has started"), "{missed}");
 }
 

@@ -22,22 +22,22 @@ use session::Session;
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).multiple(true))]
 pub struct FigureArgs {
-    /// Figures by name, as turbo-2b; those ending in -live are measured on this machine, as root
+    /// Names of figures, such as turbo-2b; those ending in -live are measured on this machine, as root
     #[arg(group = "what", value_name = "NAME")]
     names: Vec<String>,
-    /// Every figure that is simulated
+    /// All simulated figures
     #[arg(long, group = "what", conflicts_with_all = ["names", "scenario"])]
     all: bool,
-    /// A scenario of your own (docs/simulator.md)
+    /// Scenario file of your own (docs/simulator.md)
     #[arg(long, group = "what", value_name = "FILE")]
     scenario: Vec<PathBuf>,
-    /// Only list the figures
+    /// List the figures and exit
     #[arg(long, group = "what", conflicts_with_all = ["names", "all", "scenario", "out"])]
     list: bool,
     /// Write NAME.csv, NAME.svg, NAME.json and index.html (one page with all) into this directory
     #[arg(long, value_name = "DIR", required_if_eq("all", "true"))]
     out: Option<PathBuf>,
-    /// Format of each figure on standard output without --out
+    /// Format of each figure on standard output, without --out
     #[arg(long, value_enum, default_value_t = Format::Text, conflicts_with = "out")]
     format: Format,
     #[command(flatten)]

@@ -12,8 +12,8 @@ use crate::trace::capture::ReadOptions;
 /// Arguments of `coreward-lab sim lb`.
 #[derive(Debug, clap::Args)]
 pub struct LbArgs {
-    /// The traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward-lab demo`, or a
-    /// generator: campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
+    /// Traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward-lab demo`, or a generator:
+    /// campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
     #[arg(long, default_value = "campus")]
     trace: Source,
     /// Servers
@@ -25,43 +25,43 @@ pub struct LbArgs {
     /// Buckets of the placement table, and entries of the servers' indirection tables
     #[arg(long, default_value = "128", value_parser = parse_buckets)]
     buckets: BucketCount,
-    /// Time between two reports (ms)
+    /// Interval of reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u32,
-    /// Weight of the newest report
+    /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
     alpha: Alpha,
-    /// Policies, separated by commas; oracle is one that knows the rates of all flows
+    /// Policies, separated by commas; `oracle` knows the rates of all flows
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
     policy: Vec<String>,
     /// Seeds: N for 1 to N, or FIRST-LAST
     #[arg(long, default_value = "10")]
     seeds: Seeds,
-    /// A flow of a capture that was silent for longer has ended (s)
+    /// Idle time after which a flow of a capture has ended (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     idle_timeout: u64,
-    /// Copies of the trace that run at once, shifted in time, each with addresses of its own
+    /// Number of copies of the trace at once, shifted in time, each with its own addresses
     #[arg(long, default_value_t = 1)]
     overlay: u32,
     /// Packets/s that a core serves; 128 may wait, others are dropped [default: unlimited]
     #[arg(long, value_name = "PPS")]
     core_capacity: Option<f64>,
-    /// How the servers' indirection tables are drawn; independent: as the paper does
+    /// Distribution of cores over the servers' indirection tables; the paper's is `independent`
     #[arg(long, value_enum, default_value_t = IndirectionTables::Balanced)]
     indirection_tables: IndirectionTables,
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000)]
     window_ms: u32,
-    /// How much faster than recorded the trace runs
+    /// Speed of the replay as a multiple of the recorded one
     #[arg(long, default_value_t = 1.0)]
     replay_speed: f64,
-    /// Rack controllers between servers and controller, each with as many servers [default: none]
+    /// Number of rack controllers, each with an equal share of the servers [default: none]
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
-    /// Limit of the candidates that a rack sends for each bucket; 8 lose nothing
+    /// Largest number of candidates that a rack sends per bucket; with 8 tables are as without racks
     #[arg(long, value_name = "K", default_value_t = Config::default().rack_candidates)]
     rack_candidates: u8,
-    /// From the reports until the table that is made of them is in force (ms)
+    /// Time from the reports until their table is in force (ms)
     #[arg(long, value_name = "MS", default_value_t = 0)]
     table_delay_ms: u32,
     /// Format of the output

@@ -21,13 +21,13 @@ pub struct PathArgs {
     /// Policies of the load balancer, separated by commas
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
     policy: Vec<String>,
-    /// Policies inside the servers, as `coreward-lab sim rpc` takes them; give the option several times
+    /// Policies inside the servers, as in `coreward-lab sim rpc`; may be repeated
     #[arg(long, default_values = ["rss", "jsq"])]
     dispatch: Vec<Policy>,
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR
     #[arg(long, default_value = "exp")]
     service: Service,
-    /// How long the unit of service time is (us): that of the shortest class (fixed, exp, lognormal: the mean)
+    /// Length of the unit of service time (us): that of the shortest class (fixed, exp, lognormal: the mean)
     #[arg(long, default_value_t = 100.0)]
     unit_us: f64,
     /// Latency between NIC and cores, one way, in units of service time
@@ -36,31 +36,32 @@ pub struct PathArgs {
     /// Offered load as a fraction of what all cores could serve
     #[arg(long, default_value_t = 0.7)]
     load: f64,
-    /// Mean number of requests of a connection; 1: each has exactly one
+    /// Mean number of requests per connection; 1: each has exactly one
     #[arg(long, default_value_t = 100.0)]
     requests_per_connection: f64,
     /// Mean time between two requests of a connection, in units of service time
     #[arg(long, default_value_t = 50.0)]
     request_gap: f64,
-    /// How different connections are: sigma of the lognormal distribution of their mean gaps
+    /// Spread of the connections' rates: sigma of the lognormal distribution of their mean gaps
     #[arg(long, default_value_t = 1.0)]
     rate_sigma: f64,
     /// Buckets of the placement table, and entries of the servers' indirection tables
     #[arg(long, default_value = "128", value_parser = parse_buckets)]
     buckets: BucketCount,
-    /// Time between two reports (ms)
+    /// Interval of reports (ms)
     #[arg(long, default_value_t = 100.0)]
     report_ms: f64,
-    /// Weight of the newest report
+    /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
     alpha: Alpha,
-    /// When agents read their cores: ideal (all at the moment of the table) or drawn (each at a moment of its own)
+    /// Time at which agents read their core loads: `ideal` (all when the table is made) or `drawn` (each at its own
+    /// time)
     #[arg(long, value_enum, default_value_t = Readings::Ideal)]
     readings: Readings,
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000.0)]
     window_ms: f64,
-    /// Duration of arrivals (s); the first tenth, or two mean lives of a connection, is warm-up
+    /// Duration of arrivals (s); the warm-up is the first tenth, or two mean lifetimes of a connection
     #[arg(long, default_value_t = 20.0)]
     seconds: f64,
     /// Seeds 1 to SEEDS

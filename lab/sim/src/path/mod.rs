@@ -70,13 +70,13 @@ pub struct Config {
     pub seeds: Vec<u64>,
 }
 
-/// Moment of agents' readings.
+/// Time at which agents read their core loads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Readings {
-    /// All of them at the moment of the table.
+    /// All of them when the table is made.
     Ideal,
-    /// Each at a moment of its own, as live: what a table is made of is between nothing and a report interval old.
+    /// Each at its own time, as live: the loads of a table are up to a report interval old.
     Drawn,
 }
 

@@ -18,31 +18,31 @@ pub struct PccArgs {
     /// Connections that are open at a time, on average
     #[arg(long, default_value_t = 70_000.0, allow_negative_numbers = true)]
     connections: f64,
-    /// Servers added or removed
+    /// Servers added or removed per minute
     #[arg(long, default_value_t = 80.0, allow_negative_numbers = true)]
     updates_per_minute: f64,
     /// Length of each run, after a warm-up of the longest connection (150 s)
     #[arg(long, default_value_t = 2.0, allow_negative_numbers = true)]
     minutes: f64,
-    /// Load balancers behind equal-cost multi-path
+    /// Number of load balancers behind equal-cost multi-path
     #[arg(long, default_value_t = 1)]
     load_balancers: usize,
-    /// Load balancers added or removed
+    /// Load balancers added or removed per minute
     #[arg(long, default_value_t = 0.0, allow_negative_numbers = true)]
     lb_updates_per_minute: f64,
-    /// Seeds 1 to SEEDS, one run of each method with each
+    /// Seeds 1 to SEEDS, each with one run of every method
     #[arg(long, default_value_t = 3)]
     seeds: u64,
-    /// Information that policies have about the servers' connections
+    /// Load information of the policies
     #[arg(long, value_enum, default_value_t = LoadInfo::Current)]
     knowledge: LoadInfo,
-    /// Time between two reports of the servers
+    /// Interval of the servers' reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u64,
-    /// Buckets per server, at least, of hash, consistent-hash and beamer
+    /// Least number of buckets per server of hash, consistent-hash and beamer
     #[arg(long, default_value_t = 100)]
     buckets_per_server: u32,
-    /// Buckets of the tables that policies fill: a power of two, at most 2048
+    /// Buckets of placement tables: a power of two, at most 2048
     #[arg(long, default_value_t = 2048)]
     buckets: u64,
     /// Cores of each server, for crossrss and crossrss-plus

@@ -35,12 +35,12 @@ use small_cookies::{Fields, SmallCookies};
 
 use crate::par_map_ordered;
 
-/// Knowledge of a policy under `cheetah` about the servers' connections.
+/// Load information of a policy under `cheetah`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadInfo {
-    /// pow2 and least compare the counts of the moment; awrr, crossrss and crossrss-plus have reports
+    /// pow2 and least compare present counts; awrr, crossrss and crossrss-plus get reports
     Current,
-    /// All have reports
+    /// All policies get reports
     Reported,
 }
 

@@ -13,8 +13,8 @@ use crate::output::{Format, Printed};
 /// Common arguments of `rpc` and `peak`.
 #[derive(Debug, clap::Args)]
 struct ServerArgs {
-    /// How requests get to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss, rss-rebalanced:T,
-    /// work-stealing[:COST], ps, dfcfs:X,Y
+    /// Policy of requests to cores: cfcfs, random, rr, jsq, jlq, jbsq:N, jbsrq[:OPTION=VALUE,...], rss,
+    /// rss-rebalanced:T, work-stealing[:COST], ps, dfcfs:X,Y
     #[arg(long)]
     policy: Policy,
     /// Cores of the server
@@ -24,13 +24,13 @@ struct ServerArgs {
     /// unit of time is the service time of the shortest class (fixed, exp, lognormal: the mean)
     #[arg(long, default_value = "exp")]
     service: Service,
-    /// Latency between NIC and cores, one way
+    /// Latency between NIC and cores, one way, in units of service time
     #[arg(long, default_value_t = 0.0)]
     latency: f64,
     /// Requests to simulate; the first tenth is warm-up
     #[arg(long, default_value_t = 1_000_000)]
     requests: u64,
-    /// Connections that the requests belong to; without it every request is a connection of its own
+    /// Number of connections of the requests [default: every request has its own]
     #[arg(long)]
     connections: Option<NonZeroU32>,
     /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^SKEW
@@ -64,13 +64,13 @@ pub struct RpcArgs {
     /// Offered load as a fraction of what the cores could serve
     #[arg(long, default_value_t = 0.8)]
     load: f64,
-    /// The same seed gives the same result
+    /// Seed: equal seeds give equal results
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Largest number of requests inside the server; others are dropped
+    /// Largest number of requests inside the server; others are dropped [default: unlimited]
     #[arg(long)]
     queue: Option<u64>,
-    /// Latencies over time, too: the length of a window in units of service time
+    /// Also print latencies over time, in windows of this length (units of service time)
     #[arg(long)]
     window: Option<f64>,
 }
@@ -80,19 +80,19 @@ pub struct RpcArgs {
 pub struct PeakArgs {
     #[command(flatten)]
     server: ServerArgs,
-    /// The bound on the 99th percentile, in multiples of the service time
+    /// Limit of the 99th percentile, as a multiple of the service time
     #[arg(long, default_value_t = 30.0)]
     slo: f64,
     /// Requests whose 99th percentile counts
     #[arg(long, value_enum, default_value_t)]
     measure: SloMetric,
-    /// Service time that the SLO is a multiple of
+    /// Service time of which the SLO is a multiple
     #[arg(long, value_enum, default_value_t)]
     slo_unit: SloUnit,
-    /// Seeds 1 to SEEDS, one search each
+    /// Seeds 1 to SEEDS, each with one search
     #[arg(long, default_value_t = 5)]
     seeds: u64,
-    /// Steps of bisection: the load is found to 2^-STEPS
+    /// Bisection steps: the load is exact to 2^-STEPS
     #[arg(long, default_value_t = 10)]
     steps: u32,
 }

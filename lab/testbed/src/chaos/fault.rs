@@ -8,23 +8,23 @@ use crate::fleet::agent_name;
 /// A kind of fault, as `--faults` names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum FaultKind {
-    /// A daemon is killed (SIGKILL) and started again
+    /// Kill a daemon (SIGKILL) and start it again
     Kill,
-    /// A daemon is stopped for a while (SIGSTOP, SIGCONT)
+    /// Stop a daemon for a while (SIGSTOP, SIGCONT)
     Stop,
-    /// A daemon ends in order and another process takes over, of `--upgrade-binary` every second time
+    /// End a daemon (SIGTERM) and start another one, of `--upgrade-binary` every second time
     Upgrade,
-    /// Packets of one part to another are lost, in one direction or in both
+    /// Drop packets from one machine to another, in one or both directions
     Partition,
-    /// The link of a part is down
+    /// Take the link of a machine down
     Link,
-    /// The disk of the controller's store is full (one controller)
+    /// Fill the disk of the controller's store (one controller only)
     Disk,
-    /// A member of etcd is killed or stopped, every second time the leader (several controllers)
+    /// Kill or stop an etcd member, every second time the leader (several controllers only)
     Etcd,
-    /// The wall clock of a daemon jumps, and back
+    /// Set the wall clock of a daemon, and set it back
     Clock,
-    /// A server's agent is killed, and an impostor reports for it; others flood the controller
+    /// Kill a server's agent: an impostor reports for it, and others flood the controller
     ByzantineAgent,
 }
 

@@ -66,19 +66,19 @@ pub struct Options {
     /// Kinds of fault [default: all]
     #[arg(long, value_enum, value_delimiter = ',')]
     pub faults: Vec<FaultKind>,
-    /// Changes of the configuration that the controller is to acknowledge
+    /// Number of configuration changes that the controller must acknowledge
     #[arg(long, default_value_t = 500)]
     pub config_changes: u64,
-    /// Controllers; several keep their records in an etcd of three members
+    /// Number of controllers; several keep their records in an etcd of three members
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=5))]
     pub controllers: u16,
-    /// Rack controllers, through which agents speak
+    /// Number of rack controllers between agents and controllers
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=4))]
     pub racks: u16,
-    /// Another version of this command, which upgrades alternate with
+    /// Another version of `coreward`, with which upgrades alternate
     #[arg(long, value_name = "FILE")]
     pub upgrade_binary: Option<PathBuf>,
-    /// Print what was seen as JSON, and nothing else
+    /// Print the results as JSON, and nothing else
     #[arg(long)]
     pub json: bool,
 }

@@ -18,7 +18,7 @@ pub struct DemoOptions {
     /// Length of each seed's run
     #[arg(long, default_value_t = 38, value_parser = clap::value_parser!(u64).range(SECONDS_MIN..=3600))]
     pub seconds: u64,
-    /// Servers in the pool; one more waits to join it
+    /// Servers in the pool at the start; another one joins later
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=32))]
     pub servers: u16,
     /// Emulated cores of each server
@@ -31,10 +31,10 @@ pub struct DemoOptions {
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
     pub seeds: Vec<u64>,
-    /// Time of tables: once per report interval, as in the simulator, or at each report
+    /// When tables are made: once per report interval, as in the simulator, or when their inputs change
     #[arg(long, value_enum, default_value_t = Tables::Interval)]
     pub tables: Tables,
-    /// Way of packets to the servers; with ipip and gue they are behind a router
+    /// Forwarding to the servers; with ipip and gue they are behind a router
     #[arg(long, value_name = "KIND", default_value = "l2", value_parser = kinds())]
     pub forwarding: Forwarding,
     /// Format of the output
@@ -43,7 +43,7 @@ pub struct DemoOptions {
     /// Only replay the arrival logs in the simulator: no testbed, no root
     #[arg(long, conflicts_with = "format")]
     pub simulated: bool,
-    /// Directory for the picture, the JSON and the arrival logs
+    /// Directory of the picture, the JSON and the arrival logs
     #[arg(long, value_name = "DIR", default_value = "out")]
     pub out: PathBuf,
 }
@@ -52,21 +52,21 @@ fn kinds() -> impl TypedValueParser<Value = Forwarding> {
     PossibleValuesParser::new(Forwarding::ALL.map(Forwarding::name)).try_map(|name| name.parse::<Forwarding>())
 }
 
-/// Moment at which tables are made.
+/// Time at which tables are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Tables {
     /// Once per report interval.
     Interval,
-    /// At once when their input has changed.
+    /// When their inputs change.
     OnChange,
 }
 
 /// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// A table for people.
+    /// Text with tables for people.
     Text,
-    /// One object.
+    /// One JSON object.
     Json,
 }
 

@@ -34,13 +34,13 @@ const MIN_SEGMENT: Duration = Duration::from_secs(4);
 /// Options of `coreward-lab testbed dispatch-soak`.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct Options {
-    /// Seconds of load
+    /// Duration of the load (s)
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(8..=86_400))]
     pub seconds: u32,
     /// Seed of the faults
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Timeout for the books to be right after the last request; the first comparison is after 1,000 ms (ms)
+    /// Time after the last request until all counters must agree; the first comparison is after 1,000 ms (ms)
     #[arg(long, default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1_000..=60_000))]
     pub settle_ms: u32,
 }

@@ -33,40 +33,41 @@ pub struct KeyValueServerArgs {
     /// UDP address and port
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddrV4,
-    /// Workers, each with a socket of its own
+    /// Number of workers, each with its own socket
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64))]
     pub workers: u8,
-    /// Keys that are there from the start: user0000000000 and on
+    /// Number of keys at the start: user0000000000 and on
     #[arg(long, default_value_t = 10_000)]
     pub keys: u32,
     /// Length of their values (bytes)
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
     pub value_bytes: u16,
-    /// Workers are threads with one store, instead of processes that have one each
+    /// Use threads with one store, instead of processes with one store each
     #[arg(long)]
     pub threads: bool,
-    /// Serve by the clock: each request takes the time that it asks for itself, or else its type's
+    /// Serve by the clock: each request takes the time that it requests, or else that of its type
     #[arg(long)]
     pub paced: bool,
-    /// Service times of request types (us); those of Turbo's Figure 7 need not be given
+    /// Service times of request types (us) [default: those of Turbo's Figure 7]
     #[arg(long, value_name = "TYPE=US,...", requires = "paced")]
     pub service_us: Option<ServiceTimes>,
-    /// How many times as long as in Turbo's Figure 7 (GET 0.975 us, PUT 1.35, SCAN18 4.7, SCAN46 9.18, SCAN105 17.7)
+    /// Factor of the service times of Turbo's Figure 7 (GET 0.975 us, PUT 1.35, SCAN18 4.7, SCAN46 9.18, SCAN105 17.7)
     #[arg(long, default_value_t = 1.0, requires = "paced")]
     pub multiplier: f64,
-    /// Receive buffer of each socket (bytes): how much may wait there [default: the kernel's]
+    /// Receive buffer of each socket (bytes), in which requests wait [default: the kernel's]
     #[arg(long, value_name = "BYTES")]
     pub receive_buffer: Option<usize>,
     /// Restart a worker when it ends
     #[arg(long, conflicts_with = "threads")]
     pub restart: bool,
-    /// The master holds the workers' sockets, too, as nginx's does: requests for a dead worker wait for its successor
+    /// Hold the workers' sockets in the master, too, as nginx does: requests for a dead worker wait for its successor
     #[arg(long, conflicts_with = "threads")]
     pub keep_sockets: bool,
-    /// File of four little-endian u64 per worker (received, answered, refused, busy ns); appears when all sockets are bound
+    /// File of four little-endian u64 per worker (received, answered, refused, busy ns), created when all sockets are
+    /// bound
     #[arg(long, value_name = "FILE")]
     pub counter_file: Option<PathBuf>,
-    /// File of one little-endian u64 per worker: how long it has been busy (ns), for an agent; appears as the counter file does
+    /// File of one little-endian u64 per worker for an agent: its busy time (ns); created like the counter file
     #[arg(long, value_name = "FILE")]
     pub busy_file: Option<PathBuf>,
 }

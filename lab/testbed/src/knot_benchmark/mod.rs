@@ -26,19 +26,19 @@ pub struct KnotBenchmarkArgs {
     /// Selection of the worker: kernel (no dispatch), random, rr, jsq
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',', default_value = "kernel,rr,jsq", value_parser = [KERNEL, "random", "rr", "jsq"])]
     pub policies: Vec<String>,
-    /// UDP workers of knotd
+    /// Number of UDP workers of knotd
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
-    /// Queries a second
+    /// Queries per second
     #[arg(long, default_value_t = 600.0, value_parser = rate)]
     pub rate: f64,
-    /// Share of the queries whose answer is signed when it is asked for
+    /// Share of the queries whose answer is signed on demand
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     pub signed: f64,
-    /// How long each run is measured (s)
+    /// Duration of each run (s)
     #[arg(long, default_value_t = 8.0, value_parser = seconds)]
     pub seconds: f64,
-    /// Runs of each policy, in turns; seeds 1 to RUNS
+    /// Runs of each policy, interleaved; seeds 1 to RUNS
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
     pub runs: u64,
     /// Format of the output

@@ -22,7 +22,7 @@ use run::Run;
 /// Options of `coreward-lab testbed pcc`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct PccArgs {
-    /// Method by which packets find their servers
+    /// Method by which packets find their server
     #[arg(long, value_parser = Method::parse, default_value = "stateless")]
     method: Method,
     #[command(flatten)]

@@ -51,16 +51,16 @@ const ENDLESS_SECONDS: u32 = 600;
 /// Options of `coreward-lab testbed stream-client`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct StreamClientArgs {
-    /// Service to ask
+    /// Address and port of the service
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub vip: SocketAddr,
     /// First of the client's addresses
     #[arg(long, value_name = "ADDRESS")]
     pub first_address: IpAddr,
-    /// How many addresses there are: each gives 50,000 connections
+    /// Number of addresses; each allows 50,000 connections
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=200))]
     pub addresses: u16,
-    /// When the warm-up begins, by CLOCK_MONOTONIC (ns) [default: now]
+    /// Start of the warm-up by CLOCK_MONOTONIC (ns) [default: now]
     #[arg(long, value_name = "NS")]
     pub start_at: Option<u64>,
     /// Requests and their times
@@ -71,10 +71,10 @@ pub struct StreamClientArgs {
 /// Connections and their times.
 #[derive(Debug, Clone, PartialEq, clap::Args)]
 pub struct Streams {
-    /// Clients of the experiment: each has the whole mix (908 requests) under way at most once
+    /// Number of clients; each has the whole mix (908 requests) in progress at most once
     #[arg(long, default_value_t = Self::default().clients, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub clients: u32,
-    /// Requests per second before, at the beginning and at the end of the wave
+    /// Requests per second before, at the start and at the end of the wave
     #[arg(long, default_value_t = Self::default().low)]
     pub low: f64,
     /// Requests per second in the middle of the wave
@@ -83,10 +83,10 @@ pub struct Streams {
     /// Length of the wave, half a sine (s)
     #[arg(long, default_value_t = Self::default().wave_seconds)]
     pub wave_seconds: u32,
-    /// How long connections begin before the wave (s)
+    /// Time before the wave in which connections begin (s)
     #[arg(long, default_value_t = Self::default().warm_up_seconds, value_parser = clap::value_parser!(u32).range(..=3600))]
     pub warm_up_seconds: u32,
-    /// How long from the wave's beginning to the end of the run (s)
+    /// Time from the start of the wave to the end of the run (s)
     #[arg(long, default_value_t = Self::default().seconds, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub seconds: u32,
     /// Seed of times, requests and contents

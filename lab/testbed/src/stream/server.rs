@@ -37,7 +37,7 @@ pub struct StreamServerArgs {
     /// Address and port in each namespace
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddr,
-    /// Network namespaces (as `ip netns` names them), each with the file for its busy time; the files appear when all listen
+    /// Network namespaces (as in `ip netns`), each with the file of its busy time, created when all listen
     #[arg(long = "server", value_name = "NAMESPACE=FILE", required = true, value_parser = parse_server)]
     pub servers: Vec<(String, PathBuf)>,
 }

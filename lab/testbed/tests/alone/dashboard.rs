@@ -115,7 +115,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
     ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
-    until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('no valid token')").await?;
+    until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
     // The browser logs a 401: expected here, twice.
     let expected = complaints(&client).await?;
     ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");

@@ -1,4 +1,4 @@
-// The dashboard: one stream of /v1/watch, drawn. It only ever reads; the cookie that lets it do so is not visible here.
+// The dashboard draws one stream of /v1/watch. It only reads, and scripts cannot see its session cookie (HttpOnly).
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -11,20 +11,20 @@ const node = (name, text, kind) => {
 const per = (n) => (n >= 1e6 ? (n / 1e6).toFixed(1) + " M" : n >= 1e4 ? (n / 1e3).toFixed(1) + " k" : n >= 10 ? n.toFixed(0) : n.toFixed(1));
 
 const INTERVAL_MS = 500;
-const COLUMN_PX = 3; // of one look at the loads
+const COLUMN_PX = 3; // width of a sample in the heat map
 const FLOW_POINTS = 240;
 const EVENTS_SHOWN = 100;
 const SERVERS_SHOWN = 100;
-// Load 0 to 1 and more, from calm to alarming; readable for the colour-blind (after matplotlib's "inferno", turned to blue).
+// Loads from 0 to 1 and above. Readable for the colour-blind (like matplotlib's "inferno", in blue).
 const STOPS = { dark: ["#131c2b", "#16497e", "#1f8fa8", "#7cc36a", "#f4c440", "#e4572e"],
   light: ["#eef3f9", "#a9d0ec", "#4fa8c9", "#74b74a", "#e9ac1e", "#cc3a1e"] };
 const LINES = ["#5aa9f5", "#f2913d", "#37c28a", "#d96bd0", "#e6c84f", "#8d83f0", "#f0655b", "#6fd0d6"];
 
 let overview = null;
-let before = null; // the loads before the newest, to make rates of
+let previous = null; // the loads before the newest, for rates
 let flows = []; // { name -> connections per second }
 let events = [];
-let rows = ""; // which servers and cores the heat map has now
+let rows = ""; // servers and cores in the heat map
 let colours = [];
 let source = null;
 
@@ -44,9 +44,9 @@ function makeColours() {
   $("scale").replaceChildren("idle", canvas, "full");
 }
 
-// ---- the heat map: a row of pixels for each core, a column for each look ------------------------------------------------
+// ---- heat map: a row of pixels per core, a column per sample -------------------------------------------------------------
 
-const counts = new Map(); // cores by server: who is silent keeps its rows
+const counts = new Map(); // cores by server: a server without reports keeps its rows
 
 const rowsOf = (server) => {
   const cores = server.cores.length || counts.get(server.name) || 1;
@@ -66,7 +66,7 @@ function layOut(servers) {
   if (key === rows) return;
   rows = key;
   let y = 0;
-  let free = 0; // the first pixel at which a name fits
+  let free = 0; // first pixel with room for a name
   $("names").replaceChildren();
   for (const server of servers) {
     const high = rowsOf(server) * height;
@@ -111,7 +111,7 @@ function drawHeat(servers) {
   context.putImageData(column, canvas.width - COLUMN_PX, 0);
   const known = servers.filter((server) => server.cores.length).length;
   $("under").textContent = `${servers.length} servers, ${servers.reduce((n, server) => n + server.cores.length, 0)} cores; ` +
-    `loads of ${known} servers known; ${Math.round((canvas.width / COLUMN_PX) * INTERVAL_MS / 1000)} s from left to right`;
+    `loads of ${known} servers are known; ${Math.round((canvas.width / COLUMN_PX) * INTERVAL_MS / 1000)} s from left to right`;
 }
 
 // ---- new connections ----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ function drawFlows() {
   context.scale(ratio, ratio);
   const newest = flows[flows.length - 1] || {};
   const names = Object.keys(newest);
-  // Those with the most: thousands of lines are unreadable.
+  // The servers with most connections: thousands of lines are unreadable.
   const sum = (name) => flows.reduce((total, at) => total + (at[name] || 0), 0);
   const shown = names.length <= LINES.length ? names : names.map((name) => [sum(name), name]).sort((a, b) => b[0] - a[0])
     .slice(0, LINES.length).map(([, name]) => name);
@@ -173,14 +173,14 @@ function tile(value, words, kind) {
 
 function rate(now, then, seconds) { return Math.max(0, (now - (then === undefined ? now : then)) / seconds); }
 
-// As people count: s2 before s10.
-const byName = (one, other) => one.name.localeCompare(other.name, undefined, { numeric: true });
+// Natural order: s2 before s10.
+const byName = (left, right) => left.name.localeCompare(right.name, undefined, { numeric: true });
 
 function takeLoads(loads) {
   loads.servers.sort(byName);
-  const seconds = before ? (loads.uptime_ms - before.uptime_ms) / 1000 : 0;
-  if (before && seconds > 0) {
-    const old = new Map(before.servers.map((server) => [server.name, server.new_connections]));
+  const seconds = previous ? (loads.uptime_ms - previous.uptime_ms) / 1000 : 0;
+  if (previous && seconds > 0) {
+    const old = new Map(previous.servers.map((server) => [server.name, server.new_connections]));
     flows.push(Object.fromEntries(loads.servers.map((server) => [server.name, rate(server.new_connections, old.get(server.name), seconds)])));
     flows = flows.slice(-FLOW_POINTS);
     drawFlows();
@@ -189,7 +189,7 @@ function takeLoads(loads) {
   drawHeat(loads.servers);
   showTiles(loads);
   showServers(loads);
-  before = loads;
+  previous = loads;
 }
 
 function showTiles(loads) {
@@ -210,13 +210,13 @@ function showTiles(loads) {
 }
 
 function showBalancers(loads, seconds) {
-  const then = new Map(before.load_balancers.map((balancer) => [balancer.name, balancer.counters]));
+  const then = new Map(previous.load_balancers.map((balancer) => [balancer.name, balancer.counters]));
   const known = new Map((overview ? overview.load_balancers : []).map((balancer) => [balancer.name, balancer]));
   const lines = loads.load_balancers.map(({ name, counters }) => {
     const old = then.get(name) || {};
     const rates = Object.fromEntries(Object.entries(counters).map(([counter, count]) => [counter, rate(count, old[counter], seconds)]));
     const balancer = known.get(name) || {};
-    // They report once a second: until then the last rate holds.
+    // Load balancers report once a second; between reports the last rate stays.
     const changed = Object.values(rates).some((value) => value > 0);
     const last = changed ? rates : (showBalancers.last[name] || rates);
     showBalancers.last[name] = last;
@@ -227,7 +227,7 @@ function showBalancers(loads, seconds) {
       node("td", per(sum(() => true)), "n"), node("td", per(last.first || 0), "n"), node("td", per(sum((counter) => counter.startsWith("drop_"))), "n"));
     return line;
   });
-  $("balancers").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("none is connected", 6)]));
+  $("balancers").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("no load balancer is connected", 6)]));
 }
 showBalancers.last = {};
 
@@ -236,17 +236,17 @@ function showServers(loads) {
   const open = new Map(loads.servers.map((server) => [server.name, server.service_connections ?? server.open_connections]));
   const since = ({ drained }) => (drained && drained.since_unix_ms ? `since ${new Date(drained.since_unix_ms).toLocaleString()}` : "");
   const well = (server) => server.state === "active" && server.reports === "fresh" && !server.warnings.length;
-  const sorted = [...(overview ? overview.servers : [])].sort((one, other) => well(one) - well(other) || byName(one, other));
+  const sorted = [...(overview ? overview.servers : [])].sort((left, right) => well(left) - well(right) || byName(left, right));
   const lines = sorted.slice(0, SERVERS_SHOWN).map((server) => {
     const line = node("tr");
-    const know = node("td");
-    [[server.state_reason, since(server)].filter(Boolean).join(", "), ...server.warnings].filter(Boolean).forEach((words, n) => know.append(node("div", words, n || !server.state_reason ? "warn" : "muted")));
+    const notes = node("td");
+    [[server.state_reason, since(server)].filter(Boolean).join(", "), ...server.warnings].filter(Boolean).forEach((words, n) => notes.append(node("div", words, n || !server.state_reason ? "warn" : "muted")));
     const kind = { active: "good", down: "bad", gone: "muted" }[server.state] || "warn";
     line.append(node("td", server.name), node("td", server.address), node("td", server.state, kind), node("td", server.reports, server.reports === "fresh" ? "good" : "warn"),
-      node("td", String(server.weight), "n"), node("td", String(open.get(server.name) ?? "–"), "n"), know);
+      node("td", String(server.weight), "n"), node("td", String(open.get(server.name) ?? "–"), "n"), notes);
     return line;
   });
-  $("more-servers").textContent = sorted.length > lines.length ? `${lines.length} of ${sorted.length}, those first of which there is something to know` : "";
+  $("more-servers").textContent = sorted.length > lines.length ? `${lines.length} of ${sorted.length}, those with problems first` : "";
   $("servers").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("none", 7)]));
 }
 
@@ -258,10 +258,10 @@ function emptyLine(words, columns) {
   return line;
 }
 
-function takeOverview(told) {
-  overview = told;
-  $("summary").textContent = `configuration ${told.configuration_generation}, a report every ${told.report_interval_ms} ms`;
-  const lines = told.services.map((service) => {
+function takeOverview(update) {
+  overview = update;
+  $("summary").textContent = `configuration ${update.configuration_generation}, a report every ${update.report_interval_ms} ms`;
+  const lines = update.services.map((service) => {
     const line = node("tr");
     const name = node("td", service.name);
     service.warnings.forEach((warning) => name.append(node("div", warning, "warn")));
@@ -269,11 +269,11 @@ function takeOverview(told) {
     return line;
   });
   $("services").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("none", 5)]));
-  const { keys } = told;
+  const { keys } = update;
   const since = new Date(keys.current_since_unix_s * 1000).toLocaleString();
   $("keys").textContent = keys.phase === "announced"
-    ? `Key ${keys.current} stamps since ${since}. The next one is on its way; it waits for ${keys.waiting_for.join(", ") || "no confirmation"}.`
-    : `Key ${keys.current} stamps since ${since}. ${keys.rotation_interval_s ? `Rotated every ${keys.rotation_interval_s / 3600} h.` : "Rotated by an operator."}`;
+    ? `Key ${keys.current} stamps since ${since}. The next key is being distributed; not confirmed by: ${keys.waiting_for.join(", ") || "none"}.`
+    : `Key ${keys.current} stamps since ${since}. ${keys.rotation_interval_s ? `Rotated every ${keys.rotation_interval_s / 3600} h.` : "Rotated by command."}`;
 }
 
 function takeEvent(event) {
@@ -286,9 +286,9 @@ function takeEvent(event) {
   }));
 }
 
-// ---- in and out ---------------------------------------------------------------------------------------------------------
+// ---- login and logout ---------------------------------------------------------------------------------------------------
 
-function say(words, kind) { $("connection").textContent = words; $("connection").className = "pill " + kind; }
+function setConnection(words, kind) { $("connection").textContent = words; $("connection").className = "pill " + kind; }
 
 function show(page) {
   $("page").hidden = !page; $("logout").hidden = !page; $("login").hidden = page;
@@ -297,21 +297,21 @@ function show(page) {
 function watch() {
   show(true);
   source = new EventSource(`/v1/watch?interval_ms=${INTERVAL_MS}`);
-  source.onopen = () => { say("live", "good"); before = null; };
+  source.onopen = () => { setConnection("live", "good"); previous = null; };
   source.addEventListener("status", (message) => takeOverview(JSON.parse(message.data)));
   source.addEventListener("loads", (message) => takeLoads(JSON.parse(message.data)));
   source.addEventListener("event", (message) => takeEvent(JSON.parse(message.data)));
   source.onerror = () => {
-    say("no connection", "bad");
-    // A browser gives up when the answer is an error: the session may have ended, or the controller no longer leads.
+    setConnection("no connection", "bad");
+    // A browser does not retry after an error status: the session may have ended, or the controller does not lead.
     if (source.readyState === EventSource.CLOSED) setTimeout(begin, 1000);
   };
 }
 
 async function begin() {
   const answer = await fetch("/v1/health").catch(() => null);
-  if (answer && answer.status === 401) { say("not logged in", ""); show(false); return; }
-  if (!answer || !answer.ok) { say("no connection", "bad"); setTimeout(begin, 1000); return; }
+  if (answer && answer.status === 401) { setConnection("not logged in", ""); show(false); return; }
+  if (!answer || !answer.ok) { setConnection("no connection", "bad"); setTimeout(begin, 1000); return; }
   watch();
 }
 
@@ -319,7 +319,7 @@ $("login").addEventListener("submit", async (submitted) => {
   submitted.preventDefault();
   const answer = await fetch("/v1/session", { method: "POST", headers: { Authorization: "Bearer " + $("token").value.trim() } }).catch(() => null);
   $("token").value = "";
-  $("refusal").textContent = answer && answer.ok ? "" : answer && answer.status === 401 ? "That is no valid token." : "The controller does not answer.";
+  $("refusal").textContent = answer && answer.ok ? "" : answer && answer.status === 401 ? "This token is not valid." : "The controller does not answer.";
   if (answer && answer.ok) watch();
 });
 

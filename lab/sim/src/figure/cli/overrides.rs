@@ -17,10 +17,10 @@ pub struct Overrides {
     /// Seconds per point, for scenarios with a duration
     #[arg(long, value_parser = seconds, conflicts_with_all = ["all", "list", "scenario"])]
     seconds: Option<f64>,
-    /// Only these series, as policies
+    /// Only these series, by policy
     #[arg(long, value_name = "LABEL,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
     series: Vec<String>,
-    /// Only these points of the horizontal axes, as loads
+    /// Only these values of the x axes, such as loads
     #[arg(long, value_name = "X,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
     points: Vec<f64>,
 }
