@@ -254,6 +254,15 @@ fn numbers_are_those_of_the_constants() {
 }
 
 #[test]
+fn dashboard_reads_existing_counters() {
+    let script = std::fs::read_to_string(root().join("crates/control-server/src/api/dashboard/dashboard.js")).unwrap();
+    let counters: Vec<&str> = script.split("per(last.").skip(1).filter_map(|rest| rest.split(' ').next()).collect();
+    assert!(!counters.is_empty());
+    let unknown = counters.iter().filter(|name| !coreward_intf::LB_COUNTER_NAMES.contains(name));
+    assert_none(unknown.map(|name| format!("dashboard.js reads the counter {name}, which does not exist")).collect());
+}
+
+#[test]
 fn every_alert_is_explained_and_asks_for_what_there_is() {
     let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
     let (rules, operations, metrics) =

@@ -224,7 +224,7 @@ function showBalancers(loads, seconds) {
     const state = balancer.alive ? (balancer.connected ? "connected" : "disconnected") : "lost";
     const line = node("tr");
     line.append(node("td", name), node("td", state, balancer.alive && balancer.connected ? "good" : "bad"), node("td", balancer.xdp_mode || "–"),
-      node("td", per(sum(() => true)), "n"), node("td", per(last.first || 0), "n"), node("td", per(sum((counter) => counter.startsWith("drop_"))), "n"));
+      node("td", per(sum(() => true)), "n"), node("td", per(last.new_connection || 0), "n"), node("td", per(sum((counter) => counter.startsWith("drop_"))), "n"));
     return line;
   });
   $("balancers").tBodies[0].replaceChildren(...(lines.length ? lines : [emptyLine("no load balancer is connected", 6)]));
