@@ -123,7 +123,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn testbed_reports_everything() {
+    fn every_key_of_the_testbeds_file_is_parsed() {
         let text = format!(
             "{MINIMAL}manage_rss = true\nmanage_timestamps = false\nsteer = \"order\"\n\
              load = {{ source = \"published\", path = \"/tmp/busy\" }}\nrss = {{ source = \"testbed\", path = \"/r\" }}\n"
@@ -135,7 +135,7 @@ pin_directory = "/sys/fs/bpf/coreward/agent"
     }
 
     #[test]
-    fn dispatch_is_what_coreward_dispatch_takes() {
+    fn dispatch_table_equals_the_file_of_coreward_dispatch() {
         let table = "listen = \"0.0.0.0:53\"\npolicy = \"jlq\"\n";
         let own = format!("[[service]]\n{table}[[service.type]]\nprefix = \"get \"\n");
         let own = coreward_dispatch::config::Config::parse(&Source::from_text("dispatch.toml", &own)).unwrap();

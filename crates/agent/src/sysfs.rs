@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_is_not_there_has_no_directory() {
+    fn missing_device_has_no_directory() {
         assert_eq!(device_directory("nonexistent0"), None);
     }
 }

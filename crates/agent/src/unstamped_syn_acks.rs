@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limitation_is_named_for_modes_that_need_the_socket() {
+    fn warning_names_modes_that_need_the_socket() {
         let of = |consistency, timestamps| {
             let address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
             let mode = ServiceMode { consistency, timestamps, ..ServiceMode::default() };
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_ends_a_minute_after_the_last_one() {
+    fn warning_ends_a_minute_after_the_last_syn_ack() {
         let start = Instant::now();
         let mut forwarded = UnstampedSynAcks::from(7);
         assert_eq!(forwarded.observe(7, start), None);

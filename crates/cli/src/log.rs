@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_lines_have_the_fields_of_their_events() {
+    fn json_log_lines_have_the_fields_of_their_events() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let writer = Mutex::new(File::create(file.path()).unwrap());
         let subscriber = tracing_subscriber::fmt().event_format(LogFormat::Json).with_writer(writer).finish();

@@ -91,7 +91,7 @@ fn valid_file_is_read() {
 }
 
 #[test]
-fn every_mistake_is_named_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let text = "nmae = \"a\"\ninterval = \"9ms\"\ncount = 10\n[[service]]\nlisten = \"10.0.0.256:80\"\n[[service]]\n";
     assert_eq!(
         diagnostics_of(text),
@@ -109,7 +109,7 @@ fn every_mistake_is_named_at_once() {
 }
 
 #[test]
-fn single_mistakes() {
+fn each_mistake_names_value_and_expectation() {
     let cases = [
         ("count = -1", "2:9: key `count`: -1: expected a whole number from 1 to 9"),
         ("count = 1.5", "2:9: key `count`: 1.5 is a TOML float: expected a whole number from 1 to 9"),
@@ -150,14 +150,14 @@ fn contradictions_are_reported_with_other_mistakes() {
 }
 
 #[test]
-fn syntax_errors_are_all_named_and_hide_no_value_before_them() {
+fn every_syntax_error_is_reported_with_earlier_mistakes() {
     let found = diagnostics_of("name = \ncount = 0\ninterval = 1x\n[[service]\nlisten = 5\n");
     let places: Vec<&str> = found.iter().map(|mistake| mistake.split(": ").next().unwrap()).collect();
     assert_eq!(places, ["daemon.toml:1:8", "daemon.toml:2:9", "daemon.toml:3:12", "daemon.toml:4:11"], "{found:?}");
 }
 
 #[test]
-fn very_many_mistakes_are_counted() {
+fn mistakes_above_the_limit_are_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
     let mistakes = read(&text).unwrap_err();
     assert_eq!((mistakes.list.len(), mistakes.more), (100, 150));
@@ -166,7 +166,7 @@ fn very_many_mistakes_are_counted() {
 
 /// One for each byte, and a search through the text for each of them would take hours.
 #[test]
-fn very_many_errors_of_syntax_are_counted() {
+fn syntax_errors_above_the_limit_are_counted() {
     let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.list.len(), 100);
     assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.place.unwrap().line as usize <= n + 1));
@@ -176,7 +176,7 @@ fn very_many_errors_of_syntax_are_counted() {
 }
 
 #[test]
-fn mistakes_as_json() {
+fn mistakes_are_printed_as_json() {
     let mistakes = read("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
     assert_eq!(
         mistakes.list[0].json(),
@@ -189,7 +189,7 @@ fn mistakes_as_json() {
 }
 
 #[test]
-fn a_missing_file_is_named() {
+fn missing_file_is_named() {
     let error = Source::read(Path::new("/nonexistent/daemon.toml")).unwrap_err().to_string();
     assert!(error.starts_with("/nonexistent/daemon.toml: No such file"), "{error}");
     assert!(error.ends_with(": expected a readable TOML file"), "{error}");
@@ -211,7 +211,7 @@ fn binary_and_oversized_files_are_rejected() {
 }
 
 #[test]
-fn devices_and_paths_from_the_root_on() {
+fn device_names_and_absolute_paths_are_checked() {
     crate::config_struct! {
         struct Host {
             interface: crate::Interface,
@@ -234,7 +234,7 @@ fn devices_and_paths_from_the_root_on() {
 
 /// Only the owner of a secret file can read it: a daemon accepts its own and root's. (Only root can give one away.)
 #[test]
-fn a_daemon_refuses_another_users_secret() {
+fn daemon_rejects_another_users_secret() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("key");
     std::fs::write(&path, "secret").unwrap();
@@ -251,7 +251,7 @@ fn a_daemon_refuses_another_users_secret() {
 
 /// In the file's own folder; its content and that of the file around it are shown by nothing.
 #[test]
-fn secrets_are_their_owners() {
+fn secret_readable_by_others_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let (file, secret) = (directory.path().join("daemon.toml"), directory.path().join("rss.key"));
     std::fs::write(&file, "name = \"a\"\nkey_file = \"rss.key\"\n").unwrap();
@@ -284,7 +284,7 @@ fn secrets_are_their_owners() {
 }
 
 #[test]
-fn the_schema_accepts_what_the_parser_does() {
+fn schema_accepts_what_the_parser_accepts() {
     let validator = jsonschema::validator_for(&schema::<Daemon>("daemon.toml")).unwrap();
     let valid = |text: &str| {
         let value: toml::Value = toml::from_str(text).unwrap();

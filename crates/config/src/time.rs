@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_shown_as_they_can_be_written() {
+    fn printed_times_parse_again() {
         for (ns, text) in [
             (0, "0s"),
             (100 * MILLISECOND, "100ms"),
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_belong_to_it() {
+    fn bounds_are_inclusive() {
         type Interval = Period<{ 10 * MILLISECOND }, SECOND>;
         assert_eq!(Interval::parse("1s"), Ok(Period(Duration::from_secs(1))));
         assert_eq!(Interval::parse("0.01s"), Ok(Period(Duration::from_millis(10))));

@@ -128,7 +128,7 @@ fn first_tables_wait_for_health_verdicts() {
 }
 
 #[test]
-fn the_majority_of_load_balancers_decides() {
+fn majority_of_load_balancers_decides() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
     assert_eq!(harness.members(at(0)), [0, 1, 2]);
     harness.say("lb1", "udu", at(100));
@@ -168,7 +168,7 @@ fn partitioned_load_balancer_does_not_mark_servers_down() {
 }
 
 #[test]
-fn when_all_are_down_the_service_fails_open_or_drops() {
+fn service_without_healthy_servers_fails_open_or_drops() {
     for (keys, open) in [(TCP.to_owned(), true), (format!("when_all_down = \"drop\"\n{TCP}"), false)] {
         let mut harness = Harness::new(&keys, &["lb1"]);
         harness.say("lb1", "uuu", at(0));
@@ -224,7 +224,7 @@ fn recovered_server_has_a_slow_start() {
 }
 
 #[test]
-fn a_service_without_a_check_does_not_care() {
+fn service_without_a_check_ignores_verdicts() {
     let mut harness = Harness::new("", &["lb1"]);
     harness.say("lb1", "ddd", at(0));
     assert_eq!(harness.members(at(0)), [0, 1, 2]);
@@ -238,7 +238,7 @@ fn a_service_without_a_check_does_not_care() {
 }
 
 #[test]
-fn agents_that_do_not_report() {
+fn agent_check_marks_silent_agents_down() {
     let agent = "[service.health]\ncheck = \"agent\"\ninterval = \"1s\"\nrise = 2\nfall = 3\n";
     let mut harness = Harness::new(agent, &[]);
     let reported = harness.controller.fleet_configuration(at(0));

@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_come_in_turn_after_all_of_them() {
+    fn first_poll_takes_all_shards_and_the_next_take_turns() {
         let members = members(&[3, 2047, 9_000, 16_383]);
         let mut fingerprints = InputFingerprints::default();
         let all = fingerprints.next(&members, false);

@@ -107,7 +107,7 @@ fn only_services_whose_inputs_changed_get_a_table() {
 }
 
 #[test]
-fn the_oldest_change_is_the_cause() {
+fn oldest_change_is_the_trigger() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.due_tables(at(0));
@@ -124,7 +124,7 @@ fn the_oldest_change_is_the_cause() {
 }
 
 #[test]
-fn counts_go_on_where_the_load_is_no_newer() {
+fn counts_continue_until_a_newer_load() {
     let mut harness = Harness::new();
     for now in [0, 100] {
         (0..4).for_each(|server| harness.report(server, at(now)));
@@ -153,7 +153,7 @@ fn counts_go_on_where_the_load_is_no_newer() {
 }
 
 #[test]
-fn traffic_makes_tables_due_that_go_by_it() {
+fn traffic_makes_tables_of_its_policies_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.due_tables(at(0));
@@ -168,7 +168,7 @@ fn traffic_makes_tables_due_that_go_by_it() {
 }
 
 #[test]
-fn a_new_configuration_changes_what_it_changes() {
+fn new_configuration_makes_no_other_table_due() {
     let mut harness = Harness::new();
     harness.controller.poll_inputs(at(0), true);
     harness.due_tables(at(0));

@@ -129,7 +129,7 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
 }
 
 #[test]
-fn connections_are_reported_plus_new_ones() {
+fn open_connections_are_reported_plus_new_ones() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
     let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
@@ -150,7 +150,7 @@ fn connections_are_reported_plus_new_ones() {
 }
 
 #[test]
-fn opened_connections_are_those_that_load_balancers_counted() {
+fn opened_connections_are_the_load_balancers_counts() {
     let mut harness = Harness::new(&["", ""], "");
     let opened = |harness: &mut Harness| harness.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
     let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
@@ -174,7 +174,7 @@ fn opened_connections_are_those_that_load_balancers_counted() {
 }
 
 #[test]
-fn requests_do_not_depend_on_the_core() {
+fn cores_of_packet_placement_count_with_the_mean_load() {
     let unequal = [0, 80_000_000];
     let table = |service: &str| {
         let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
@@ -256,7 +256,7 @@ fn silent_load_balancers_are_lost() {
 /// Without any agent: there is a table, and all load balancers have one time key over any rotation. No rotation waits
 /// for servers that do not stamp.
 #[test]
-fn servers_that_load_balancers_stamp_for_need_no_agent() {
+fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
     assert_eq!(harness.table(at(10)).members.len(), 2);
     let fleet = &harness.controller.fleet;

@@ -283,7 +283,7 @@ proptest! {
 }
 
 #[test]
-fn a_rotation_has_two_phases_and_changes_what_stamps() {
+fn rotation_has_two_phases_and_changes_the_stamping_key() {
     let mut harness = settled("", "");
     let first = harness.records.key_ring.clone();
     let step = harness.controller.wanted_key_step(false, harness.now()).unwrap();
@@ -306,7 +306,7 @@ fn a_rotation_has_two_phases_and_changes_what_stamps() {
 }
 
 #[test]
-fn a_rotation_survives_the_controller_in_both_phases() {
+fn rotation_survives_a_restart_in_both_phases() {
     let mut harness = settled("", "");
     harness.step(KeyStep::Announce { forced: false });
     let announced = harness.records.key_ring.keys;
@@ -361,7 +361,7 @@ fn missing_acknowledgements_are_named() {
 }
 
 #[test]
-fn a_young_key_stays_unless_forced() {
+fn young_key_is_not_rotated_without_force() {
     let mut harness = settled("", "");
     harness.step(KeyStep::Announce { forced: false });
     harness.settle();
@@ -379,7 +379,7 @@ fn a_young_key_stays_unless_forced() {
 }
 
 #[test]
-fn the_schedule_begins_a_rotation() {
+fn schedule_begins_a_rotation() {
     let mut harness = rotated("key_rotation = \"1h\"\n");
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
     harness.now += Duration::from_secs(2600);
@@ -399,7 +399,7 @@ fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
 }
 
 #[test]
-fn a_forced_rotation_waits_for_those_that_come_back_to_a_new_controller() {
+fn forced_rotation_waits_for_daemons_of_a_new_controller() {
     let mut harness = rotated("");
     harness.step(KeyStep::Announce { forced: true });
     harness.restart_controller();

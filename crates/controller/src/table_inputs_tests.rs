@@ -234,7 +234,7 @@ fn compared(service: &Service, pool: &Pool) -> Vec<PoolServer> {
 
 /// The ramp of the table in which a server joins is an input of that table, and not the 1 of before.
 #[test]
-fn slow_start_ends_with_its_configuration_and_with_its_time() {
+fn slow_start_ends_by_configuration_or_time() {
     let configure = |joined: Option<bool>, slow_start: bool| Change::Configure {
         states: [Some(true), joined, None, None],
         weight: 1,

@@ -156,7 +156,7 @@ fn tables_follow_loads() {
 }
 
 #[test]
-fn a_stale_server_is_neutral() {
+fn stale_server_is_neutral() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     assert!(!harness.controller.all_report(at(0)));
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
@@ -176,7 +176,7 @@ fn a_stale_server_is_neutral() {
 }
 
 #[test]
-fn an_unknown_server_is_refused() {
+fn unknown_server_is_rejected() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     let refused = harness.controller.register("s9", "test", at(0)).unwrap_err();
     assert_eq!(
@@ -209,7 +209,7 @@ fn one_live_agent_per_server() {
 }
 
 #[test]
-fn reports_of_no_use_are_counted_and_change_nothing() {
+fn rejected_reports_are_counted_and_change_nothing() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
     let before = harness.status_of("s0", at(150)).core_load;
@@ -234,7 +234,7 @@ fn reports_of_no_use_are_counted_and_change_nothing() {
 
 /// The controller's wall clock is set back by an hour (or the server's ahead): loads remain, with a warning.
 #[test]
-fn a_step_of_the_wall_clock_changes_no_load() {
+fn wall_clock_step_changes_no_load() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
     for (sequence, hour_ahead) in [(3, true), (4, false)] {
@@ -325,7 +325,7 @@ fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
 }
 
 #[test]
-fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
+fn unreachable_server_gets_no_connections() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     let unresolved = |names: &[&str]| v1::LoadBalancerState {
@@ -351,7 +351,7 @@ fn a_server_that_no_load_balancer_reaches_gets_no_connections() {
 }
 
 #[test]
-fn status_names_rss_groups_and_servers_outside() {
+fn status_lists_rss_groups_and_servers_outside_them() {
     let mut harness = Harness::new(&["active"; 6], "crossrss");
     for n in 0..6u8 {
         let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
@@ -377,7 +377,7 @@ fn status_names_rss_groups_and_servers_outside() {
 }
 
 #[test]
-fn a_queue_without_a_core_is_pointed_out() {
+fn queue_without_a_core_is_reported() {
     let mut harness = Harness::new(&["active"], "crossrss");
     harness.report_loads(&[&[0.5; 2]]);
     assert_eq!(
@@ -522,7 +522,7 @@ proptest! {
 }
 
 #[test]
-fn packets_of_established_connections_are_explained_by_their_cookie() {
+fn established_packets_are_explained_by_their_cookie() {
     let mut harness = Harness::new(&["active", "draining"], "rr");
     harness.table(at(0));
     let keys = harness.controller.fleet().key_ring.keys;
@@ -552,7 +552,7 @@ fn packets_of_established_connections_are_explained_by_their_cookie() {
 
 /// A flood changes a counter alone, and takes nothing from others.
 #[test]
-fn reports_that_come_too_often_are_refused_and_counted() {
+fn excess_reports_are_rejected_and_counted() {
     let mut harness = Harness::new(&["active", "active"], "crossrss");
     let sessions = harness.report_loads(&[&[0.5; 4], &[0.5; 4]]);
     let loads = harness.status_of("s0", at(100)).core_load;

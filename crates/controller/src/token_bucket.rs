@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn some_at_once_and_then_at_the_rate() {
+    fn burst_is_followed_by_the_rate() {
         let quota = Quota { every: Duration::from_millis(50), at_once: 3 };
         let mut bucket = quota.from(Duration::ZERO);
         let mut taken = |ms: u64| (0..10).filter(|_| bucket.take(quota, Duration::from_millis(ms))).count();
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn wait_ends_when_a_token_is_there() {
+    fn wait_ends_when_a_token_is_available() {
         let quota = Quota { every: Duration::from_millis(50), at_once: 1 };
         let mut bucket = quota.from(Duration::ZERO);
         assert_eq!(bucket.wait(quota, Duration::ZERO), Duration::ZERO);

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_recognised_in_spite_of_mistakes() {
+    fn file_kind_is_recognised_despite_mistakes() {
         for (text, kind) in [
             ("name = \"lb1\"\ncontroler = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"/p\"\n", Kind::Lb),
             ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", Kind::Agent),
@@ -331,7 +331,7 @@ mod tests {
 
     /// `coreward check <(...)`: what was read is gone.
     #[test]
-    fn a_pipe_is_read_once() {
+    fn pipe_is_read_once() {
         let directory = tempfile::tempdir().unwrap();
         let pipe = directory.path().join("some");
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_calling_thread_yields() {
+    fn only_the_calling_thread_gets_low_priority() {
         // SAFETY: the call takes numbers only; 0 is the calling thread.
         let niceness = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let before = niceness();

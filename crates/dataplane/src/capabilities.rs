@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rights_are_read_from_the_effective_set() {
+    fn capabilities_are_read_from_the_effective_set() {
         let status = |mask: &str| format!("Name:\tx\nCapPrm:\tffffffffffffffff\nCapEff:\t{mask}\n");
         assert_eq!(missing_in(&status("000001ffffffffff")), Some(vec![]));
         assert_eq!(

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn account_of_idle_and_busy_cpus() {
+    fn busy_time_excludes_idle_time() {
         // Busy for 300 ns, then idle; then busy since 1,000 ns.
         assert_eq!(busy_ns(600, 5_000), 300);
         let since = 600_u64.wrapping_sub(2 * 1_000).wrapping_add(1);

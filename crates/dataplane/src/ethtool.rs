@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counters_of_dropped_xdp_frames() {
+    fn dropped_xdp_frames_are_found_among_driver_counters() {
         let counters = [
             ("rx_queue_0_xdp_tx", 9),
             ("rx_queue_0_xdp_tx_errors", 4),

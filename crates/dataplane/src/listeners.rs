@@ -189,7 +189,7 @@ mod tests {
     use crate::reuseport::socket_cookie;
 
     #[test]
-    fn lines_of_the_kernel() {
+    fn lines_of_proc_are_parsed() {
         let listens =
             "   0: 0100C80A:0050 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 23103 1";
         assert_eq!(parse_socket(listens), Some(("10.200.0.1:80".parse().unwrap(), "0A", 23103)));
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_of_our_own_is_found_in_our_epoll_set() {
+    fn own_socket_is_found_in_own_epoll_set() {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let inodes = listening(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_specific_address_wins() {
+    fn most_specific_address_wins() {
         let sockets: Vec<(SocketAddr, Inode)> =
             [("10.0.0.1:53", 1), ("0.0.0.0:53", 2), ("[::]:53", 3), ("[::]:54", 4), ("10.0.0.1:54", 5)]
                 .map(|(socket, inode)| (socket.parse().unwrap(), inode))

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_and_text() {
+    fn mac_addresses_convert_to_words_and_text() {
         let mac = MacAddress([0x02, 0x42, 0xac, 0x11, 0x00, 0xfe]);
         assert_eq!(MacAddress::from_word(mac.word() | 0xabcd << 48), mac);
         assert_eq!(mac.to_string(), "02:42:ac:11:00:fe");

@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_neighbour_is_found_kept_and_lost() {
+    fn neighbour_is_found_kept_and_lost() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
         assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, destination: MacAddress::BROADCAST }]);
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_there_and_back() {
+    fn arp_request_is_parsed_again() {
         let target = Ipv4Addr::new(10, 1, 1, 1);
         let frame = request_frame(target, MacAddress::BROADCAST, MAC, Ipv4Addr::new(10, 1, 0, 1));
         assert_eq!(sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_no_route_to_a_server() {
+    fn route_by_loopback_is_rejected() {
         let mut routes = Routes::open().unwrap();
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {

@@ -213,7 +213,7 @@ mod tests {
 
     /// By `find_service` of bpf/include/service.h.
     #[test]
-    fn a_server_finds_as_many_services_as_there_may_be() {
+    fn server_finds_the_maximum_of_services() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
         let directory = directory(&services).unwrap();
         all_are_found(&services, |word| directory.slots[slot(word, directory.seed)]);
@@ -221,7 +221,7 @@ mod tests {
 
     /// By `find_lb_service` of bpf/include/service.h.
     #[test]
-    fn a_load_balancer_finds_as_many_services_as_there_may_be() {
+    fn load_balancer_finds_the_maximum_of_services() {
         for count in [2, 64, intf::MAX_SERVICES] {
             let services = many(count);
             let directory = lb_directory(&services).unwrap();

@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn types_by_number_and_by_text() {
+    fn types_match_numbers_and_prefixes() {
         let config = parse(
             r#"
 [[service]]
@@ -408,7 +408,7 @@ class = 1
     }
 
     #[test]
-    fn every_mistake_is_named_at_once() {
+    fn all_mistakes_are_reported_at_once() {
         let text = "[[service]]\npolicy = \"x\"\n[[service.type]]\n[[service]]\nlisten = \"0.0.0.0:0\"\nbound = 0\n";
         let mistakes = parse(text).unwrap_err();
         let places: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();

@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pins_have_no_dots() {
+    fn pin_names_have_no_dots() {
         let at = |listen: &str| pins(Path::new("/d"), listen.parse().unwrap());
         assert_eq!(at("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
         assert_eq!(at("[::]:53"), Path::new("/d/___53"));

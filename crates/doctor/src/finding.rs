@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commands_are_those_of_a_shell() {
+    fn remedies_are_shell_commands() {
         let sysctl = |device: &str| Fix::Sysctl { path: format!("net/ipv4/conf/{device}/arp_ignore"), value: "1" };
         assert_eq!(sysctl("eth0").command(), "sysctl -w net.ipv4.conf.eth0.arp_ignore=1");
         assert_eq!(sysctl("eth0.7").command(), "sysctl -w net/ipv4/conf/eth0.7/arp_ignore=1");

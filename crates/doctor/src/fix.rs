@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drop_in_has_each_sysctl_once() {
+    fn sysctl_drop_in_has_each_sysctl_once() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("90.conf");
         keep(&file, "net.ipv4.conf.eth0.arp_ignore", "1", "arp-ignore").unwrap();

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_count_by_the_way_to_them() {
+    fn nat_chains_count_only_if_reachable() {
         let other = NatRule { conditions: vec![Condition::Port(vec![443..=443])], ..jump("ip nat OTHER") };
         let chains = [
             chain("ip nat PREROUTING", "prerouting", vec![jump("ip nat DOCKER"), other]),

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_body_is_an_object() {
+    fn body_must_be_an_object() {
         assert!(!serde_json::from_str::<Object<Wanted>>("{}").unwrap().0.force);
         let refused = serde_json::from_str::<Object<Wanted>>("[]").map(|body| body.0).unwrap_err();
         assert!(refused.to_string().contains("invalid type: sequence, expected an object"), "{refused}");

@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_lasts_until_it_is_ended() {
+    fn session_lasts_until_logout() {
         let (sessions, revoked) = (Sessions::default(), RevocationList::default());
         let cookie = sessions.begin(SessionProof::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_are_drawn_once_and_kept_secret() {
+    fn tokens_are_created_once_and_kept_secret() {
         let directory = tempfile::tempdir().unwrap();
         let store = directory.path();
         let tokens = Tokens::open(store).unwrap();
@@ -143,7 +143,7 @@ mod tests {
 
     /// In one process they have the same id, as in two containers.
     #[test]
-    fn controllers_that_start_at_once_have_the_same_tokens() {
+    fn concurrent_controllers_create_the_same_tokens() {
         for _ in 0..20 {
             let directory = tempfile::tempdir().unwrap();
             let together = std::sync::Barrier::new(8);

@@ -10,7 +10,7 @@ fn one_line(item: &str) -> String {
 }
 
 #[test]
-fn the_documented_metrics_are_those_there_are() {
+fn documented_metrics_equal_the_table() {
     let text = include_str!("../../../docs/metrics.md");
     let section = text.split("## All metrics").nth(1).unwrap();
     let rows: Vec<String> = section.split("\n* ").skip(1).map(one_line).collect();

@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_is_in_its_class() {
+    fn each_latency_is_in_its_bucket() {
         let mut latencies = LatencyHistogram::default();
         [100, 101, 1_000_000, 7_000_000]
             .map(Duration::from_micros)

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_is_limited_after_the_window_and_free_when_half_is_there_again() {
+    fn server_is_limited_after_the_window_until_half_is_earned() {
         let mut allowance = Allowance::full(100.0);
         let seconds_until = |allowance: &mut Allowance, opened, limited| {
             (1..100).find(|_| {
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_second_count_as_the_second() {
+    fn update_interval_does_not_change_the_allowance() {
         let (mut whole, mut parts) = (Allowance::full(100.0), Allowance::full(100.0));
         for _ in 0..30 {
             whole.update(200.0, 300.0, 1.0);

@@ -332,7 +332,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_seed_gives_the_same_log_and_the_text_gives_it_back() {
+    fn equal_seeds_give_equal_logs_that_round_trip() {
         let workload = Workload { duration_us: 3_000_000, ..Workload::default() };
         let log = workload.generate(7);
         assert_eq!(log, workload.generate(7));

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_pool_changes_nothing_and_other_buckets_everything() {
+    fn empty_pool_keeps_the_history_and_other_buckets_clear_it() {
         let mut history = BucketHistory::default();
         history.update(&ids(&[1, 2]));
         assert!(!history.update(&[]));

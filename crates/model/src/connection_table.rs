@@ -435,7 +435,7 @@ mod tests {
         }
 
         #[test]
-        fn a_cookie_names_owner_and_slot(owner in 0u64..16, slot in 0u32..1024) {
+        fn cookie_names_owner_and_slot(owner in 0u64..16, slot in 0u32..1024) {
             let owner = OwnerNumber::try_from(owner).unwrap();
             let number = cookie_number(owner, slot);
             prop_assert!(u32::from(number) <= intf::COOKIE_ID_MASK);
@@ -445,7 +445,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_heaviest_are_those_that_sorting_all_would_find(
+        fn heaviest_connections_equal_a_full_sort(
             packets in proptest::collection::vec(0u64..50, 0..200), count in 0usize..20,
         ) {
             let all: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();

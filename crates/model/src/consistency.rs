@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn names_round_trip() {
         for consistency in Consistency::ALL {
             assert_eq!(consistency.name().parse(), Ok(consistency));
         }

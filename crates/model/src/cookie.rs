@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_is_never_sent() {
+    fn tsval_zero_is_never_sent() {
         // A key and tuple for which the plain stamp would be 0, found by choosing id and time from the masks.
         let keys = keys([1, 2, 3, 4], false);
         let tuple = tuple(0x0a01_0007, 40312);

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_as_they_are_written() {
+    fn names_round_trip() {
         for forwarding in Forwarding::ALL {
             assert_eq!(forwarding.name().parse(), Ok(forwarding));
         }

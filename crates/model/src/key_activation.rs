@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn a_switch_comes_later_and_stays_where_it_is() {
+    fn key_switch_is_in_the_future_and_stays_fixed() {
         use KeyIndex::{First, Second};
         let none = (keys(0, 0, First), 0);
         assert_eq!(switch_ms(&none, &keys(1, 2, Second), 5), 5u32.wrapping_sub(LONG_AGO_MS), "the first keys: at once");

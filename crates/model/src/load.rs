@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn alpha_is_a_weight() {
+    fn alpha_out_of_range_is_rejected() {
         assert_eq!(Alpha::new(0.0).unwrap_err().to_string(), "alpha 0: expected a number above 0, at most 1");
         assert!(Alpha::new(f64::NAN).is_err());
         assert!(Alpha::new(1.0).is_ok());

@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_rule_takes_the_first_candidate() {
+    fn table_rule_takes_the_first_candidate() {
         let table = table(Rule::Table, &[30, 10, 20]);
         let mut state = PlacementState::for_table(&table);
         for port in 0..50 {
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn round_robin_takes_turns_and_pow2_prefers_the_less_loaded() {
+    fn round_robin_alternates_and_pow2_prefers_the_less_loaded() {
         let round_robin = table(Rule::RoundRobin, &[0, 0, 0]);
         let mut state = PlacementState::for_table(&round_robin);
         let chosen: Vec<u16> = (0..4).map(|_| round_robin.choose(&mut state, &tuple(1)).unwrap().get()).collect();
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_parts_of_the_buckets() {
+    fn weights_are_shares_of_the_buckets() {
         let buckets = BucketCount::new(2048).unwrap();
         let table = weighted_rendezvous(&[(id(1), 1), (id(2), 3)], buckets);
         let heavy = table.iter().filter(|server| **server == id(2)).count();

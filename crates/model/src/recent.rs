@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn growth_is_that_of_the_window() {
+    fn growth_covers_the_window_only() {
         let mut recent = Recent::default();
         let mut at = |second, count| recent.growth(Duration::from_secs(second), [count])[0];
         assert_eq!(at(1, 1000), 0, "what was counted before the first call is not recent");
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn handshakes_fail_where_syns_have_no_packets_behind_them() {
+    fn syns_without_later_packets_are_failing_handshakes() {
         assert!(!handshakes_fail(MIN_SYNS - 1, 0));
         assert!(handshakes_fail(MIN_SYNS, 0));
         assert!(handshakes_fail(100, 49));

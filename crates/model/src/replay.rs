@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn core_aware_placement_keeps_its_order() {
+    fn core_aware_policies_have_less_variance() {
         let [hash, rr, crossrss, plus] = ["hash", "rr", "crossrss", "crossrss-plus"].map(medians);
         let oracle = replay(&Workload::default().generate(1), Pools::default(), Placer::Oracle);
         println!("hash {hash:?}\nrr {rr:?}\ncrossrss {crossrss:?}\ncrossrss-plus {plus:?}\noracle {oracle:?}");
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_serves_while_it_is_in_the_pool_and_what_it_has_afterwards() {
+    fn removed_server_serves_its_open_connections() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let change = |second: u64, server, eligible| PoolChange { at_us: second * 1_000_000, server, eligible };
         let changes = [change(0, 4, false), change(3, 4, true), change(4, 0, false)];
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn agents_that_report_at_moments_of_their_own_are_read_then() {
+    fn agents_with_random_phase_are_read_at_their_times() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let pools = Pools { circumstances: ReportPhase::Random, ..Pools::default() };
         let plan = FleetShape {
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_log_gives_the_same_result() {
+    fn equal_logs_give_equal_results() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let run = || {
             let mut policy = crate::policy::named("crossrss-plus", 1).unwrap();

@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn microsoft_vectors() {
+    fn toeplitz_equals_microsofts_examples() {
         let key = RssKey::microsoft();
         let vectors = [
             ("66.9.149.187:2794", "161.142.100.80:1766", 0x51cc_c178),
@@ -447,7 +447,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn source_tables_and_destination_part_give_the_whole_hash(
+        fn source_tables_and_destination_hash_give_the_whole_hash(
             seed: u64, client: u128, port: u16, vip: u128, vip_port: u16, input in any_input(),
         ) {
             let key = RssKey::random(&mut seeded_rng(seed, 0)).with_input(input);
@@ -490,14 +490,14 @@ mod tests {
         }
 
         #[test]
-        fn keys_are_read_as_they_are_shown(seed: u64) {
+        fn printed_rss_keys_parse_again(seed: u64) {
             let key = RssKey::random(&mut seeded_rng(seed, 0));
             prop_assert_eq!(key.to_string().parse(), Ok(key.clone()));
             prop_assert_eq!(key.to_string().replace(':', "").parse(), Ok(key));
         }
 
         #[test]
-        fn balanced_tables_are_balanced(seed: u64, cores in 1u16..70, bits in 0u32..10) {
+        fn balanced_tables_differ_by_at_most_one_entry(seed: u64, cores in 1u16..70, bits in 0u32..10) {
             let table = IndirectionTable::balanced(seed, 1 << bits, cores).unwrap();
             let mut counts = vec![0usize; usize::from(cores)];
             table.queues().iter().for_each(|queue| counts[usize::from(*queue)] += 1);
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn the_emulated_nic_holds_what_was_written() {
+    fn emulated_nic_returns_written_settings() {
         let rng = &mut seeded_rng(1, 1);
         let indirection_table = IndirectionTable::balanced(1, 128, 4).unwrap();
         let rss = Rss { key: RssKey::random(rng), indirection_table: indirection_table.clone() };

@@ -32,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variance_by_hand() {
+    fn variance_equals_a_hand_calculation() {
         assert_eq!(variance_pct(&[1.0, 1.0, 1.0]), Some(0.0));
         assert_eq!(variance_pct(&[1.0, 3.0]), Some(25.0));
         assert_eq!(variance_pct(&[]), None);
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn median_of_odd_and_even() {
+    fn median_of_odd_and_even_counts() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
         assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), Some(2.5));
         assert_eq!(median(&[]), None);

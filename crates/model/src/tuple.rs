@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_as_they_are_written() {
+    fn printed_addresses_parse_again() {
         for text in ["10.200.0.1", "2001:db8::1", "::1"] {
             let address = text.parse().unwrap();
             assert_eq!(address_of(address_words(address)), address);

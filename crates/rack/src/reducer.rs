@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reports_that_come_too_often_are_refused() {
+    fn excess_reports_are_rejected() {
         let mut reducer = Reducer::new(Duration::from_secs(1), 8);
         reducer.begin(1);
         reducer.configure(RackConfiguration {

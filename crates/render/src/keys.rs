@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn steady_keys() {
+    fn keys_without_a_rotation_are_shown() {
         assert_eq!(
             shown(&keys(), 59),
             "key 1 stamps, for 59 s now\n  rotation   by `coreward keys rotate`, not within 23 h 59 min\n"

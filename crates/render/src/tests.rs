@@ -176,7 +176,7 @@ fn member(server: &str, state: ServerState) -> ServiceMember {
 }
 
 #[test]
-fn status_for_people() {
+fn status_is_printed_as_text() {
     let expected = "\
 configuration 3, a report every 100 ms: 1234 taken, 2 (out_of_order 2) refused
 
@@ -246,7 +246,7 @@ fn load_balancer_without_configuration_or_table_is_not_ready() {
 }
 
 #[test]
-fn status_for_programs() {
+fn status_is_printed_as_json() {
     let json = serde_json::to_value(reply()).unwrap();
     assert_eq!(serde_json::from_value::<Status>(json.clone()).unwrap(), reply());
     assert_eq!(json["services"][0]["address"], "10.200.0.1:80/tcp");
@@ -269,7 +269,7 @@ fn status_for_programs() {
 }
 
 #[test]
-fn explanation_for_people() {
+fn explanation_is_printed_as_text() {
     let server = |n: u32, core: Option<u32>| ExplainedServer {
         name: format!("s{n}"),
         id: n,

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_one_server_changes_one_part() {
+    fn change_of_one_server_changes_one_part() {
         let (before, mut after) = (records(), records());
         after.servers.last_entry().unwrap().get_mut().address = [10, 2, 0, 99].into();
         let [before, after] = [before, after].map(|records| encode(&(&records).into()).unwrap());

@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_certificate_only_an_unprotected_connection_may_anything() {
+    fn plain_connection_has_every_permission() {
         assert!(caller(None, false).require_name(Role::Lb, "lb1").is_ok());
         let refused = caller(None, true).require(&[Role::Viewer]).unwrap_err();
         assert_eq!(refused.message(), "the certificate is for no identity: expected viewer");

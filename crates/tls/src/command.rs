@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bundle_is_for_one_part_and_names_hosts() {
+    fn certificate_bundle_has_one_role_and_valid_hosts() {
         let directory = tempfile::tempdir().unwrap();
         let folder = directory.path().join("certs");
         let certs = |arguments: &[&str]| {

@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identities_come_back_whatever_their_names() {
+    fn identities_with_any_name_round_trip() {
         for (name, written) in [("s1", "s1"), ("server.one_2-a~", "server.one_2-a~"), ("a/b", "a%2Fb"), ("ä", "%C3%A4")]
         {
             for role in Role::ALL {

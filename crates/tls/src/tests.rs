@@ -136,7 +136,7 @@ async fn ask(stream: &mut Io) -> Result<String, String> {
 }
 
 #[test]
-fn a_connection_goes_on_in_another_runtime_when_the_first_one_has_ended() {
+fn connection_survives_the_end_of_its_first_runtime() {
     let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (accepting, serving, asking) = (runtime(), runtime(), runtime());
     let fleet = Fleet::new("prod");
@@ -227,7 +227,7 @@ async fn foreign_certificates_are_rejected() {
 }
 
 #[tokio::test]
-async fn a_server_must_be_a_controller() {
+async fn server_certificate_must_be_a_controllers() {
     let fleet = Fleet::new("prod");
     // Its certificate does not allow serving.
     let listening = Listening::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
@@ -275,7 +275,7 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
 }
 
 #[tokio::test]
-async fn one_certificate_opens_a_few_connections() {
+async fn connections_per_certificate_are_limited() {
     let fleet = Fleet::new("prod");
     let limits = Limits { connections_per_identity: 2, ..Limits::default() };
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
@@ -318,7 +318,7 @@ async fn revocation_ends_open_connections() {
 }
 
 #[tokio::test]
-async fn a_connection_does_not_outlive_its_certificate() {
+async fn connection_ends_with_its_certificate() {
     let fleet = Fleet::new("prod");
     let listening = Listening::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
@@ -334,7 +334,7 @@ async fn a_connection_does_not_outlive_its_certificate() {
 /// Every part reads its files again at its own time, and all believe each other at every moment; open connections go on
 /// as long as their authority is believed.
 #[tokio::test]
-async fn one_authority_takes_over_from_another() {
+async fn authorities_are_replaced_without_rejections() {
     let fleet = Fleet::new("prod");
     let controller = fleet.issue(Role::Controller, "c1");
     let agent = fleet.issue(Role::Agent, "s1");
@@ -414,7 +414,7 @@ fn keys_are_private_and_expiry_is_reported() {
 /// After every change of a file that a command makes: certificates issued then are valid, or the error has the remedy; no
 /// other step is taken; and the same command goes on.
 #[tokio::test]
-async fn an_interrupted_step_is_finished_by_the_same_command() {
+async fn interrupted_step_is_completed_by_the_same_command() {
     const STEPS: [RollOver; 3] = [RollOver::Begin, RollOver::Switch, RollOver::Finish];
     for (position, interrupted) in STEPS.into_iter().enumerate() {
         let mut changes = 0;

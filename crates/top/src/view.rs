@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_move_within_the_servers() {
+    fn keys_scroll_within_the_servers() {
         let mut view = View { room: 10, ..View::default() };
         let mut press = |code: KeyCode| {
             let goes_on = view.press(code.into(), 25);

@@ -72,7 +72,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn service_addresses_come_back(ip: IpAddr, port in 1u16.., udp: bool) {
+        fn service_addresses_round_trip(ip: IpAddr, port in 1u16.., udp: bool) {
             let protocol = if udp { Protocol::Udp } else { Protocol::Tcp };
             let address = ServiceAddress { socket: SocketAddr::new(ip, port), protocol };
             prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(address)), Ok(address));

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_come_back_and_there_are_two() {
+    fn keys_round_trip_and_must_be_two() {
         let keys = FleetKeys {
             keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: u64::MAX }],
             current: KeyIndex::Second,

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_come_back_and_others_are_named() {
+    fn modes_round_trip_and_unknown_ones_are_named() {
         for consistency in Consistency::ALL {
             for timestamps in [Timestamps::Server, Timestamps::LoadBalancer, Timestamps::Off] {
                 let other = 7.try_into().unwrap();

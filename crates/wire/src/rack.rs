@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn summaries_come_back() {
+    fn summaries_round_trip() {
         let service = ServiceIndex::new(3).unwrap();
         let summary = summary();
         assert_eq!(summary.lists[0].per_bucket, 4);
@@ -434,7 +434,7 @@ mod tests {
     }
 
     #[test]
-    fn configurations_come_back() {
+    fn configurations_round_trip() {
         let member = |id: u64, whole_part| RackMember { id: id.try_into().unwrap(), eligible: true, whole_part };
         let configuration = RackConfiguration {
             report_interval: Duration::from_millis(100),

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_come_back() {
+    fn reports_round_trip() {
         let older = v1::Report { connections: None, ..message() };
         assert_eq!(v1::Report::from(Report::try_from(older.clone()).unwrap()), older);
         let short = v1::Report {
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn report_that_is_too_large_loses_what_is_for_people() {
+    fn oversized_report_loses_descriptions_first() {
         assert_eq!(limited_report(message()), message());
         let worker = v1::DispatchedWorker {
             worker: u32::MAX,
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn invalid_report_is_rejected_with_its_field() {
         let mut bad = message();
         bad.rss.as_mut().unwrap().indirection_table.push(0);
         let error = Report::try_from(bad).unwrap_err();

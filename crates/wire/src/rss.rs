@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn known_and_unknown_rss_come_back() {
+    fn known_and_unknown_rss_round_trip() {
         let symmetric = v1::Rss { input_transform: 2, ..message(40, 128) };
         for message in [message(40, 128), message(52, 2048), message(0, 0), symmetric] {
             assert_eq!(v1::Rss::from(&ReportedRss::try_from(&message).unwrap()), message);
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn malformed_rss_is_refused() {
+    fn malformed_rss_is_rejected() {
         let error = |message| ReportedRss::try_from(&message).unwrap_err().to_string();
         assert_eq!(
             error(message(40, 100)),

@@ -130,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn questions_and_answers_come_back() {
+    fn queries_and_answers_round_trip() {
         assert_eq!(SocketQuery::try_from(&v1::SocketQuery::from(&query())), Ok(query()));
         let answer = query().answer(vec![true, false]);
         assert_eq!(SocketAnswer::try_from(v1::SocketAnswer::from(answer.clone())), Ok(answer));
     }
 
     #[test]
-    fn nonsense_is_named() {
+    fn invalid_query_is_rejected_with_its_field() {
         let error = |change: fn(&mut v1::SocketQuery)| {
             let mut message = v1::SocketQuery::from(&query());
             change(&mut message);

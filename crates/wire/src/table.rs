@@ -209,7 +209,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_policys_tables_come_back(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
+        fn tables_of_every_policy_round_trip(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::names() {
                 let buckets = BucketCount::new(1 << bits).unwrap();
                 let mut table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_the_message() {
+    fn encoded_table_is_a_protobuf_message() {
         let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);
         let service = ServiceIndex::new(0).unwrap();
         let decoded = v1::PlacementTable::decode(encode(service, &table)).unwrap();

@@ -180,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_is_markdown_and_json() {
+    fn report_is_printed_as_markdown_and_json() {
         let mut table = Table::new(&["what", "ns"]);
         table.row(["first".into(), 12.34.into()]);
         table.row(["second one".into(), 5u32.into()]);

@@ -157,7 +157,7 @@ fn assert_none(mistakes: Vec<String>) {
 }
 
 #[test]
-fn every_link_leads_somewhere() {
+fn every_link_has_a_target() {
     let all = documents();
     let mistakes = all.iter().flat_map(|(path, document)| {
         let broken = document.links.iter().filter_map(|link| broken(link, path, &all));
@@ -263,7 +263,7 @@ fn dashboard_reads_existing_counters() {
 }
 
 #[test]
-fn every_alert_is_explained_and_asks_for_what_there_is() {
+fn every_alert_is_explained_and_uses_known_metrics() {
     let read = |path: &str| std::fs::read_to_string(root().join(path)).unwrap();
     let (rules, operations, metrics) =
         (read("contrib/prometheus/coreward.rules.yml"), read("docs/operations.md"), read("docs/metrics.md"));
@@ -278,7 +278,7 @@ fn every_alert_is_explained_and_asks_for_what_there_is() {
 }
 
 #[test]
-fn mistakes_are_found() {
+fn mistakes_of_documents_are_detected() {
     let document =
         parse("# One `two`, three\n\n## One\n\n# One\n\n[a](b.md#c)\n\n`coreward status`\n\n    make x   # y\n");
     assert_eq!(document.anchors.iter().map(String::as_str).collect::<Vec<_>>(), ["one", "one-1", "one-two-three"]);

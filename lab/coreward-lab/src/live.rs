@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_live_scenario_is_right() {
+    fn every_live_scenario_is_valid() {
         for live in FIGURES {
             let scenario = live.figure.scenario().unwrap_or_else(|error| panic!("{error}"));
             assert!(scenario.live.is_some() && live.figure.name.ends_with("-live"), "{}", live.figure.name);

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_query_is_as_the_rfcs_say() {
+    fn dns_query_follows_the_rfcs() {
         let mut datagram = vec![9];
         "www.example./A/dnssec".parse::<Query>().unwrap().write(0x1234, &mut datagram);
         let expected = [

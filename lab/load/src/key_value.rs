@@ -281,7 +281,7 @@ mod tests {
         }
 
         #[test]
-        fn pairs_come_whole_and_in_order(
+        fn pairs_are_complete_and_in_order(
             pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 1..=KEY_MAX),
                                             prop::collection::vec(any::<u8>(), 0..=VALUE_MAX)), 0..127)
         ) {

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_wrap() {
+    fn request_ids_wrap_around() {
         let mut outstanding = Outstanding { first_id: u32::MAX - 1, ..Outstanding::default() };
         let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
         assert_eq!(ids, [u32::MAX - 1, u32::MAX, 0, 1]);

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_are_whole_however_they_are_cut() {
+    fn messages_are_reassembled_from_any_pieces() {
         let sent: Vec<Request> = (0..5).map(|id| Request { service_us: (id * 7).into(), id: id.into() }).collect();
         let bytes: Vec<u8> = sent.iter().flat_map(|request| request.as_bytes().to_vec()).collect();
         for piece in 1..=bytes.len() {
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_bytes_is_fixed() {
+    fn byte_order_is_fixed() {
         let request = Request { service_us: 5000.into(), id: 0x0102_0304.into() };
         assert_eq!(request.as_bytes(), [0x88, 0x13, 0, 0, 4, 3, 2, 1]);
     }

@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_byte_is_a_type_with_a_name_of_its_own_or_refused() {
+    fn every_byte_is_a_named_type_or_rejected() {
         let mut known = 0;
         for byte in 0..=u8::MAX {
             if let Ok(request_type) = RequestType::try_from(byte) {

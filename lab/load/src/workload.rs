@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_are_types_of_their_own() {
+    fn classes_are_separate_types() {
         let workload = Workload::service(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
         let names: Vec<String> = workload.classes().iter().map(RequestType::to_string).collect();
         assert_eq!(names, ["WORK0", "WORK1", "WORK2"]);

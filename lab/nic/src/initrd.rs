@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_archive_has_folders_before_files_and_is_aligned() {
+    fn archive_has_folders_before_files_and_is_aligned() {
         let mut archive = Archive::default();
         archive.add("a/b/file", EXECUTABLE, b"12345");
         archive.add("a/b/other", EXECUTABLE, b"");

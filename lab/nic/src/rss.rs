@@ -123,7 +123,7 @@ mod tests {
                          \u{20}   2:      2     3\nRSS hash key:\n";
 
     #[test]
-    fn ethtool_is_understood() {
+    fn ethtool_output_is_parsed() {
         let key = (0..40).map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(":");
         let text = format!("{ETHTOOL_OUTPUT}{key}\nRSS hash function:\n    toeplitz: on\n");
         assert_eq!(parse_table(&text).unwrap().queues(), [0, 1, 2, 3]);

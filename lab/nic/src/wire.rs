@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flows_differ() {
+    fn flows_have_different_tuples() {
         let all: std::collections::BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
         assert_eq!(all.len(), 250 * usize::from(FLOWS));
     }

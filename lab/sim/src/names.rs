@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_nearest_names_are_suggested() {
+    fn nearest_names_are_suggested() {
         let unknown = UnknownName::new("policy", "crosrss", ["hash", "rr", "crossrss", "crossrss-plus"]);
         assert_eq!(unknown.nearest(), ["crossrss", "crossrss-plus"]);
         assert_eq!(

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn tails_are_as_heavy_as_they_should_be() {
+    fn distribution_tails_have_the_expected_weight() {
         let mut rng = seeded_rng(2, 0);
         let beyond = |share: f64, count: usize| {
             let expected = share * 10.0 * DRAWS as f64;

@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn several_values() {
+    fn summary_of_several_seeds() {
         let expected = SeedSummary { median: 2.0, mean: 3.0, low: 1.0, high: 6.0 };
         assert_eq!(SeedSummary::of(&[6.0, 1.0, 2.0]), Some(expected));
         assert_eq!(SeedSummary::of(&[]), None);

@@ -408,7 +408,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_segment_overtaken_on_its_way_to_the_client_is_forgiven_and_nothing_else() {
+    fn only_overtaken_segments_are_tolerated() {
         let drops = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
         let seen = Tcp { sent: 2_500_000, ..Tcp::default() };
         assert!(seen.has_right_timestamps());
@@ -421,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_wrk_are_seen() {
+    fn errors_of_wrk_are_detected() {
         let clean = "  120 requests in 2.00s, 3.00MB read\nRequests/sec: 60\n";
         assert_eq!(parse_wrk(clean).unwrap(), (120, 0));
         let bad = "  120 requests in 2.00s, 3.00MB read\n  Socket errors: connect 1, read 20, write 0, timeout 3\n  \

@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_core_serves_one_request_after_the_other() {
+    fn core_serves_one_request_at_a_time() {
         let mut core = VirtualCore::default();
         assert_eq!(core.accept(1_000, 50), 1_050);
         // Arrives while the first is served: waits.

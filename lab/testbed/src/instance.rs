@@ -251,7 +251,7 @@ mod tests {
     use crate::{missing_testbed_rights, skip_if};
 
     #[test]
-    fn names_that_cannot_be_are_refused() {
+    fn invalid_names_are_rejected() {
         for name in ["a-b", "UPPER", &"a".repeat(41), "a/b"] {
             let error = Instance::take(name).unwrap_err().to_string();
             assert!(error.contains("expected 1 to 40 lower-case letters and digits"), "{error}");

@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_is_its_own() {
+    fn clock_shift_affects_one_process_only() {
         let directory = tempfile::tempdir().unwrap();
         let preload = Preload::create(directory.path()).unwrap();
         let before = date(&preload);

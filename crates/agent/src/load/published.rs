@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_number_per_core_and_a_new_file_is_found() {
+    fn published_load_is_one_number_per_core_of_the_newest_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("busy");
         let mut load = PublishedLoad::new(path.clone());

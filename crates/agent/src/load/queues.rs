@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn vectors_of_many_drivers_are_known() {
+    fn queue_interrupts_of_many_drivers_are_found() {
         let virtio = ["virtio2-config", "virtio2-input.0", "virtio2-output.0", "virtio2-input.1", "virtio20-input.0"];
         assert_eq!(found(&virtio, "eth0", "virtio2"), [(0, 31), (1, 33)]);
         let igb = ["eth0", "eth0-TxRx-0", "eth0-TxRx-1", "eth1-TxRx-0"];
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn virtual_devices_count_round() {
+    fn queues_of_virtual_devices_get_cpus_in_turn() {
         let count = std::thread::available_parallelism().map_or(1, usize::from);
         assert_eq!(cpus("nonexistent0", 4), (0..4).map(|queue| queue % count).collect::<Vec<_>>());
     }

@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_has_a_key() {
+    fn host_rss_key_has_40_bytes() {
         match host_key() {
             Ok(key) => assert_eq!(key.len(), HOST_KEY_BYTES),
             Err(error) => assert!(error.to_string().starts_with(HOST_KEY), "{error}"),

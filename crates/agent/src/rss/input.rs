@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn each_transform_is_recognised_and_chance_is_not() {
+    fn each_input_transform_is_recognised_and_chance_is_not() {
         for input in [InputTransform::SymmetricXor, InputTransform::SymmetricOrXor] {
             let mut search = TransformSearch::default();
             assert_eq!(search.observe(&rss(), &delivered(Some(input), 1..5)), None, "too few");
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transform_that_is_switched_off_is_recognised_too() {
+    fn switched_off_input_transform_is_recognised() {
         let symmetric = Rss { key: rss().key.with_input(InputTransform::SymmetricOrXor), ..rss() };
         let mut search = TransformSearch::default();
         let plain = delivered(Some(InputTransform::None), 1..100);

@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn changes_by_others_are_noticed() {
+    fn changes_by_others_are_detected() {
         let device = nic(128, false);
         let mut manager = RssManager::new(Box::new(device.clone()));
         assert_eq!(manager.known().unwrap().key.bytes(), [9; 40]);

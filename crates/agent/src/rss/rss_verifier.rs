@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_noticed_after_any_history() {
+    fn rss_change_is_detected_after_any_history() {
         let mut verifier = RssVerifier::default();
         verifier.observe(&four_queues(), 1_000_000, 0);
         assert_eq!(verifier.observe(&four_queues(), 1_000_008, 24), Verdict::NotInForce);

@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn order_is_that_of_descriptors_also_after_a_respawn() {
+    fn order_follows_descriptors_after_a_respawn() {
         let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
         assert_eq!(assign(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
         // With fewer workers than queues they take turns; with none the kernel chooses.

@@ -248,7 +248,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn proc_is_read_ever_more_rarely_while_sockets_have_no_worker() {
+    fn proc_scan_backs_off_while_sockets_have_no_worker() {
         let (since, mut looks) = (Instant::now(), Vec::new());
         let mut incomplete = Incomplete { inodes: BTreeSet::new(), cpu_of_queue: vec![], since, last: since };
         for second in 1..=600 {
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn pins_name_addresses() {
+    fn pin_names_contain_addresses() {
         let address = "10.200.0.1:80".parse().unwrap();
         assert_eq!(pin_name(address), "10_200_0_1_80");
         assert_eq!(address_of_pin("10_200_0_1_80"), Some(address));

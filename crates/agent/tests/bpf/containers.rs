@@ -8,7 +8,7 @@ use coreward_testbed::{missing_testbed_rights, skip_if};
 use crate::support::{config, configuration, counter, get, testbed, wait_until};
 
 #[test]
-fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::Result<()> {
+fn containers_are_stamped_with_a_plain_clock_and_reported_otherwise() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tcontainer")?;
     testbed.server(1)?.within(|| {
@@ -53,7 +53,7 @@ fn containers_are_stamped_if_their_clock_is_plain_and_named_if_not() -> anyhow::
 }
 
 #[test]
-fn handshakes_by_syn_cookies_are_of_no_other_namespace() -> anyhow::Result<()> {
+fn syn_cookie_handshakes_are_not_of_another_namespace() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tsyncookie")?;
     let _nginx = testbed.start_nginx(1)?;

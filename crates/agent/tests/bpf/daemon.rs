@@ -219,7 +219,7 @@ fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
 }
 
 #[test]
-fn without_load_there_is_no_report_until_it_comes() -> anyhow::Result<()> {
+fn first_report_waits_for_the_load() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tnoload")?;
     testbed.server(1)?.within(|| {
@@ -234,7 +234,7 @@ fn without_load_there_is_no_report_until_it_comes() -> anyhow::Result<()> {
 }
 
 #[test]
-fn an_interface_that_does_not_exist_is_named() -> anyhow::Result<()> {
+fn missing_interface_is_named() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tnodevice")?;
     let config = coreward_agent::config::Config { interface: "eth9".to_owned(), ..config(&testbed) };
@@ -246,7 +246,7 @@ fn an_interface_that_does_not_exist_is_named() -> anyhow::Result<()> {
 
 /// SYNs that arrive by the queues predicted; then the agent is shown the registers of another server's NIC.
 #[test]
-fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
+fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = testbed("tforce")?;
     testbed.add_server()?;
@@ -273,7 +273,7 @@ fn a_table_that_is_shown_but_not_in_force_is_noticed() -> anyhow::Result<()> {
 }
 
 #[test]
-fn queries_report_which_sockets_are_open() -> anyhow::Result<()> {
+fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tchain")?;
     // The client replaces a server that exists, an unused address one that does not.

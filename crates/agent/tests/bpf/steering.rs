@@ -46,7 +46,7 @@ fn poll_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
 }
 
 #[test]
-fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow::Result<()> {
+fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tsteer")?;
     let nginx = testbed.start_nginx(1)?;
@@ -99,7 +99,7 @@ fn nginx_is_steered_through_reload_respawn_and_restart_of_the_agent() -> anyhow:
 
 /// As mlx5 does, whose driver does not report it before Linux 6.15.
 #[test]
-fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() -> anyhow::Result<()> {
+fn unreported_symmetric_hash_is_recognised_by_queues_of_syns() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tsymmetric")?;
     let nginx = testbed.start_nginx(1)?;
@@ -133,7 +133,7 @@ fn a_symmetric_hash_that_no_driver_reports_is_recognised_by_where_syns_arrive() 
 
 /// As the flow director of ixgbe and i40e does by itself.
 #[test]
-fn a_nic_that_moves_open_connections_is_noticed() -> anyhow::Result<()> {
+fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tmoves")?;
     let _nginx = testbed.start_nginx(1)?;

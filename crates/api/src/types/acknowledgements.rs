@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_of_one_reason_are_one_line() {
+    fn refusals_with_one_reason_share_a_line() {
         let many: Vec<String> = (0..43).map(|number| format!("web{number}")).collect();
         let mut all: Vec<RefusedUpdate> =
             many.iter().map(|service| refused("configuration", Some(service), "mode \"new\"")).collect();

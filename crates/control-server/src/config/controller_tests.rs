@@ -14,7 +14,7 @@ fn controller(text: &str) -> Result<ControllerConfig, String> {
 }
 
 #[test]
-fn the_controllers_own_file() {
+fn controller_file_is_parsed_and_mistakes_are_named() {
     let config = controller(&format!("{CONTROLLER}fleet = \"fleet.toml\"\n")).unwrap();
     assert_eq!(config.fleet.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
     assert!(controller(CONTROLLER).unwrap().fleet.is_none());
@@ -61,7 +61,7 @@ fn reload_names_the_keys_that_need_a_restart() {
 
 /// A mistake hides no other one.
 #[test]
-fn every_mistake_is_named_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("controller.toml");
     let text = "listen = 5\napi = \"10.1.0.1:7401\"\nstore = \"s\"\nfoo = 1\n[etcd]\nendpoints = [\"https://a:1\"]\n";
@@ -138,7 +138,7 @@ fn store_and_etcd_are_mutually_exclusive() {
 }
 
 #[test]
-fn certificates_stand_in_files_that_are_there() {
+fn missing_certificate_file_is_rejected() {
     let text = CONTROLLER.replace("127.0.0.1", "10.1.0.1");
     assert!(!controller(&text).unwrap().allow_plaintext);
     assert!(controller(&format!("{text}allow_plaintext = true\n")).unwrap().allow_plaintext);

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn each_sees_the_newest_once() {
+    fn subscriber_gets_the_newest_update_once() {
         let publisher = UpdatePublisher::new(configuration(1));
         let mut cursor = Cursor::default();
         assert_eq!(received(&publisher, &mut cursor), (Some(1), None, vec![]));

@@ -155,7 +155,7 @@ async fn invalid_request_gets_problem_json() {
 }
 
 #[tokio::test]
-async fn a_document_is_applied_whole_or_not_at_all() {
+async fn document_is_applied_whole_or_not_at_all() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
     let site = TestEnv::start(home).await;
@@ -251,7 +251,7 @@ async fn drain_lasts_until_undrain() {
 
 /// Browsers log in with a token and continue with a viewer's cookie.
 #[tokio::test]
-async fn a_session_reads_and_changes_nothing() {
+async fn session_reads_and_cannot_change() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let url = |path: &str| format!("http://{}{path}", site.running.api);
     let page = site.http.get(url("/")).send().await.unwrap();
@@ -272,7 +272,7 @@ async fn a_session_reads_and_changes_nothing() {
 
 /// A watcher gets the present state at once, then events; after a reconnect those that it missed.
 #[tokio::test]
-async fn watchers_miss_nothing() {
+async fn watcher_gets_missed_events_after_a_reconnect() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
     let site = TestEnv::start(home).await;
@@ -307,7 +307,7 @@ async fn watchers_miss_nothing() {
 }
 
 #[tokio::test]
-async fn examples_of_the_manual_work() {
+async fn documented_requests_work() {
     let site = TestEnv::start(Home::new(&["s1"], SERVICE)).await;
     let manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();

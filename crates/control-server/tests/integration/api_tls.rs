@@ -90,7 +90,7 @@ fn shown(path: &Path) -> &str {
 
 /// Stock programs: a token by TLS, a certificate in its place, and neither.
 #[tokio::test]
-async fn curl_comes_in_with_a_token_or_with_a_certificate() {
+async fn curl_authenticates_by_token_or_certificate() {
     let site = TestEnv::start().await;
     let ca = site.certificate(Role::Viewer, "eve").ca;
     let trusting = ["--cacert", shown(&ca)];
@@ -142,7 +142,7 @@ async fn session_cookie_of_tls_is_secure() {
 }
 
 #[tokio::test]
-async fn commands_come_in_with_a_token_or_with_a_certificate() {
+async fn commands_authenticate_by_token_or_certificate() {
     let site = TestEnv::start().await;
     let viewer = site.certificate(Role::Viewer, "eve");
     let client = site.client(Proof::Certificate(viewer.clone()));
@@ -231,7 +231,7 @@ async fn revoked_certificate_is_rejected() {
 
 /// Without `[tls]` a token would pass the network in clear.
 #[tokio::test]
-async fn beyond_its_host_it_listens_with_tls_only() {
+async fn api_beyond_its_host_requires_tls() {
     let home = Home::new(&["s1"], SERVICE);
     let text = std::fs::read_to_string(home.config()).unwrap();
     std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();

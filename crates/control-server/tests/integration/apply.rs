@@ -85,7 +85,7 @@ async fn apply(wanted: Wanted) -> Result<u64, String> {
 }
 
 #[tokio::test]
-async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
+async fn applied_fleet_is_shown_and_survives_a_restart() {
     let home = home();
     let controller = home.start().await;
     assert_eq!(controller.document().await, Fleet { generation: 0, text: String::new(), file: None });
@@ -126,7 +126,7 @@ async fn a_fleet_is_applied_shown_and_there_after_a_restart() {
 }
 
 #[tokio::test]
-async fn apply_against_an_old_generation_is_rejected() {
+async fn apply_to_an_old_generation_is_rejected() {
     let home = home();
     let controller = home.start().await;
     controller.apply(&home, &document(&["s1"], "")).await.unwrap();
@@ -193,7 +193,7 @@ async fn slow_start_ends_with_a_restart() {
 
 /// Without the file the fleet continues.
 #[tokio::test]
-async fn a_fleet_in_a_file_is_changed_there() {
+async fn fleet_managed_by_a_file_changes_only_there() {
     let home = Home::new(&["s1"], WEB);
     let file = home.directory.path().join("fleet.toml");
     let controller = home.start().await;

@@ -144,7 +144,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
 
 /// s3 is down: of the two that are well one may be drained.
 #[tokio::test]
-async fn drains_that_come_at_once_leave_the_last_healthy_server() {
+async fn concurrent_drains_leave_the_last_healthy_server() {
     let home = home();
     let running = home.start().await;
     apply(&running, &document(&["s1", "s2", "s3"]), 0).await;

@@ -84,7 +84,7 @@ async fn controller_without_a_document_sends_no_configuration() {
 }
 
 #[tokio::test]
-async fn applied_document_without_services_is_obeyed() {
+async fn applied_document_without_services_removes_all() {
     let home = home();
     let running = home.start().await;
     let mut balancer = LoadBalancer::connect(&running, 0).await;

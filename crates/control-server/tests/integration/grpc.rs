@@ -207,7 +207,7 @@ async fn tables_follow_loads() {
 }
 
 #[tokio::test]
-async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
+async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let services = format!("{WEB}[[service]]\nname = \"api\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n");
     let home = Home::new(&["s1", "s2", "s3"], &services);
@@ -236,7 +236,7 @@ async fn a_killed_controller_comes_back_with_the_same_ids_and_keys() {
 }
 
 #[tokio::test]
-async fn after_a_restart_the_first_table_waits_for_the_agents() {
+async fn first_table_after_a_restart_waits_for_the_agents() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     // It does not wait permanently: where the machine stood still for that long, once more.
     const WAITS: Duration = Duration::from_secs(4);
@@ -291,7 +291,7 @@ async fn unknown_and_duplicate_agents_are_rejected() {
 }
 
 #[tokio::test]
-async fn a_changed_file_is_in_force_whole_or_not_at_all() {
+async fn reloaded_file_is_applied_whole_or_not_at_all() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let home = Home::new(&["s1", "s2"], WEB);
     let running = home.start().await;
@@ -325,7 +325,7 @@ async fn a_changed_file_is_in_force_whole_or_not_at_all() {
 }
 
 #[tokio::test]
-async fn a_slow_load_balancer_gets_the_newest_table() {
+async fn slow_load_balancer_gets_the_newest_table() {
     let home = Home::new(&["s1", "s2"], &format!("{WEB}buckets = 2048\n"));
     let running = home.start().await;
     let channel = running.endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
@@ -383,7 +383,7 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
 }
 
 #[tokio::test]
-async fn load_balancers_learn_of_lost_owners() {
+async fn lost_owners_are_announced_to_load_balancers() {
     let home = Home::new(&["s1"], WEB);
     let running = home.start().await;
     let mut first = running.load_balancer_named("lb1", running.client().await).await;
@@ -417,7 +417,7 @@ async fn load_balancers_learn_of_lost_owners() {
 }
 
 #[tokio::test]
-async fn a_rotation_waits_for_everybody_and_outlives_the_controller() {
+async fn rotation_waits_for_all_daemons_and_survives_the_controller() {
     let _alone = SIGHUP_REACHES_ALL.lock().await;
     let home = Home::new(&["s1"], WEB);
     let rotate = async |running: &Running, force: bool| running.asking.rotate_keys(&RotateKeys { force }).await;

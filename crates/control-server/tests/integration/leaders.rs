@@ -182,7 +182,7 @@ async fn followers_name_the_leader_and_terms_increase() {
 }
 
 #[tokio::test]
-async fn leader_that_loses_etcd_ends_before_another_one_is_elected() {
+async fn leader_without_etcd_ends_before_the_next_is_elected() {
     let etcd = Etcd::start();
     let mut way = Way::to(etcd.member.client).await;
     let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;

@@ -11,7 +11,7 @@ use crate::support::{Daemon, coreward};
 const SIGINT: i32 = 2;
 
 #[test]
-fn root_forgets_a_load_balancer_with_the_controllers_own_token_and_can_interrupt_it() {
+fn root_may_use_another_users_token_and_interrupt_the_command() {
     let directory = tempfile::tempdir().unwrap();
     let token = directory.path().join("operator.token");
     std::fs::write(&token, "0".repeat(64)).unwrap();

@@ -67,7 +67,7 @@ fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
 /// While it starts (its fleet is a pipe without a writer yet) it gets SIGHUP, and to
 /// end.
 #[test]
-fn signals_wait_until_they_can_be_handled() {
+fn early_signals_are_handled_after_startup() {
     let directory = tempfile::tempdir().unwrap();
     let config = write_controller(directory.path(), "fleet = \"fleet.toml\"\n");
     let fleet = directory.path().join("fleet.toml");

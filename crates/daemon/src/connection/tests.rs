@@ -15,7 +15,7 @@ use super::*;
 const FIRST: Duration = RETRY_INTERVALS.0;
 
 #[test]
-fn one_controller_is_tried_at_growing_intervals_until_it_answers() {
+fn single_controller_is_retried_at_growing_intervals() {
     let mut turns = Turns::new(1);
     let waits: Vec<u128> = (0..7).map(|_| turns.record_end(&End::Lost).as_millis()).collect();
     assert_eq!(waits, [100, 200, 400, 800, 1600, 2000, 2000]);
@@ -26,7 +26,7 @@ fn one_controller_is_tried_at_growing_intervals_until_it_answers() {
 }
 
 #[test]
-fn several_are_tried_in_turn_and_only_whole_rounds_make_it_slower() {
+fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
     let mut turns = Turns::new(3);
     let mut tries = Vec::new();
     for _ in 0..7 {
@@ -57,7 +57,7 @@ fn named_leader_is_tried_next() {
 }
 
 #[test]
-fn a_leader_of_before_is_not_believed_for_a_minute() {
+fn older_leader_is_rejected_for_a_minute() {
     let (start, mut terms) = (Instant::now(), Terms::default());
     let at = |seconds| start + Duration::from_secs(seconds);
     // A controller with a store of its own, or one of an older version.
@@ -77,7 +77,7 @@ fn a_leader_of_before_is_not_believed_for_a_minute() {
 }
 
 #[tokio::test]
-async fn the_term_comes_with_the_stream() {
+async fn term_is_read_from_the_stream() {
     let mut connection = connection(&[unused_port()]);
     let stream = |term: Option<u64>| {
         let mut response = Response::new(());
@@ -98,7 +98,7 @@ fn rejecting_controller_is_retried_later() {
 }
 
 #[test]
-fn pauses_are_drawn() {
+fn retry_pauses_are_random() {
     let drawn: Vec<Duration> = (0..100).map(|_| jittered(Duration::from_secs(2))).collect();
     assert!(drawn.iter().all(|pause| (Duration::from_secs(1)..=Duration::from_secs(2)).contains(pause)));
     assert!(drawn.iter().any(|pause| *pause != drawn[0]));

@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn policies_are_those_of_the_program() {
+    fn policies_equal_those_of_the_bpf_program() {
         for (number, policy) in Policy::all().enumerate() {
             assert_eq!((policy.number(), policy.name().parse()), (number as u32, Ok(policy)));
         }

@@ -341,7 +341,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_read_as_they_are_written() {
+    fn service_numbers_round_trip() {
         for consistency in Consistency::ALL {
             for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
                 let other = ServerId::try_from(16383).unwrap();

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_sock_diag_for_tcp_is_an_error() {
+    fn missing_sock_diag_for_tcp_is_an_error() {
         for kind in [libc::NLMSG_DONE, libc::NLMSG_ERROR] {
             let error = read_end(kind, libc::ENOENT, false).unwrap_err().to_string();
             assert!(error.contains("modprobe tcp_diag"), "{error}");

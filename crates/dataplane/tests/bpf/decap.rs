@@ -259,7 +259,7 @@ fn removed_sources_and_vips_are_foreign() {
 }
 
 #[test]
-fn packet_that_a_load_balancer_encapsulated_arrives_as_it_was() {
+fn encapsulated_packet_arrives_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
     for form in Form::all() {

@@ -26,7 +26,7 @@ fn unmatched(bed: &Bed) -> u64 {
 }
 
 #[test]
-fn only_the_response_that_is_waited_for_takes_a_request_away() {
+fn only_an_expected_response_completes_a_request() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let bed = Bed::new(1, &options(Policy::ShortestQueue));
@@ -93,7 +93,7 @@ fn another_socket_of_the_service_may_answer() {
 }
 
 #[test]
-fn a_service_of_the_same_address_in_another_namespace_is_another() {
+fn equal_address_in_another_namespace_is_another_service() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let bed = Bed::new(1, &options(Policy::ShortestQueue));
@@ -110,7 +110,7 @@ fn a_service_of_the_same_address_in_another_namespace_is_another() {
 }
 
 #[test]
-fn requests_without_response_are_given_up_when_they_cannot_wait_any_more() {
+fn unqueued_request_without_response_is_abandoned() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut bed = Bed::new(1, &options(Policy::ShortestQueue));
@@ -218,7 +218,7 @@ fn stalled_worker_is_disabled_until_it_responds() {
 }
 
 #[test]
-fn a_dead_worker_costs_no_request_and_its_slot_is_used_again() {
+fn dead_worker_loses_no_request_and_its_slot_is_reused() {
     skip_if!(missing_bpf_rights());
     for policy in Policy::all() {
         in_namespace(|| {
@@ -244,7 +244,7 @@ fn a_dead_worker_costs_no_request_and_its_slot_is_used_again() {
 }
 
 #[test]
-fn an_upgrade_takes_over_sockets_and_requests_in_flight() {
+fn upgrade_takes_over_sockets_and_requests_in_flight() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
@@ -267,7 +267,7 @@ fn an_upgrade_takes_over_sockets_and_requests_in_flight() {
 }
 
 #[test]
-fn after_the_end_the_kernel_picks_and_sockets_are_free_for_another_array() {
+fn detach_returns_sockets_to_the_kernels_choice() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut bed = Bed::new(2, &options(Policy::ShortestQueue));
@@ -290,7 +290,7 @@ fn after_the_end_the_kernel_picks_and_sockets_are_free_for_another_array() {
 }
 
 #[test]
-fn clients_by_ipv6_count_too() {
+fn ipv6_clients_are_counted() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let service: SocketAddr = "[::]:5300".parse().unwrap();

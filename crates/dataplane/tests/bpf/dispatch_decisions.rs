@@ -74,7 +74,7 @@ fn clients() -> Vec<UdpSocket> {
 }
 
 #[test]
-fn jsq_decides_as_the_model() {
+fn jsq_equals_the_model() {
     skip_if!(missing_bpf_rights());
     for workers in [1, 3, 16, 64] {
         in_namespace(|| {
@@ -86,7 +86,7 @@ fn jsq_decides_as_the_model() {
 }
 
 #[test]
-fn jlq_decides_as_the_model() {
+fn jlq_equals_the_model() {
     skip_if!(missing_bpf_rights());
     for workers in [2, 5, 64] {
         in_namespace(|| {
@@ -97,13 +97,13 @@ fn jlq_decides_as_the_model() {
 }
 
 #[test]
-fn rr_decides_as_the_model() {
+fn rr_equals_the_model() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| agrees(&bed(5, Policy::RoundRobin), &mut RoundRobinCore::new(5), &clients()));
 }
 
 #[test]
-fn jbsrq_decides_as_the_model() {
+fn jbsrq_equals_the_model() {
     skip_if!(missing_bpf_rights());
     for (workers, reserved, bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
         in_namespace(|| {
@@ -119,7 +119,7 @@ fn jbsrq_decides_as_the_model() {
 }
 
 #[test]
-fn random_is_by_flow_and_reaches_all() {
+fn random_selects_by_flow_and_reaches_all_workers() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let bed = Bed::new(4, &options(Policy::Random));

@@ -73,7 +73,7 @@ fn accepted_of(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: imp
 }
 
 #[test]
-fn genuine_icmp_errors_are_accepted_beside_forged_packets() {
+fn genuine_icmp_errors_pass_among_forged_packets() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
     let mut any = || (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16);

@@ -70,7 +70,7 @@ fn interrupt(wait: impl FnOnce()) {
 }
 
 #[test]
-fn every_packet_of_the_service_is_seen_as_it_came_and_with_what_was_decided() {
+fn capture_has_every_unchanged_packet_and_its_decision() {
     skip_if!(missing_bpf_rights());
     // One CPU keeps the order of the packets.
     on_one_cpu();

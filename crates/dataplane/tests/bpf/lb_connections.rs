@@ -24,7 +24,7 @@ use crate::support::{
 };
 
 #[test]
-fn a_first_packet_takes_an_entry_and_later_ones_find_it() {
+fn new_connection_takes_an_entry_that_later_packets_find() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(101, 0);
     let (mut balancer, ids) = balancer(4096, &mut rng);
@@ -121,7 +121,7 @@ fn server_learns_the_index_at_any_option_offset() {
 }
 
 #[test]
-fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
+fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(103, 0);
     let (mut balancer, _) = balancer(4096, &mut rng);
@@ -144,7 +144,7 @@ fn a_syn_sent_again_gets_the_same_entry_while_its_server_takes_connections() {
 }
 
 #[test]
-fn a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open() {
+fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let (balancer, _) = balancer(4096, &mut rng);
@@ -166,7 +166,7 @@ fn a_connection_holds_one_entry_while_fewer_than_four_others_of_its_hash_open() 
 }
 
 #[test]
-fn a_cookie_of_another_connection_or_none_is_unknown() {
+fn cookie_of_another_connection_is_unknown() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(104, 0);
     let options = Options {
@@ -265,7 +265,7 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
 }
 
 #[test]
-fn without_an_owner_number_connections_are_of_the_stateless_kind() {
+fn connections_without_an_owner_number_are_stateless() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = balancer(1024, &mut rng);
@@ -295,7 +295,7 @@ fn without_an_owner_number_connections_are_of_the_stateless_kind() {
 }
 
 #[test]
-fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
+fn syn_flood_fills_the_table_and_keeps_established_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(107, 0);
     let (mut balancer, _) = balancer(2048, &mut rng);
@@ -342,7 +342,7 @@ fn a_syn_flood_fills_the_table_and_leaves_established_connections_alone() {
 }
 
 #[test]
-fn an_entry_is_freed_once_and_only_as_it_was_seen() {
+fn entry_is_freed_once_and_only_if_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(108, 0);
     let (mut balancer, _) = balancer(1024, &mut rng);

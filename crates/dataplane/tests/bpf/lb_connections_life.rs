@@ -131,7 +131,7 @@ fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
 }
 
 #[test]
-fn the_next_process_finds_connections_and_lost_places_and_changes_the_size_of_an_empty_table() {
+fn next_process_recovers_slots_and_resizes_an_empty_table() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);

@@ -48,7 +48,7 @@ fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<Open
 }
 
 #[test]
-fn first_packet_reuses_an_expired_entry_without_a_sweeper() {
+fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(141, 0);
     let start = Duration::from_secs(1000);
@@ -73,7 +73,7 @@ fn first_packet_reuses_an_expired_entry_without_a_sweeper() {
 }
 
 #[test]
-fn entries_of_open_connections_are_reused_only_while_nobody_sweeps() {
+fn open_connections_lose_entries_only_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(142, 0);
     let (start, timers) = (Duration::from_secs(1000), Timers::default());
@@ -107,7 +107,7 @@ fn entries_of_open_connections_are_reused_only_while_nobody_sweeps() {
 }
 
 #[test]
-fn reuse_moves_the_entry_from_one_source_to_the_other() {
+fn reuse_counts_the_entry_for_its_new_source() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(143, 0);
     let start = Duration::from_secs(1000);
@@ -133,7 +133,7 @@ fn reuse_moves_the_entry_from_one_source_to_the_other() {
 }
 
 #[test]
-fn packets_keep_the_time_without_a_daemon() {
+fn packets_read_the_clock_without_a_daemon() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(144, 0);
     let options = Options {

@@ -33,7 +33,7 @@ fn syn(client: (Ipv4Addr, u16)) -> Vec<u8> {
 }
 
 #[test]
-fn first_packets_go_to_the_models_server() {
+fn new_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(1, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -64,7 +64,7 @@ fn first_packets_go_to_the_models_server() {
 }
 
 #[test]
-fn a_connection_without_timestamps_reaches_the_consistent_choice_and_stays_there() {
+fn connection_without_timestamps_stays_at_the_consistent_choice() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(2, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -175,7 +175,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
 }
 
 #[test]
-fn a_retransmitted_syn_reaches_the_same_server_while_the_table_stands() {
+fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(5, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -206,7 +206,7 @@ fn a_retransmitted_syn_reaches_the_same_server_while_the_table_stands() {
 }
 
 #[test]
-fn a_server_that_cannot_take_a_first_packet_is_replaced_by_one_that_can() {
+fn ineligible_server_is_replaced_for_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -243,7 +243,7 @@ fn a_server_that_cannot_take_a_first_packet_is_replaced_by_one_that_can() {
 }
 
 #[test]
-fn without_a_table_or_members_a_first_packet_is_dropped() {
+fn new_connection_without_table_or_members_is_dropped() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(7, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -261,7 +261,7 @@ fn without_a_table_or_members_a_first_packet_is_dropped() {
 }
 
 #[test]
-fn services_do_not_see_each_others_servers_and_tables() {
+fn services_have_separate_servers_and_tables() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(8, 0);
     let other = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -319,7 +319,7 @@ fn broadcast_is_limited_per_service_and_recovers() {
 }
 
 #[test]
-fn a_mac_address_that_changes_is_used_from_the_next_packet_on() {
+fn changed_mac_address_is_used_for_the_next_packet() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(11, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);

@@ -121,7 +121,7 @@ fn forged_syn_does_not_move_an_open_connection() {
 
 /// The server that may still have an older connection of the same ports is asked for what the new one does not know.
 #[test]
-fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
+fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(112, 0);
     let mut balancer = Balancer::new(&[WEB], &mut rng);
@@ -143,7 +143,7 @@ fn syn_that_leaves_a_draining_server_names_it_as_the_one_before() {
 
 /// Nothing else finds its server: where the bucket's one drains, or is masked while no controller makes tables.
 #[test]
-fn flood_forgets_no_connection_that_only_the_flow_table_knows() {
+fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     skip_if!(missing_bpf_rights());
     const ENTRIES: u32 = 1 << 10;
     let mut rng = seeded_rng(116, 0);
@@ -166,7 +166,7 @@ fn flood_forgets_no_connection_that_only_the_flow_table_knows() {
 }
 
 #[test]
-fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
+fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(113, 0);
     let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
@@ -205,7 +205,7 @@ fn udp_flow_leaves_a_server_that_is_down_and_stays_at_one_that_drains() {
 }
 
 #[test]
-fn udp_flow_ages() {
+fn udp_flow_expires() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(114, 0);
     let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);

@@ -192,7 +192,7 @@ fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
 }
 
 #[test]
-fn packet_too_long_with_its_outer_header_is_answered_with_the_longest_length() {
+fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
     skip_if!(missing_bpf_rights());
     for form in Form::all() {
         let (balancer, _) = balancer(form);
@@ -207,7 +207,7 @@ fn packet_too_long_with_its_outer_header_is_answered_with_the_longest_length() {
 }
 
 #[test]
-fn ipv6_packet_that_every_link_must_take_gets_no_error() {
+fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
     let form = Form { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
     let (balancer, _) = balancer_with(form, mode(form), 1300, Options::default());
@@ -218,7 +218,7 @@ fn ipv6_packet_that_every_link_must_take_gets_no_error() {
 }
 
 #[test]
-fn source_that_is_no_host_gets_no_error() {
+fn source_other_than_a_host_gets_no_error() {
     skip_if!(missing_bpf_rights());
     for (inner, sources) in [
         (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),

@@ -59,7 +59,7 @@ fn stamped(balancer: &Balancer, server: ServerId) -> u32 {
 }
 
 #[test]
-fn the_quoted_timestamp_names_the_server() {
+fn quoted_timestamp_names_the_server() {
     skip_if!(missing_bpf_rights());
     let (mut balancer, ids) = balancer(ServiceMode::default());
     let value = stamped(&balancer, ids[3]);
@@ -113,7 +113,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
 }
 
 #[test]
-fn random_quoted_timestamps_reach_a_known_server_or_all() {
+fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
     skip_if!(missing_bpf_rights());
     let (mut balancer, _) = balancer(ServiceMode::default());
     let mut rng = seeded_rng(72, 0);

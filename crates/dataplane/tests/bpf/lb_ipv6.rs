@@ -59,7 +59,7 @@ fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
 }
 
 #[test]
-fn first_packets_of_ipv6_go_to_the_models_server() {
+fn ipv6_new_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let mut balancer = balancer(&mut rng);
@@ -81,7 +81,7 @@ fn first_packets_of_ipv6_go_to_the_models_server() {
 }
 
 #[test]
-fn established_packets_of_ipv6_follow_the_cookie() {
+fn ipv6_established_packets_follow_the_cookie() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
     let mut balancer = balancer(&mut rng);
@@ -108,7 +108,7 @@ fn established_packets_of_ipv6_follow_the_cookie() {
 }
 
 #[test]
-fn ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before() {
+fn ipv6_without_timestamps_stays_and_names_the_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
     let mut balancer = balancer(&mut rng);
@@ -126,7 +126,7 @@ fn ipv6_without_timestamps_stays_with_its_server_and_names_the_one_before() {
 }
 
 #[test]
-fn a_dual_stack_balancer_keeps_families_apart() {
+fn dual_stack_balancer_separates_families() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
     let mut balancer = balancer(&mut rng);
@@ -139,7 +139,7 @@ fn a_dual_stack_balancer_keeps_families_apart() {
 }
 
 #[test]
-fn malformed_ipv6_is_counted_and_what_is_not_for_a_service_passes() {
+fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     let mut balancer = balancer(&mut rng);
@@ -220,7 +220,7 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
 }
 
 #[test]
-fn stateful_connections_of_ipv6_find_their_entry() {
+fn ipv6_stateful_connections_find_their_entry() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(69, 0);
     let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
@@ -250,7 +250,7 @@ fn stateful_connections_of_ipv6_find_their_entry() {
 
 /// A /64 is one prefix, whatever its addresses.
 #[test]
-fn prefix_of_ipv6_holds_a_part_of_the_connection_table() {
+fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(70, 0);
     let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
@@ -278,7 +278,7 @@ fn migration_of_an_ipv6_service_is_rejected() {
 }
 
 #[test]
-fn datagrams_of_ipv6_keep_their_server() {
+fn ipv6_datagrams_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
     let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
@@ -308,7 +308,7 @@ fn datagrams_of_ipv6_keep_their_server() {
 }
 
 #[test]
-fn fragments_of_ipv6_follow_their_first_one() {
+fn ipv6_fragments_follow_the_first_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
     let service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };

@@ -86,7 +86,7 @@ fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
 }
 
 #[test]
-fn a_new_process_takes_over_while_packets_pass() {
+fn new_process_takes_over_while_packets_pass() {
     skip_if!(missing_bpf_rights());
     let (pair, pins) = (Pair::new(), PinDirectory::new());
     let mac = pair.server.within(device_mac);

@@ -229,7 +229,7 @@ fn flow_of_a_removed_server_follows_the_bucket() {
 }
 
 #[test]
-fn the_flow_table_is_bounded_and_forgets_services_that_go() {
+fn flow_table_is_bounded_and_drops_removed_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(46, 0);
     let other = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -326,7 +326,7 @@ fn forged_packets_do_not_move_counts() {
 
 /// Services of every mode side by side: the program that knows them all treats each as the one that knows it alone.
 #[test]
-fn modes_live_side_by_side_and_change() {
+fn services_of_different_modes_coexist_and_change() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
     let vip = |position: usize| (VIP.0, 80 + position as u16);
@@ -375,7 +375,7 @@ fn modes_live_side_by_side_and_change() {
 }
 
 #[test]
-fn modes_that_cannot_be_are_refused_and_change_nothing() {
+fn invalid_modes_are_rejected_and_change_nothing() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
     let (mut balancer, _, _) = balancer(mode(Consistency::Beamer), Rule::Table, &mut rng);

@@ -103,7 +103,7 @@ fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
 }
 
 #[test]
-fn servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are() {
+fn servers_with_one_clock_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
     on_one_cpu();
     let mut bed = Bed::new();
@@ -147,7 +147,7 @@ fn servers_of_one_clock_are_stamped_and_their_connections_stay_where_they_are() 
 }
 
 #[test]
-fn a_server_whose_connections_have_clocks_of_their_own_is_never_stamped() {
+fn server_with_a_clock_per_connection_is_never_stamped() {
     skip_if!(missing_bpf_rights());
     let bed = Bed::new();
     for host in &bed.segment.servers {

@@ -49,7 +49,7 @@ fn balancer(
 }
 
 #[test]
-fn datagrams_go_by_flow() {
+fn datagrams_follow_their_flow() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::LeastAssigned, &mut rng);
@@ -94,7 +94,7 @@ fn datagrams_go_by_flow() {
 }
 
 #[test]
-fn flow_leaves_a_server_that_own_checks_find_down() {
+fn flow_leaves_a_server_that_health_checks_find_down() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
@@ -115,7 +115,7 @@ fn flow_leaves_a_server_that_own_checks_find_down() {
 }
 
 #[test]
-fn datagrams_are_placed_one_by_one() {
+fn datagrams_are_placed_individually() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
     let (balancer, ids, table) = balancer(Consistency::None, Rule::PowerOfTwo, &mut rng);
@@ -132,7 +132,7 @@ fn datagrams_are_placed_one_by_one() {
 }
 
 #[test]
-fn protocols_of_one_port_are_services_of_their_own() {
+fn protocols_of_one_port_are_separate_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
     let (mut balancer, _, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);

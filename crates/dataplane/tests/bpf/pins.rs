@@ -45,7 +45,7 @@ fn read_only_commands_create_no_pins() {
 /// An agent whose `pin_directory` has changed finds the programs of before at its device: both would stamp every packet, and no
 /// connection would come about.
 #[test]
-fn programs_that_are_pinned_elsewhere_are_not_stamped_over() {
+fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
     let (bed, elsewhere) = (Bed::new(), PinDirectory::new());
     let options = ServerOptions {
@@ -67,7 +67,7 @@ fn programs_that_are_pinned_elsewhere_are_not_stamped_over() {
 }
 
 #[test]
-fn a_load_balancer_that_is_pinned_elsewhere_is_named() {
+fn load_balancer_pinned_elsewhere_is_named() {
     skip_if!(missing_bpf_rights());
     let attach = |pair: &Pair, pins: &PinDirectory| {
         let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;

@@ -72,7 +72,7 @@ fn syn_cookies_work() {
 }
 
 #[test]
-fn below_kernel_6_6_clsact_does_the_same() {
+fn clsact_replaces_tcx_below_kernel_6_6() {
     skip_if!(missing_bpf_rights());
     let mut bed = Bed::new();
     let interface = bed.pair.server_interface();
@@ -156,7 +156,7 @@ fn expect_stamped_answers_without_socket(family: Family) {
 }
 
 #[test]
-fn connections_older_than_the_clock_are_left_alone() {
+fn connections_older_than_the_clock_stay_unchanged() {
     skip_if!(missing_bpf_rights());
     Family::BOTH.into_iter().for_each(expect_older_connections_unchanged);
 }
@@ -209,7 +209,7 @@ fn expect_broadcast_at_connection(family: Family) {
 }
 
 #[test]
-fn a_new_process_takes_over() {
+fn new_process_takes_over() {
     skip_if!(missing_bpf_rights());
     let mut bed = Bed::new();
     let listener = bed.listen();
@@ -242,7 +242,7 @@ const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The fleet's current key changes 30 times while data flows both ways.
 #[test]
-fn keys_change_under_a_transfer() {
+fn transfer_continues_when_keys_change() {
     skip_if!(missing_bpf_rights());
     let mut bed = Bed::new();
     let sniffer = Sniffer::new(&bed);
@@ -367,7 +367,7 @@ fn idle_connection_continues() {
 }
 
 #[test]
-fn an_idle_ipv6_connection_continues() {
+fn idle_ipv6_connection_continues() {
     skip_if!(missing_bpf_rights());
     expect_idle_connections_continue(Family::Ipv6);
 }
@@ -384,7 +384,7 @@ fn expect_idle_connections_continue(family: Family) {
 /// Around every half turn of the circle, up to two turns.
 #[test]
 #[ignore = "takes 140 s"]
-fn idle_connections_of_every_length_go_on() {
+fn connections_idle_for_any_time_continue() {
     skip_if!(missing_bpf_rights());
     let silences = [32, 33, 40, 50, 60, 64, 65, 66, 70, 80, 95, 97, 98, 99, 105, 115, 125, 130, 131, 132, 135, 140];
     go_on_after(&Bed::new(), &silences, &[false, true]);

@@ -79,7 +79,7 @@ fn expect_index_stamped(family: Family) {
 }
 
 #[test]
-fn without_an_index_the_servers_id_is_stamped() {
+fn server_id_is_stamped_without_an_index() {
     skip_if!(missing_bpf_rights());
     Family::BOTH.into_iter().for_each(expect_id_without_index);
 }
@@ -106,7 +106,7 @@ fn expect_id_without_index(family: Family) {
 }
 
 #[test]
-fn when_the_connection_table_is_lost_connections_go_on_with_the_servers_id() {
+fn connections_continue_with_the_server_id_after_table_loss() {
     skip_if!(missing_bpf_rights());
     Family::BOTH.into_iter().for_each(expect_id_after_lost_table);
 }
@@ -136,7 +136,7 @@ fn expect_id_after_lost_table(family: Family) {
 }
 
 #[test]
-fn a_flood_of_syns_costs_indexes_and_no_connection() {
+fn syn_flood_evicts_indexes_and_breaks_no_connection() {
     skip_if!(missing_bpf_rights());
     let bed = Bed::with(STATEFUL);
     let listener = bed.listen();
@@ -261,7 +261,7 @@ fn expect_forwarded_to_previous(family: Family) {
 }
 
 #[test]
-fn services_with_previous_server_in_all_packets_forward_those_with_timestamps_too() {
+fn packets_with_timestamps_are_forwarded_if_all_name_the_previous_server() {
     skip_if!(missing_bpf_rights());
     Family::BOTH.into_iter().for_each(expect_chain_of_all_packets);
 }
@@ -364,7 +364,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
 }
 
 #[test]
-fn handshakes_and_connections_that_stall_are_counted_once() {
+fn stalled_handshakes_and_connections_are_counted_once() {
     skip_if!(missing_bpf_rights());
     let bed = Bed::new();
     let listener = bed.listen();

@@ -34,7 +34,7 @@ fn beds() -> impl Iterator<Item = (Bed, Rss)> {
 }
 
 #[test]
-fn samples_of_syns_equal_the_model() {
+fn syn_samples_equal_the_model() {
     skip_if!(missing_bpf_rights());
     for (bed, rss) in beds() {
         let listener = bed.listen();

@@ -207,7 +207,7 @@ fn tsecr_is_restored() {
 }
 
 #[test]
-fn zero_is_never_sent() {
+fn tsval_zero_is_never_sent() {
     skip_if!(missing_bpf_rights());
     Family::BOTH.into_iter().for_each(expect_no_zero);
 }
@@ -345,7 +345,7 @@ fn damage(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
 }
 
 #[test]
-fn malformed_packets_pass_whole_or_are_dropped() {
+fn malformed_packets_pass_unchanged_or_are_dropped() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let server = Server::new(&mut rng);

@@ -251,7 +251,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
 }
 
 #[test]
-fn workers_die_stop_go_on_and_come_back_under_load() {
+fn counts_stay_exact_while_workers_die_and_stop() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut site = TestEnv::start(Policy::ShortestQueue, 4, STALLS);
@@ -289,7 +289,7 @@ fn workers_die_stop_go_on_and_come_back_under_load() {
 }
 
 #[test]
-fn detached_and_attached_under_load_no_request_is_lost() {
+fn detach_and_attach_under_load_lose_no_request() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut site = TestEnv::start(Policy::ShortestQueue, 3, NO_STALLS);

@@ -130,7 +130,7 @@ fn certificate(days_left: u64) -> CertificateFacts {
 }
 
 #[test]
-fn certificates_end_and_have_an_owner() {
+fn certificate_expiry_and_key_owner_are_checked() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
         let found = |change: fn(&mut CertificateFacts)| found(role, |facts| change(&mut facts.certificates[0]));
         assert_eq!(found(|certificate| certificate.is_old = true), [("certificates", WARNING)]);
@@ -174,7 +174,7 @@ fn fit_machine_has_no_findings() {
 }
 
 #[test]
-fn the_kernel() {
+fn kernel_version_programs_and_jit_are_checked() {
     let kernel = |change: fn(&mut Facts)| found(Role::Lb, change);
     assert_eq!(kernel(|facts| facts.kernel.release = "5.15.0-1-amd64".to_owned()), [("kernel", FAULT)]);
     assert_eq!(kernel(|facts| facts.kernel.release = "6.0".to_owned()), [("kernel", FAULT)]);
@@ -210,7 +210,7 @@ fn rss_overrides_are_found() {
 }
 
 #[test]
-fn keys_and_hashes() {
+fn rss_key_and_hashed_fields_are_checked() {
     let server = |change: fn(&mut Facts)| found(Role::Server, change);
     let other = |facts: &mut Facts| device(facts).rss = Err(RssProblem::Other("eth7 hashes by XOR".to_owned()));
     assert_eq!(server(other), [("rss", WARNING)]);
@@ -239,7 +239,7 @@ fn ipv6_services_need_hashes_over_ports() {
 }
 
 #[test]
-fn symmetric_inputs_and_drivers_that_hide_them() {
+fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
     let mut facts = passing_facts(Role::Server);
     device(&mut facts).rss = Ok((128, InputTransform::SymmetricOrXor));
     let finding = rss::rss(&facts).remove(0);
@@ -257,7 +257,7 @@ fn symmetric_inputs_and_drivers_that_hide_them() {
 }
 
 #[test]
-fn flow_directors_are_named_with_their_switch() {
+fn flow_director_is_reported_with_its_remedy() {
     let of = |driver: &str, moves| {
         let mut facts = passing_facts(Role::Server);
         device(&mut facts).driver = driver.to_owned();
@@ -274,7 +274,7 @@ fn flow_directors_are_named_with_their_switch() {
 }
 
 #[test]
-fn vlan_tags_matter_where_there_are_vlans() {
+fn vlan_tags_are_checked_only_with_vlans() {
     let vlans = |facts: &mut Facts| device(facts).vlans = vec!["eth7.5".to_owned()];
     assert_eq!(found(Role::Lb, vlans), [("vlan-tags", FAULT)]);
     let left = |facts: &mut Facts| {
@@ -285,7 +285,7 @@ fn vlan_tags_matter_where_there_are_vlans() {
 }
 
 #[test]
-fn queues_and_interrupts() {
+fn queue_counts_and_interrupts_are_checked() {
     let channels = |receive, receive_max| {
         move |facts: &mut Facts| device(facts).channels = Some(Channels { receive, receive_max, transmit: receive })
     };
@@ -306,7 +306,7 @@ fn queues_and_interrupts() {
 }
 
 #[test]
-fn frames_that_the_driver_drops() {
+fn driver_drops_are_reported() {
     let drops = |facts: &mut Facts| {
         device(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
     };
@@ -320,7 +320,7 @@ fn frames_that_the_driver_drops() {
 }
 
 #[test]
-fn veth_whose_other_end_has_no_program() {
+fn veth_peer_without_a_program_is_reported() {
     let cut_off = |facts: &mut Facts| {
         device(facts).driver = "veth".to_owned();
         device(facts).veth_peer_has_xdp = Some(false);
@@ -335,7 +335,7 @@ fn veth_whose_other_end_has_no_program() {
 }
 
 #[test]
-fn polling_threads_matter_where_cpu_time_is_the_load() {
+fn polling_threads_are_reported_if_cpu_time_is_the_load() {
     let polls = |facts: &mut Facts| {
         facts.polling = vec![PollingThread { thread: 41, name: "dpdk-worker".to_owned(), cpu: 2 }];
     };
@@ -348,7 +348,7 @@ fn polling_threads_matter_where_cpu_time_is_the_load() {
 }
 
 #[test]
-fn xdp_in_the_driver() {
+fn native_xdp_is_checked() {
     let lb = |change: fn(&mut Facts)| found(Role::Lb, change);
     assert_eq!(lb(|facts| device(facts).lro = true), [("lro", FAULT)]);
     let none = |facts: &mut Facts| device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
@@ -397,7 +397,7 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
 }
 
 #[test]
-fn answers_by_a_load_balancer_need_a_router() {
+fn lb_stamping_requires_forwarding() {
     let without = |facts: &mut Facts| {
         for (path, value) in [("forwarding", "0"), ("send_redirects", "1"), ("rp_filter", "1")] {
             facts.sysctls.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
@@ -413,7 +413,7 @@ fn answers_by_a_load_balancer_need_a_router() {
 }
 
 #[test]
-fn load_balancer_that_stamps_for_ipv6_alone_needs_its_forwarding_alone() {
+fn ipv6_lb_stamping_requires_ipv6_forwarding_only() {
     let stamping = |forwarding: &'static str| {
         move |facts: &mut Facts| {
             facts.services[0].stamped_by_lb = true;
@@ -451,7 +451,7 @@ fn slow_or_unsynchronised_clocks_are_found() {
 }
 
 #[test]
-fn firewalls_and_tracking() {
+fn firewalls_and_connection_tracking_are_reported() {
     let chain = |hook: &str, drops, accepts, tracks| Chain {
         name: format!("ip filter {hook}"),
         hook: hook.to_owned(),
@@ -487,7 +487,7 @@ fn firewalls_and_tracking() {
 }
 
 #[test]
-fn vips_are_announced_by_a_routing_daemon_and_by_no_rule() {
+fn announced_vips_need_a_routing_daemon_and_no_ip_rule() {
     let announcement = |rules: &[&str], daemon: Option<&str>| {
         let rules = Ok(rules.iter().map(|rule| (*rule).to_owned()).collect());
         Some(Announcement { table: 7400, rules, daemon: daemon.map(str::to_owned) })
@@ -499,7 +499,7 @@ fn vips_are_announced_by_a_routing_daemon_and_by_no_rule() {
 }
 
 #[test]
-fn an_etcd_that_does_not_answer_is_a_fault() {
+fn unreachable_etcd_is_a_fault() {
     let found = |leader: Result<String, String>| {
         found(Role::Controller, |facts| {
             let place = facts.controller_place.as_mut().unwrap();
@@ -547,7 +547,7 @@ fn ipv6_service_needs_ipv6_and_no_arp_settings() {
 }
 
 #[test]
-fn networks_are_of_one_family() {
+fn networks_have_one_address_family() {
     let own = Address {
         device: "eth7".to_owned(),
         address: "2001:db8::1".parse().unwrap(),

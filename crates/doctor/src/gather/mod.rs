@@ -164,7 +164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn default_routes_are_those_to_everywhere() {
+    fn default_route_has_prefix_length_0() {
         let text = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
                     eth0\t00000000\t010200C0\t0003\t0\t0\t0\t00000000\t0\t0\t0\n\
                     eth1\t0000000A\t00000000\t0001\t0\t0\t0\t000000FF\t0\t0\t0\n";
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_has_loopback_and_a_kernel() {
+    fn facts_include_loopback_and_kernel() {
         assert!(addresses().iter().any(|held| held.device == "lo" && held.address.is_loopback()));
         assert!(kernel(Role::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
         assert!(sysctls(Some("lo")).contains_key("net/ipv4/conf/lo/arp_ignore"));
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_in_use_cannot_be_bound() {
+    fn port_in_use_cannot_be_bound() {
         let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(bind_problem(taken.local_addr().unwrap()).unwrap().contains("in use"));
         assert_eq!(bind_problem("127.0.0.1:0".parse().unwrap()), None);

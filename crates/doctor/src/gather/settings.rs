@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn kind_of_file_follows_from_its_keys() {
+    fn file_kind_follows_from_its_keys() {
         assert_eq!(role("listen = \"x\"\nstore = \"y\"\n[[server]]\nname = \"s1\"\n"), Ok(Role::Controller));
         assert_eq!(role("server = \"s1\"\ninterface = \"eth0\"\n"), Ok(Role::Server));
         assert_eq!(role("name = \"lb1\"\ninterface = \"eth0\"\n"), Ok(Role::Lb));
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_or_a_role_must_be_named() {
+    fn file_or_role_is_required() {
         let error = CliOptions::default().read().err().unwrap().to_string();
         assert!(error.contains("--role lb, server or controller"), "{error}");
         let options =

@@ -145,7 +145,7 @@ fn deposed_leader_cannot_write() {
 }
 
 #[test]
-fn a_leader_without_etcd_ends_by_its_own_clock() {
+fn leader_without_etcd_ends_by_its_own_clock() {
     let mut etcd = Etcd::start();
     let cluster = etcd.cluster();
     let lease = Duration::from_secs(5);

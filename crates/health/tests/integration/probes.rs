@@ -70,7 +70,7 @@ fn run_probe(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
 }
 
 #[test]
-fn tcp() {
+fn tcp_connection_decides() {
     let (_listener, address) = listen();
     assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
     // Taken, so that no other test gets the port, without a listener.
@@ -97,7 +97,7 @@ fn ipv4_server_of_an_ipv6_vip_is_checked_at_its_own_address() {
 }
 
 #[test]
-fn requests() {
+fn http_status_decides() {
     let (listener, address) = listen();
     let status = Arc::new(AtomicU16::new(200));
     serve(listener, status.clone(), |stream| stream);
@@ -120,7 +120,7 @@ fn silent_server_times_out() {
 }
 
 #[test]
-fn answer_that_is_not_http_is_named() {
+fn answer_without_http_is_named() {
     let (listener, address) = listen();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
@@ -132,7 +132,7 @@ fn answer_that_is_not_http_is_named() {
 }
 
 #[test]
-fn certificates() {
+fn https_certificate_is_verified() {
     let authority_key = rcgen::KeyPair::generate().unwrap();
     let mut parameters = rcgen::CertificateParams::new(Vec::new()).unwrap();
     parameters.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);

@@ -13,7 +13,7 @@ pub struct Permutation {
     bits: u32,
 }
 
-/// Multiplications. Two do not pass the test `differences_are_spread_evenly`.
+/// Multiplications. Two do not pass the test `differences_are_uniformly_distributed`.
 const ROUNDS: u32 = 3;
 
 impl Permutation {
@@ -79,7 +79,7 @@ mod tests {
     const BOTH: [Permutation; 2] = [Permutation::COOKIE, Permutation::LB_STAMPED];
 
     #[test]
-    fn every_hidden_number_reveals_its_plain_one() {
+    fn every_hidden_number_is_revealed() {
         let mut rng = seeded_rng(1, 0);
         for permutation in BOTH {
             for hash in [0, u64::MAX].into_iter().chain((0..20).map(|_| rng.next_u64())) {
@@ -94,7 +94,7 @@ mod tests {
 
     /// Two plain numbers, or two hidden ones, that differ in one bit lead to an unpredictable difference.
     #[test]
-    fn differences_are_spread_evenly() {
+    fn differences_are_uniformly_distributed() {
         let mut rng = seeded_rng(4, 0);
         let draws = 1 << 19;
         for permutation in BOTH {

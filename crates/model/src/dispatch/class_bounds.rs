@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn a_low_class_stays_off_reserved_cores() {
+    fn low_class_stays_off_reserved_cores() {
         let mut fifo = ClassBoundedShortestQueue::new(ClassBounds::reserving(3, 2, 1, 2, 0));
         let low: Vec<_> = (0..6).map(|_| placed(&mut fifo, 1)).collect();
         assert_eq!(low, [1, 2, 1, 2, 1, 2], "also above the bound, which is counted");

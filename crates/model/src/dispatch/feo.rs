@@ -428,7 +428,7 @@ mod tests {
 
     /// RingLeader, Sect. 4.3.
     #[test]
-    fn an_ineligible_head_blocks_only_pifo() {
+    fn ineligible_head_blocks_only_pifo() {
         let mut config = config(Ranking::StrictPriority, &[0, 1]);
         let mut feo = backlogged(&config, 1);
         assert_eq!(feo.pop(0, 0b10), Some((1, 0)));
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_shares() {
+    fn service_shares_follow_weights() {
         let mut feo = backlogged(&config(Ranking::WeightedShare, &[3, 1]), 100);
         let order = popped(&mut feo, 0, 40);
         assert_eq!(order.iter().filter(|service| **service == 0).count(), 30);
@@ -546,7 +546,7 @@ mod tests {
     proptest! {
         /// Every request leaves once, in order within its service; the choice agrees with a search over all heads.
         #[test]
-        fn agrees_with_a_search(
+        fn decisions_equal_a_linear_search(
             deadline in any::<bool>(),
             pifo in any::<bool>(),
             parameters in prop::collection::vec(0u32..20, 1..5),

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn at_low_load_an_idle_core_is_better_than_one_with_low_priority() {
+    fn idle_core_is_preferred_to_one_with_low_priority() {
         let mut jbsrq = dispatcher(2, 4);
         put(&mut jbsrq, 1, 0);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(1));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_eligible_is_out_first() {
+    fn first_eligible_request_leaves_first() {
         let mut jbsrq = dispatcher(2, 1);
         jbsrq.set_runs(0, 1, false);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(0));
@@ -185,7 +185,7 @@ mod tests {
     /// RingLeader, Sect. 5.2 and Fig. 7: depth 3, lambda 0.2. Service 1 has the paper's priority 2, service 2 its
     /// priority 1 (the lowest), and priority 3 has no request. Cores count from 0 here.
     #[test]
-    fn figure_7_of_the_paper() {
+    fn ranks_equal_ringleader_figure_7() {
         const PRIORITY_3: u8 = 0;
         const SERVICE_1: u8 = 1;
         const SERVICE_2: u8 = 2;

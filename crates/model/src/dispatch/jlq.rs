@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_lightest_queue_gets_the_request() {
+    fn lightest_queue_gets_the_request() {
         let mut jlq = JoinLightestQueue::new(2);
         let placed: Vec<_> = [5, 1, 1, 1, 1, 1, 1].map(|expected| jlq.place(0, &header(0, expected)).unwrap()).to_vec();
         assert_eq!(placed, [0, 1, 1, 1, 1, 1, 0]);

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shortest_queue_gets_the_request() {
+    fn shortest_queue_gets_the_request() {
         let mut jsq = JoinShortestQueue::unbounded(3);
         let placed: Vec<_> = (0..4).map(|_| jsq.place(0, &header(0, 1)).unwrap()).collect();
         assert_eq!(placed, [0, 1, 2, 0]);

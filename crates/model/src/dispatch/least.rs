@@ -91,7 +91,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_a_search(
+        fn decisions_equal_a_linear_search(
             leaves in 1u16..70,
             changes in prop::collection::vec((any::<u16>(), prop_oneof![0u64..4, any::<u64>()]), 0..200),
         ) {

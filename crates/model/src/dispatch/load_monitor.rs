@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn monitors_are_enabled_apart_with_epochs_of_their_own() {
+    fn monitors_have_separate_switches_and_epochs() {
         let mut monitor = LoadMonitor::default();
         assert_eq!((monitor.next_check(), monitor.check(1000, Some(0), 9)), (None, None));
         let condition = ScaleDown { epoch: Epoch::power_of_two(6).unwrap(), threshold: 2, calm_epochs: 1 };

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn lambda_is_a_factor() {
+    fn lambda_out_of_range_is_rejected() {
         assert_eq!(Lambda::new(1.5).unwrap_err().to_string(), "lambda 1.5: expected a number from 0 to 1");
         assert!(Lambda::new(f64::NAN).is_err());
         assert_eq!(Lambda::new(0.2), Ok(Lambda::PUBLISHED));

@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_with_a_queue_and_no_response_is_stalled() {
+    fn worker_with_a_queue_and_no_response_is_stalled() {
         let ms = Duration::from_millis;
         let mut worker = Liveness::new(ms(0), 5);
         assert!(!worker.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn learned_times_follow_what_is_observed() {
+    fn learned_times_follow_observations() {
         let mut learned = LearnedTime::default();
         learned.observe(0, 0);
         assert_eq!(learned.time(), None);

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_reaches_all_cores_alike() {
+    fn random_reaches_all_cores_equally() {
         let mut random = RandomCore::new(3);
         let mut counts = [0; 3];
         for hash in (0..=u32::MAX).step_by(1 << 20) {
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn round_robin_takes_turns() {
+    fn round_robin_visits_all_cores_in_turn() {
         let mut turns = RoundRobinCore::new(3);
         let taken: Vec<_> = (0..5).map(|_| turns.place(0, &header(0, 1)).unwrap()).collect();
         assert_eq!(taken, [0, 1, 2, 0, 1]);

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_idle_take_from_the_longest() {
+    fn idle_core_steals_from_the_longest_queue() {
         let mut stealing = LongestQueueStealing::new(3);
         assert_eq!(stealing.next_steal(), None);
         (0..3).for_each(|core| stealing.set_busy(core, true));

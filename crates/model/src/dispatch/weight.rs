@@ -51,7 +51,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_weight_is_near_and_monotonous(ns in 0u64..Weight::MAX.as_nanos() as u64) {
+        fn weight_is_close_and_monotonic(ns in 0u64..Weight::MAX.as_nanos() as u64) {
             let weight = Weight::new(Duration::from_nanos(ns));
             prop_assert!(weight.ns().abs_diff(ns) <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.ns());
             prop_assert!(Weight::new(Duration::from_nanos(ns + 1)).ns() >= weight.ns());

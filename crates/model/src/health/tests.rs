@@ -16,7 +16,7 @@ fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<Verdict>> {
 }
 
 #[test]
-fn falls_and_rises() {
+fn server_falls_and_rises_after_its_thresholds() {
     use Verdict::{Down, Up};
     let results = [true, false, false, true, false, false, false, true, false, true, true, false];
     let expected = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
@@ -31,7 +31,7 @@ fn first_failure_keeps_the_server_up() {
 }
 
 #[test]
-fn status_codes() {
+fn status_range_contains_its_bounds() {
     let codes = StatusRange::new(200, 204).unwrap();
     assert!(codes.contains(200) && codes.contains(204) && !codes.contains(205) && !codes.contains(199));
     assert_eq!(codes.to_string(), "200-204");
@@ -49,7 +49,7 @@ fn decided(observers: &[BTreeMap<u8, Verdict>], before: Verdict) -> Vec<(u8, Ver
 }
 
 #[test]
-fn the_majority_decides_and_a_tie_changes_nothing() {
+fn majority_decides_and_a_tie_changes_nothing() {
     use Verdict::{Down, Up};
     let a = observer(&[(1, Up), (2, Down)]);
     let b = observer(&[(1, Up), (2, Up)]);
@@ -72,7 +72,7 @@ fn load_balancer_that_reaches_no_server_is_overruled() {
 proptest! {
     /// Compares with the definition, read backwards from the newest result.
     #[test]
-    fn a_verdict_needs_that_many_results_in_a_row(
+    fn verdict_needs_consecutive_results(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
     ) {
         let found = verdicts(&results, thresholds(rise, fall));
@@ -90,7 +90,7 @@ proptest! {
     }
 
     #[test]
-    fn short_runs_show_no_difference(runs in prop::collection::vec(1u32..3, 1..20)) {
+    fn runs_below_the_threshold_change_no_verdict(runs in prop::collection::vec(1u32..3, 1..20)) {
         let mut judge = HealthTracker::default();
         let thresholds = thresholds(3, 3);
         judge.observe(true, thresholds);
@@ -105,7 +105,7 @@ proptest! {
     }
 
     #[test]
-    fn pauses_are_no_longer_than_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
+    fn pauses_are_at_most_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
         let interval = Duration::from_millis(ms);
         let pause = Jitter::new(part).unwrap().pause(interval, draw);
         prop_assert!(pause <= interval && pause >= interval.mul_f64(0.0999), "{:?}", pause);

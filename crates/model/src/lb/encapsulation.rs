@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn header_checksum_is_that_of_an_example() {
+    fn header_checksum_equals_a_known_example() {
         // The header of a captured packet: 10.0.0.1 to 10.9.0.2, 60 bytes of TCP in IP-in-IP.
         let header = Header { traffic_class: 0, flow_label: 0, length: 80, protocol: PROTOCOL_IPV4 };
         let header = header.ipv4(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));

@@ -385,7 +385,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_checksum_is_mended() {
+    fn checksum_is_updated() {
         // The example of RFC 1624, Sect. 4: 0xdd2f, a word that goes from 0x5555 to 0x3285.
         assert_eq!(mended(0xdd2f, 0x5555, 0x3285), 0x0000);
     }

@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_and_then_the_rate() {
+    fn burst_is_followed_by_the_rate() {
         let rate = Rate { interval_ns: 10, burst_ns: 20 };
         let mut bucket = Bucket::default();
         let taken = |bucket: &mut Bucket, now| (0..5).filter(|_| bucket.take(rate, now)).count();

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn below_the_bound_the_table_is_the_ring() {
+    fn table_below_the_bound_equals_the_ring() {
         let ids: Vec<ServerId> = (1..=5).map(|id| ServerId::try_from(id).unwrap()).collect();
         let ring: Vec<u16> = ring_table(&ids, BUCKETS).into_iter().map(|position| ids[position].get()).collect();
         assert_eq!(servers_of_buckets(&[0; 5]), ring);
@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_server_gets_no_bucket_and_no_other_bucket_moves() {
+    fn full_server_gets_no_bucket_and_no_other_bucket_moves() {
         let (before, after) = (servers_of_buckets(&[100; 5]), servers_of_buckets(&[100, 100, 200, 100, 100]));
         assert!(before.contains(&3) && !after.contains(&3));
         assert!(before.iter().zip(&after).all(|(before, after)| before == after || *before == 3));
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn one_server_takes_everything() {
+    fn single_server_gets_all_buckets() {
         assert!(servers_of_buckets(&[1_000_000]).iter().all(|server| *server == 1));
         assert_eq!(below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
     }

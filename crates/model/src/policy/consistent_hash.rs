@@ -47,14 +47,14 @@ mod tests {
     }
 
     #[test]
-    fn a_server_that_leaves_moves_its_own_buckets_only() {
+    fn removed_server_moves_only_its_own_buckets() {
         let before = servers(50);
         let (table, after) = (ring_table(&before, 2048), ring_table(&before[1..], 2048));
         assert!(table.iter().zip(&after).all(|(old, new)| *old == 0 || *old == new + 1));
     }
 
     #[test]
-    fn a_server_of_twice_the_share_has_about_twice_the_buckets() {
+    fn double_share_has_about_twice_the_buckets() {
         let shared: Vec<_> = servers(100).into_iter().map(|id| (id, if id.get() <= 50 { 2.0 } else { 1.0 })).collect();
         let table = weighted_ring_table(&shared, 1 << 16);
         let heavy = table.iter().filter(|position| **position < 50).count();
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_as_uneven_as_points_are_few() {
+    fn fewer_points_make_shares_less_even() {
         let (count, size) = (1_000, 1 << 20);
         let mut shares = vec![0u32; count as usize];
         ring_table(&servers(count), size).iter().for_each(|position| shares[*position] += 1);

@@ -377,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_with_a_key_of_its_own_takes_part_in_some_buckets_as_any_other() {
+    fn ungrouped_server_in_slow_start_gets_its_share_of_buckets() {
         for (rule, per_bucket) in [(Rule::Table, 1), (Rule::LeastAssigned, 3)] {
             assert!(part_of_last(&pool(true, 1.0), rule, per_bucket) > 0.99, "{rule:?}");
             for ramp in [0.0, 0.25, 0.5] {

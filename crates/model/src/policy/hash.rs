@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_shares_are_plain_stripes_and_others_have_their_part() {
+    fn equal_shares_are_bucket_modulo_and_others_proportional() {
         let table = |shares: &[f64], size: usize| {
             let servers: Vec<_> =
                 shares.iter().enumerate().map(|(id, share)| (ServerId::try_from(id as u64).unwrap(), *share)).collect();

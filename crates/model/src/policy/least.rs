@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_pool_is_known_whole() {
+    fn small_pool_is_not_sampled() {
         let table = Least::new(1).place(&pool(&[40, 3, 20], 2), BucketCount::PUBLISHED, 1);
         for bucket in 0..128 {
             let servers: Vec<u16> = table.candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_are_shared_out_by_weight_whatever_was_there() {
+    fn connections_converge_to_shares_by_weight() {
         for open in [[0, 0, 0], [10, 10, 10], [0, 70, 30]] {
             let weights = [1u64, 2, 7].map(|weight| Weight::new(weight).unwrap());
             let servers: Vec<PoolServer> = (0..3)

@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn every_order_passes_every_bucket_once() {
+    fn every_permutation_visits_every_bucket_once() {
         for size in [1, 2, 7, 128, 1000, 65_537] {
             for server in servers(5) {
                 let mut seen = vec![false; size];
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn every_server_has_its_share() {
+    fn every_server_has_its_share_of_buckets() {
         let shared: Vec<_> = servers(30).into_iter().zip([1.0, 3.0, 0.5].into_iter().cycle()).collect();
         let mut buckets = [0; 30];
         weighted_maglev_table(&shared, PUBLISHED_SIZE).iter().for_each(|position| buckets[*position] += 1);
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_moves_little_more_than_it_must() {
+    fn pool_change_moves_few_extra_buckets() {
         let before = servers(100);
         let table = maglev_table(&before, PUBLISHED_SIZE);
         let after = maglev_table(&before[1..], PUBLISHED_SIZE);

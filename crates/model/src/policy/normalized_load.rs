@@ -83,20 +83,20 @@ mod tests {
     }
 
     #[test]
-    fn cores_that_are_alike_are_compared_by_load() {
+    fn equal_cores_are_compared_by_load() {
         assert_eq!(normalize(&[server(1, 0.3, 5, None), server(2, 0.7, 5, None)]), [0.3, 0.7]);
         assert_eq!(normalize(&[server(1, 0.3, 1, Some(4.0)), server(2, 0.7, 1, Some(4.0))]), [0.3, 0.7]);
     }
 
     #[test]
-    fn a_heavy_server_is_level_at_a_higher_load() {
+    fn heavy_server_is_level_at_a_higher_load() {
         // Mean 0.4, weights 1 and 3: levels 0.2 and 0.6.
         let both = normalize(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
         assert!((both[0] - both[1]).abs() < 1e-9, "{both:?}");
     }
 
     #[test]
-    fn a_fast_core_that_lacks_as_much_takes_more() {
+    fn faster_core_with_an_equal_deficit_takes_more() {
         let servers = [server(1, 0.4, 1, Some(2.0)), server(2, 0.4, 1, Some(4.0)), server(3, 0.7, 1, Some(2.0))];
         let of = normalize(&servers);
         let pool = Pool::new(servers.to_vec(), 1);

@@ -357,7 +357,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_that_joins_takes_part_in_more_and_more_buckets() {
+    fn joining_server_is_in_a_growing_share_of_buckets() {
         let mut server = PoolServer::new(ServerId::try_from(77).unwrap());
         let pool = Pool::new(vec![server.clone()], 1);
         let mut before: Vec<u32> = Vec::new();

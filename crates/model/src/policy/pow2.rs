@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn each_measure_compares_its_own() {
+    fn each_metric_compares_its_own_load() {
         let server = |id: u64, open_connections: u32, packets: f64, bytes: f64| PoolServer {
             open_connections,
             traffic: Some(TrafficRates { packets, bytes }),
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heavy_server_is_drawn_more_often_and_may_be_fuller() {
+    fn heavy_server_is_drawn_more_often_and_may_be_fuller() {
         let server = |id: u64, weight: u64| PoolServer {
             open_connections: 30,
             weight: Weight::new(weight).unwrap(),

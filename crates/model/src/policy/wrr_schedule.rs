@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_weights_are_plain_turns_and_others_are_spread() {
+    fn equal_weights_take_plain_turns_and_others_interleave() {
         assert_eq!(turns(&[10, 10, 10]), [0, 1, 2]);
         assert_eq!(turns(&[4, 2, 2]), [0, 1, 0, 2]);
         assert_eq!(turns(&[5, 1, 1]), [0, 0, 1, 0, 0, 2, 0]);
@@ -125,7 +125,9 @@ mod tests {
     proptest! {
         /// Any stretch is within one turn of every server's share, also across the end of the list.
         #[test]
-        fn every_stretch_is_fair(weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500) {
+        fn every_window_of_turns_is_fair(
+            weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500
+        ) {
             let turns = turns(&weights);
             let total = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {

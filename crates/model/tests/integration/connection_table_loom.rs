@@ -220,7 +220,7 @@ fn free_list_has_no_aba_problem() {
 /// The model finds the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
-fn without_the_count_of_changes_a_slot_is_handed_out_twice() {
+fn slot_is_allocated_twice_without_the_change_count() {
     a_slot_comes_back_to_the_top(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
 }
 

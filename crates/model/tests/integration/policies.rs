@@ -93,7 +93,7 @@ fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
 }
 
 #[test]
-fn a_burst_between_two_reports_is_spread_by_crossrss_plus() {
+fn crossrss_plus_spreads_a_burst_between_reports() {
     let rss_key = key(1);
     let servers: Vec<_> = (1..=4).map(|n| server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
     let pool = Pool::new(servers, 1);
@@ -109,7 +109,7 @@ fn a_burst_between_two_reports_is_spread_by_crossrss_plus() {
 }
 
 #[test]
-fn an_idle_pool_is_filled_evenly_by_crossrss_plus() {
+fn crossrss_plus_fills_an_idle_pool_evenly() {
     let rss_key = key(1);
     let idle = |n| PoolServer { open_connections: 0, ..server(n, &rss_key, Some([0.0; 4])) };
     let pool = Pool::new((1..=4).map(idle).collect(), 1);
@@ -121,7 +121,7 @@ fn an_idle_pool_is_filled_evenly_by_crossrss_plus() {
 }
 
 #[test]
-fn before_the_first_report_crossrss_plus_fills_cores_evenly() {
+fn crossrss_plus_fills_cores_evenly_before_the_first_report() {
     let rss_key = key(1);
     let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
     let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
@@ -136,7 +136,7 @@ fn before_the_first_report_crossrss_plus_fills_cores_evenly() {
 }
 
 #[test]
-fn one_intervals_connections_fill_the_deficits() {
+fn connections_of_one_interval_fill_the_deficits() {
     let rss_key = key(1);
     // The mean is 0.5; two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
@@ -186,7 +186,7 @@ fn request_cost_is_its_own_load() {
 }
 
 #[test]
-fn servers_with_other_keys_are_groups_and_the_rest_takes_part() {
+fn servers_beyond_four_rss_groups_count_with_their_mean_load() {
     // Six keys: four groups, the servers of the two others count with their mean load; one server's RSS is unknown.
     let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
     servers.push(PoolServer { rss: None, ..server(8, &key(1), Some([0.0, 0.0, 0.2, 0.2])) });
@@ -200,7 +200,7 @@ fn servers_with_other_keys_are_groups_and_the_rest_takes_part() {
 }
 
 #[test]
-fn a_server_without_a_fresh_report_is_neutral_and_one_that_drains_gets_nothing() {
+fn stale_server_is_neutral_and_draining_one_gets_nothing() {
     let rss_key = key(1);
     let mut servers: Vec<_> =
         [[0.1; 4], [0.9; 4]].iter().zip(1..).map(|(loads, n)| server(n, &rss_key, Some(*loads))).collect();
@@ -255,7 +255,7 @@ proptest! {
 }
 
 #[test]
-fn policies_that_read_no_loads_have_one_table_for_any() {
+fn load_independent_policies_have_one_table_for_any_loads() {
     let rss_key = key(1);
     let pools = [(0, [0.0; 4]), (40, [0.9, 0.1, 0.5, 0.2])].map(|(open_connections, loads)| {
         let traffic = |rate: u32| Some(TrafficRates { packets: rate.into(), bytes: rate.into() });
@@ -277,7 +277,7 @@ fn policies_that_read_no_loads_have_one_table_for_any() {
 }
 
 #[test]
-fn a_policy_that_does_not_exist_is_named_with_those_that_do() {
+fn unknown_policy_is_rejected_with_the_list_of_policies() {
     assert_eq!(
         named("crosrss", 1).err().unwrap().to_string(),
         "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, bounded-load, rr, \
@@ -330,7 +330,7 @@ fn server_of_weight_two_gets_half_of_the_connections_next_to_two_of_one() {
 
 /// docs/policies.md: where connections make next to none of the load, its level by weight is never reached.
 #[test]
-fn weight_of_crossrss_needs_a_load_that_connections_make() {
+fn weight_of_crossrss_needs_load_by_connections() {
     for policy in ["crossrss-plus", "crossrss"] {
         let part = share_of_heavy_server(policy, 0.02, 0.001);
         assert!(part > 0.8, "{policy}: {part}: the limit is gone");

@@ -84,7 +84,9 @@ proptest! {
 
     /// For every policy, the summaries of racks make the same table as all that their servers report.
     #[test]
-    fn racks_lose_nothing(mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool) {
+    fn tables_are_equal_with_and_without_racks(
+        mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool
+    ) {
         for (position, racked) in servers.iter_mut().enumerate() {
             racked.server.id = ServerId::try_from(position as u64 * 31).unwrap();
         }

@@ -75,7 +75,7 @@ fn line<'a>(page: &'a str, begins: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn a_small_page_has_all_that_matters() {
+fn small_page_shows_the_essentials() {
     let page = page(&seen(3), &mut View::default(), 80, 24);
     assert_eq!(line(&page, "web"), ["web", "10.200.0.1:80/tcp", "crossrss", "stateless", "1", "of", "1", "77"]);
     assert_eq!(line(&page, "lb1 "), ["lb1", "connected", "-", "4100", "1000", "100"]);
@@ -88,7 +88,7 @@ fn a_small_page_has_all_that_matters() {
 }
 
 #[test]
-fn a_large_page_has_more_servers() {
+fn large_page_shows_more_servers() {
     let seen = seen(100);
     let mut view = View { order: Order::Load, ..View::default() };
     let large = page(&seen, &mut view, 200, 60);
@@ -105,7 +105,7 @@ fn a_large_page_has_more_servers() {
 }
 
 #[test]
-fn no_page_is_too_small() {
+fn page_of_any_size_is_drawn() {
     for seen in [Model::default(), seen(0), seen(1), seen(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
             page(&seen, &mut View { skipped: 5, ..View::default() }, width, height);
@@ -124,7 +124,7 @@ fn many_cores_share_their_room() {
 }
 
 #[test]
-fn counts_of_another_start_are_no_rates() {
+fn counter_reset_gives_no_rates() {
     let mut seen = seen(2);
     seen.take(ClientEvent::Loads(loads(500, 2)));
     assert!(seen.new_connections().is_empty());

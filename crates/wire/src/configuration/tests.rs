@@ -51,7 +51,7 @@ fn fleet() -> FleetConfiguration {
 }
 
 #[test]
-fn changes_make_the_next_configuration() {
+fn changes_give_the_next_configuration() {
     let (old, mut new) = (fleet(), fleet());
     assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
     new.generation = 4;
@@ -72,7 +72,7 @@ fn changes_make_the_next_configuration() {
 }
 
 #[test]
-fn configurations_come_back() {
+fn configurations_round_trip() {
     assert_eq!(FleetConfiguration::try_from(&v1::FleetConfiguration::from(&fleet())), Ok(fleet()));
     assert_eq!(FleetConfiguration::decode(fleet().encode(17)), Ok((17, fleet(), Vec::new())));
     let agent = AgentConfiguration {
@@ -100,7 +100,7 @@ fn configurations_come_back() {
 
 /// A newer controller uses an unknown value, and drains a server of that service.
 #[test]
-fn a_service_that_cannot_be_used_leaves_the_others_and_its_drains() {
+fn unusable_service_affects_no_other_and_keeps_its_drains() {
     let mut message = v1::FleetConfiguration { number: 9, ..(&fleet()).into() };
     message.services[1].mode.as_mut().unwrap().consistency = "quantum".into();
     message.services[1].servers[0].eligible = false;
@@ -124,7 +124,7 @@ fn a_service_that_cannot_be_used_leaves_the_others_and_its_drains() {
 }
 
 #[test]
-fn errors_say_where() {
+fn errors_name_the_field() {
     let error = |change: fn(&mut v1::FleetConfiguration)| {
         let mut message = v1::FleetConfiguration::from(&fleet());
         change(&mut message);

@@ -18,7 +18,7 @@ fn check(config: Config) -> Report {
 }
 
 #[test]
-fn connections_stay_with_their_server_whatever_changes() {
+fn connections_stay_with_their_server_through_all_changes() {
     for (seed, consistency) in [(1, Consistency::Stateless), (2, Consistency::Stateful), (3, Consistency::Stateful)] {
         let few = Config { connections: 60_000, minutes: 5, with_program: false, ..Config::default() };
         let report = check(Config { seed, consistency, ..few });

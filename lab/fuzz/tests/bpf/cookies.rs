@@ -25,7 +25,7 @@ fn random_tsecr_reaches_known_servers_evenly() {
 }
 
 #[test]
-fn foreign_cookies_and_flipped_bits_are_guesses() {
+fn foreign_cookies_and_flipped_bits_hit_by_chance_only() {
     let replayed = Cookies::new(3, 300, false).unwrap().replayed(1_000_000).unwrap();
     assert!(replayed.deviations().abs() < FAR, "{}", replayed.deviations());
     check_flips(&Cookies::new(4, 300, false).unwrap().flipped(50_000).unwrap(), 300.0);

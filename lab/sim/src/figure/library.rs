@@ -83,13 +83,13 @@ mod tests {
     }
 
     #[test]
-    fn the_nearest_figures_are_suggested() {
+    fn nearest_figures_are_suggested() {
         let error = named("turbo-2c", &all()).unwrap_err();
         assert!(error.nearest().contains(&"turbo-2b"), "{error}");
     }
 
     #[test]
-    fn every_scenario_is_right() {
+    fn every_scenario_is_valid() {
         let names: Vec<&str> = all().iter().map(|embedded| embedded.name).collect();
         assert_eq!(names, FIGURES);
         for embedded in all() {

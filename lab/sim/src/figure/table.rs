@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_published_point_has_a_row_even_where_nothing_was_simulated() {
+    fn unsimulated_published_point_has_a_row() {
         let cell = Cell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::of(&[2.0]).unwrap() };
         let published = |x, y| PublishedCell { x, y, spread: None };
         let curve =

@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn the_queue_agrees_with_one_that_keeps_every_packet() {
+    fn queue_equals_one_that_keeps_every_packet() {
         let mut rng = seeded_rng(3, 77);
         let mut cores = Cores::new(1, Capacity::Limited { cost_ns: 50.0, queue: Some(4) });
         let mut reference = Reference { departures: VecDeque::new(), last: 0, served: 0, dropped: 0 };
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_limit_every_packet_is_served_at_once() {
+    fn unlimited_core_serves_every_packet_at_once() {
         let mut cores = Cores::new(2, Capacity::Unlimited { cost_ns: 1_000.0 });
         (0..500).for_each(|_| cores.enter(1, 7, 60));
         assert_eq!(cores.served(7).collect::<Vec<_>>(), [0, 500]);

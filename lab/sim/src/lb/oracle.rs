@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_least_sum_of_rates_is_taken_and_ended_flows_do_not_count() {
+    fn oracle_takes_the_least_sum_of_live_rates() {
         let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
         let opening = |rate| Opening { tuple, rate: Some(rate) };
         let mut oracle = Oracle::new(3);

@@ -302,7 +302,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn under_rss_requests_reach_the_core_that_the_load_balancer_predicts() {
+    fn requests_reach_the_predicted_core_under_rss() {
         let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
         let new = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
         let (mut simulation, mut reference) = (new(), new());

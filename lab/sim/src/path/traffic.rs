@@ -152,7 +152,7 @@ mod tests {
     use crate::rpc::ticks::units;
 
     #[test]
-    fn connections_and_requests_come_as_often_as_they_should() {
+    fn connection_and_request_rates_are_as_configured() {
         let config = Config { load: 0.5, requests_per_connection: 8.0, rate_sigma: 1.0, ..Config::default() };
         let mut traffic = Traffic::new(&config, 1);
         let (mut connections, mut requests, mut last) = (0u32, 0u32, 0);

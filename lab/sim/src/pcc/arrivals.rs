@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rate_of_an_open_system_follows_from_the_mean_duration() {
+    fn open_system_rate_follows_from_the_mean_duration() {
         let mut source = Source::new(Arrivals::Open { connections: 1_000.0 }, &Mix::constant(10.0), 0, 1);
         let mut count = 0;
         while source.next() < from_seconds(1_000.0) {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_sent_again_when_it_has_ended() {
+    fn ended_request_is_sent_again() {
         let wave = RateStep { low: 1_000.0, high: 2_000.0, length: 40.0 };
         let mix = Mix::constant(10.0);
         let mut source = Source::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);

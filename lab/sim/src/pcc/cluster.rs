@@ -174,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_drained_server_keeps_its_connections_and_leaves_the_mean() {
+    fn drained_server_keeps_its_connections_and_leaves_the_mean() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.opened(server));
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn load_balancers_come_and_go() {
+    fn load_balancers_join_and_leave() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(1, 0, 1, 0);
         assert!(!cluster.change(Change::RemoveLoadBalancer, &mut rng));

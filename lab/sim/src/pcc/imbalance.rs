@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn without_connections_nothing_is_out_of_balance() {
+    fn empty_pool_has_no_imbalance() {
         let mut imbalance = Imbalance::from(0);
         imbalance.add_server(0);
         imbalance.advance(100);

@@ -213,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_come_back() {
+    fn method_names_round_trip() {
         let names = [
             "hash",
             "consistent-hash",

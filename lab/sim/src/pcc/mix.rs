@@ -117,7 +117,7 @@ mod tests {
     use crate::pcc::clock::from_seconds;
 
     #[test]
-    fn the_web_servers_mix_is_the_published_one() {
+    fn web_server_mix_equals_the_published_one() {
         let mix = Mix::web_server();
         assert_eq!(mix.every().len(), 908);
         // The file's: mean 26.3013 s, median 0.544234 s, longest 150.403355 s, mean size 6.2 KB.

@@ -237,7 +237,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(8))]
 
     #[test]
-    fn tables_of_buckets(seed: u64, servers in 2usize..12, layout in 0usize..3) {
+    fn bucket_tables_equal_the_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
         let config = restless(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let run = check(&config, seed, Hashed::new(layout, &config), ByBucket);
@@ -245,20 +245,24 @@ proptest! {
     }
 
     #[test]
-    fn stable_hashing_with_daisy_chaining(seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)) {
+    fn daisy_chaining_equals_the_reference(
+        seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
+    ) {
         let config = restless(servers, 2);
         let control = threshold.map(|threshold| Control { threshold, starts: 20_000_000_000 });
         check(&config, seed, Beamer::new(control, &config, seed), DaisyChained::default());
     }
 
     #[test]
-    fn connection_tables(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
+    fn connection_tables_equal_the_reference(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
         let config = restless(servers, load_balancers);
         check(&config, seed, Stateful::new(HashLayout::Striped, &config), ConnectionTables::default());
     }
 
     #[test]
-    fn small_cookies(seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, fresh: bool, index_bits in 0u8..3) {
+    fn small_cookies_equal_the_reference(
+        seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, fresh: bool, index_bits in 0u8..3
+    ) {
         let config = restless(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
         let (fields, mix) = (Fields { tag_bits, fresh, index_bits }, Mix::web_server());
@@ -267,7 +271,9 @@ proptest! {
     }
 
     #[test]
-    fn cookies(seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::names())) {
+    fn cookies_equal_the_reference(
+        seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::names())
+    ) {
         let config = Config { cores: 3, report_ms: 500, ..restless(servers, 3) };
         let run = check(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed), ByCookie);
         prop_assert_eq!(run.broken, 0);
@@ -276,7 +282,7 @@ proptest! {
 
 /// With counts of the moment, the policies choose by the counts of the moment.
 #[test]
-fn least_and_pow2_know_the_counts() {
+fn least_and_pow2_use_present_counts() {
     struct Checked(Cheetah, &'static str);
 
     impl Balancer for Checked {

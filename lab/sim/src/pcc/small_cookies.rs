@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cookie_of_no_bits_is_no_cookie() {
+    fn cookie_of_zero_bits_equals_hashing() {
         for (small, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
             let [small, hashed] = &outcomes(&[small, layout], 40.0)[..] else { panic!("two methods") };
             assert_eq!(small.runs, hashed.runs);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bit_of_the_tag_helps_and_enough_bits_break_none() {
+    fn each_tag_bit_helps_and_enough_bits_break_none() {
         // 20 changes a minute for 150 s at most are 50, with 5 standard deviations 86: 7 bits outlast every connection.
         let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
         let broken = outcomes(&methods, 20.0);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bit_of_index_balances_as_two_choices_do_and_a_tag_keeps_its_connections() {
+    fn one_index_bit_balances_like_two_choices_and_a_tag_keeps_connections() {
         let balance = outcomes(&["hash", "hash-index:1", "cheetah:pow2"], 0.0);
         let [hash, index, pow2] = [0, 1, 2].map(|method| balance[method].imbalance.median - 1.0);
         assert!((index / pow2 - 1.0).abs() < 0.3 && index < hash / 3.0, "{hash} {index} {pow2}");

@@ -197,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn interval_of_known_values() {
+    fn confidence_interval_of_known_values() {
         // 1, 2, 3: mean 2, standard error 1 / sqrt(3), t(2) = 4.303.
         let peak = interval(&[0.1, 0.2, 0.3], 0.0);
         assert!((peak.peak_load - 0.2).abs() < 1e-12);

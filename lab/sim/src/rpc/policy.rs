@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_trip_per_request_bounds_the_load() {
+    fn round_trip_per_request_bounds_the_load() {
         assert_eq!(Policy::CentralFcfs.capacity(1.0, 0.5), 0.5);
         assert_eq!("jbsq:2".parse::<Policy>().unwrap().capacity(1.0, 0.5), 1.0);
         assert_eq!(Policy::ShortestQueue.capacity(1.0, 0.5), 1.0);

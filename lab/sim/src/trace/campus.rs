@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn the_traffic_is_stationary_from_the_first_second_on() {
+    fn traffic_is_stationary_from_the_first_second() {
         let mut per_second = [0.0; 6];
         let seeds = 12;
         for seed in 1..=seeds {
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_are_read_and_wrong_ones_named() {
+    fn settings_are_parsed_and_invalid_ones_named() {
         assert_eq!("".parse(), Ok(Campus::default()));
         assert_eq!(
             "seed=7,seconds=3,history=0".parse(),

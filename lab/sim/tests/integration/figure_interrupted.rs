@@ -85,7 +85,7 @@ fn names(directory: &Path) -> Vec<String> {
 }
 
 #[test]
-fn finished_figures_are_left_whole() {
+fn interruption_keeps_finished_figures_complete() {
     let directory = tempfile::tempdir().unwrap();
     let out = directory.path().join("out");
     let quick = scenario(directory.path(), "quick", 1_000);

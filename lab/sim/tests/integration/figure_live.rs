@@ -64,7 +64,7 @@ fn figure(arguments: &[&str], live: LiveFigure) -> anyhow::Result<()> {
 }
 
 #[test]
-fn samples_become_a_table_a_verdict_and_a_page() {
+fn live_samples_give_table_verdict_and_page() {
     let directory = tempfile::tempdir().unwrap();
     let out = directory.path().to_str().unwrap();
     figure(&["cheetah-5-live", "--out", out], LIVE).unwrap();
@@ -113,7 +113,7 @@ fn simulated_series_is_drawn_with_the_measured_one() {
 }
 
 #[test]
-fn simulated_series_need_something_to_be_simulated() {
+fn simulated_series_need_a_simulation() {
     let error = |text: &str| Scenario::parse("s.toml", text).unwrap_err().to_string();
     let simulated_only = LIVE_AND_SIMULATED.replace("[live]\nminutes = 1\nseconds = 5\n", "");
     assert!(error(&simulated_only).contains("simulated = true: expected [live]"));
@@ -122,7 +122,7 @@ fn simulated_series_need_something_to_be_simulated() {
 }
 
 #[test]
-fn live_figures_have_their_place_and_are_not_part_of_all() {
+fn live_figures_are_listed_and_not_part_of_all() {
     let names = |figures: Vec<Embedded>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
     let with_live = names(library::with_live(&[LIVE]));
     assert!(!names(library::all()).contains(&"cheetah-5-live"));

@@ -29,7 +29,7 @@ fn files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
 }
 
 #[test]
-fn every_scenario_gives_a_whole_figure() {
+fn every_scenario_gives_a_complete_figure() {
     for embedded in library::all() {
         let scenario = small(&embedded);
         let result = result(&embedded, &scenario);
@@ -55,7 +55,7 @@ fn every_scenario_gives_a_whole_figure() {
 }
 
 #[test]
-fn the_number_of_threads_changes_nothing() {
+fn results_do_not_depend_on_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
         let embedded = library::named(name, &library::all()).unwrap();
         let scenario = small(&embedded);

@@ -169,7 +169,7 @@ fn check_three(all: &All) {
 }
 
 #[test]
-fn both_byte_orders_and_resolutions() {
+fn pcap_of_each_byte_order_and_resolution_is_read() {
     let files = Files::new();
     for (big_endian, nanoseconds) in [(false, false), (false, true), (true, false), (true, true)] {
         let bytes = pcap(big_endian, nanoseconds, 1, &three(plain_ethernet));
@@ -178,7 +178,7 @@ fn both_byte_orders_and_resolutions() {
 }
 
 #[test]
-fn every_link_layer() {
+fn every_link_layer_is_read() {
     let files = Files::new();
     let cooked = |bytes: usize, at: usize| {
         move |packet: &[u8]| {
@@ -210,7 +210,7 @@ fn every_link_layer() {
 }
 
 #[test]
-fn ipv6_with_extension_headers() {
+fn ipv6_with_extension_headers_is_read() {
     let files = Files::new();
     let hop_by_hop = (0, vec![0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     let authentication = (51, vec![0; 8]);
@@ -255,7 +255,7 @@ fn skipped_packets_are_counted_by_reason() {
 }
 
 #[test]
-fn pcapng_with_several_interfaces_and_resolutions() {
+fn pcapng_with_several_interfaces_and_resolutions_is_read() {
     let files = Files::new();
     let packets = [
         // Microseconds by default, nanoseconds, and 2^-10 s.
@@ -299,7 +299,7 @@ fn zstd(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn compressed_captures() {
+fn compressed_captures_are_read() {
     let files = Files::new();
     let plain = pcap(false, true, 1, &three(plain_ethernet));
     let (start, rest) = plain.split_at(100);
@@ -318,7 +318,7 @@ fn compressed_captures() {
 }
 
 #[test]
-fn a_file_that_is_cut_off_or_foreign_or_damaged() {
+fn truncated_foreign_or_damaged_file_is_rejected() {
     let files = Files::new();
     let whole = pcap(false, false, 1, &three(plain_ethernet));
     let error = All::error_of(files.write("a.pcap", &whole[..whole.len() - 1]));
@@ -336,7 +336,7 @@ fn a_file_that_is_cut_off_or_foreign_or_damaged() {
 }
 
 #[test]
-fn time_stamps_that_go_back() {
+fn small_steps_back_in_time_are_counted_and_large_ones_rejected() {
     let files = Files::new();
     let at = |times_ms: &[u64]| {
         let frame = |ms: &u64| (ms * 1_000_000, plain_ethernet(&ipv4(1_000, 0, 0)));
@@ -351,7 +351,7 @@ fn time_stamps_that_go_back() {
 }
 
 #[test]
-fn a_snap_length_that_leaves_no_ports() {
+fn snap_length_without_ports_is_rejected() {
     let files = Files::new();
     let frames = three(|packet| plain_ethernet(packet)[..34].to_vec());
     let error = All::error_of(files.write("a.pcap", &pcap(false, true, 1, &frames)));
@@ -361,7 +361,7 @@ fn a_snap_length_that_leaves_no_ports() {
 }
 
 #[test]
-fn flows_end_by_silence_or_by_fin_and_numbers_are_used_again() {
+fn flows_end_by_silence_or_fin_and_numbers_are_reused() {
     let files = Files::new();
     let frame = |port: u16, flags: u8| plain_ethernet(&ipv4(port, flags, 0));
     let frames = [
@@ -418,7 +418,7 @@ fn generated_trace_round_trips_through_a_capture() {
 }
 
 #[test]
-fn a_pause_of_any_length_is_simulated() {
+fn pause_of_any_length_is_simulated() {
     let files = Files::new();
     for pause_ms in [99_000, 99_900, 100_000, 100_100, 100_200, 101_000, 3_600_000, 90_000_000] {
         let times_ms = (0..50u64).map(|tick| tick * 100).chain((0..50).map(|tick| 5_000 + pause_ms + tick * 100));

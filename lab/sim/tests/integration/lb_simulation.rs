@@ -46,7 +46,7 @@ fn crossrss_plus_closes_most_of_the_gap_to_the_oracle_after_a_cold_start() {
 }
 
 #[test]
-fn a_burst_is_spread_no_worse_than_by_turns() {
+fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     let outcome = run(&config("burst", &["rr", "crossrss", "crossrss-plus"], 1..=30)).unwrap();
     assert!(core(&outcome, "crossrss-plus") <= 1.05 * core(&outcome, "rr"));
     let max = |policy| of(&outcome, policy).max_over_mean.median;
@@ -57,7 +57,7 @@ fn a_burst_is_spread_no_worse_than_by_turns() {
 
 /// Fig. 2b: what is balanced drops less at the same load.
 #[test]
-fn balanced_cores_serve_more_of_a_load_that_is_nearly_too_much() {
+fn balanced_cores_serve_more_near_saturation() {
     let loaded = Config {
         core_capacity: Some(19_500.0),
         ..config("campus:history=100,seconds=4", &["hash", "crossrss"], 1..=6)
@@ -99,7 +99,7 @@ fn arrival_logs_agree_with_the_replay() {
 }
 
 #[test]
-fn a_capture_gives_what_its_trace_gives() {
+fn capture_gives_the_results_of_its_trace() {
     let source: Source = "campus:seed=3,flows=500,seconds=4,history=0".parse().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("campus.pcap");
@@ -123,7 +123,7 @@ fn a_capture_gives_what_its_trace_gives() {
 }
 
 #[test]
-fn the_same_seeds_give_the_same_figures_on_any_number_of_threads() {
+fn equal_seeds_give_equal_figures_on_any_number_of_threads() {
     let config = config("campus:seconds=3,history=20", &["pow2", "crossrss-plus", "oracle"], 1..=4);
     let threads = |count| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build().unwrap();
@@ -142,7 +142,7 @@ fn the_same_seeds_give_the_same_figures_on_any_number_of_threads() {
 }
 
 #[test]
-fn a_faster_replay_offers_more() {
+fn faster_replay_offers_more() {
     let slow = config("campus:seed=1,seconds=6,history=0", &["hash"], 1..=1);
     let fast = Config { replay_speed: 2.0, ..slow.clone() };
     let (slow, fast) = (run(&slow).unwrap(), run(&fast).unwrap());

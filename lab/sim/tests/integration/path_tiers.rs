@@ -33,7 +33,7 @@ fn one_server_behind_a_load_balancer_is_the_server_alone() {
 }
 
 #[test]
-fn connections_have_as_many_requests_as_configured_and_the_load_is_right() {
+fn requests_per_connection_and_load_are_as_configured() {
     let policies = vec!["rr".to_owned()];
     let config =
         Config { seconds: 30.0, seeds: vec![1], policies, dispatch: vec![rpc::Policy::Rss], ..Config::default() };
@@ -44,7 +44,7 @@ fn connections_have_as_many_requests_as_configured_and_the_load_is_right() {
 }
 
 #[test]
-fn turns_beat_hashing_and_feedback_beats_turns_when_requests_differ() {
+fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
     let pool = Config {
         servers: 64,
         cores: 1,
@@ -68,7 +68,7 @@ fn turns_beat_hashing_and_feedback_beats_turns_when_requests_differ() {
 }
 
 #[test]
-fn the_same_on_any_number_of_threads() {
+fn path_results_do_not_depend_on_threads() {
     let config = Config { seconds: 3.0, seeds: vec![1, 2], load: 0.3, ..Config::default() };
     let on = |threads| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

@@ -25,7 +25,7 @@ fn excess(outcome: &MethodOutcome) -> f64 {
 }
 
 #[test]
-fn figure_2a_what_reconfiguration_breaks() {
+fn figure_2a_broken_connections() {
     let methods = ["hash", "consistent-hash", "beamer", "cheetah:rr"];
     let outcomes = outcomes(&Config { minutes: 4.0, ..config(&methods, 20_000.0, 80.0) });
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
@@ -56,7 +56,7 @@ fn figure_2b_imbalance() {
 }
 
 #[test]
-fn figure_2c_a_threshold_buys_balance_with_broken_connections() {
+fn figure_2c_threshold_trades_broken_connections_for_balance() {
     let outcomes = outcomes(&config(&["beamer:0.1", "beamer:0.2", "beamer:0.4"], 70_000.0, 0.0));
     let [tenth, fifth, more] = [0, 1, 2].map(|method| &outcomes[method]);
     // Published: 3 % at a threshold of 10 %.
@@ -66,7 +66,7 @@ fn figure_2c_a_threshold_buys_balance_with_broken_connections() {
 }
 
 #[test]
-fn figure_9_second_by_second() {
+fn figure_9_broken_connections_per_second() {
     let config = Config::cheetah_figure_9();
     let methods = outcomes(&config);
     let median = |method: &MethodOutcome, second: usize, of: fn(&Second) -> f64| {
@@ -93,7 +93,7 @@ fn figure_9_second_by_second() {
 }
 
 #[test]
-fn load_balancers_that_come_and_go_break_what_connection_tables_hold() {
+fn load_balancer_changes_break_connections_of_their_tables() {
     let methods = ["hash", "beamer", "stateful-hash", "stateful-hash:consistent-hash", "cheetah:least"];
     let mut config = Config { servers: 50, load_balancers: 4, ..config(&methods, 2_000.0, 20.0) };
     let broken = |config: &Config| outcomes(config).iter().map(|outcome| outcome.broken_pct.median).collect::<Vec<_>>();
@@ -110,7 +110,7 @@ fn load_balancers_that_come_and_go_break_what_connection_tables_hold() {
 }
 
 #[test]
-fn the_same_seed_gives_the_same_bytes_on_any_number_of_threads() {
+fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     let config = Config {
         servers: 30,
         load_balancers: 3,
@@ -135,7 +135,7 @@ fn the_same_seed_gives_the_same_bytes_on_any_number_of_threads() {
 }
 
 #[test]
-fn output_has_the_documented_form() {
+fn output_has_the_documented_fields() {
     let outcome = run(&Config { servers: 5, ..config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
     let json: serde_json::Value = serde_json::from_str(&outcome.printed(Format::Json)).unwrap();
     assert_eq!(json["methods"][1]["method"], "beamer:0.1");

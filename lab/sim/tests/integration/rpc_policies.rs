@@ -115,7 +115,7 @@ fn cores_that_cannot_change_hands_are_two_servers() {
 }
 
 #[test]
-fn load_hints_move_cores_to_where_they_are_needed() {
+fn load_hints_move_cores_to_the_loaded_service() {
     // The long requests bring 9.3 cores' work: more than half of 16.
     let service = "bimodal:0.2:20";
     let fixed = means("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
@@ -136,7 +136,7 @@ fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
 }
 
 #[test]
-fn a_bounded_queue_carries_any_load_and_drops_the_rest() {
+fn bounded_queue_carries_any_load_and_drops_the_rest() {
     let policy: Policy = "jsq".parse().unwrap();
     let config = Config { policy, cores: 1, load: 2.0, queue: Some(1), ..Config::default() };
     // One place, the one in service: Erlang's B formula with one server, 2 / (1 + 2).

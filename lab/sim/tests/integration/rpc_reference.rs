@@ -115,7 +115,7 @@ fn alike(requests: &[Request]) -> Vec<Request> {
 
 proptest! {
     #[test]
-    fn fifo_cores_agree(requests in requests(), cores in 1u16..9, latency in 0u64..50, bound in 1u16..5) {
+    fn fifo_cores_equal_the_reference(requests in requests(), cores in 1u16..9, latency in 0u64..50, bound in 1u16..5) {
         let requests = alike(&requests);
         let fifo = || FifoCores::new(cores, latency);
         let expected = |bound, choose| reference(&requests, usize::from(cores), latency, bound, choose);
@@ -146,7 +146,7 @@ proptest! {
 
     /// However service is cut up, every request is answered once, no earlier than its work allows.
     #[test]
-    fn nothing_is_lost_by_yielding_or_stealing(
+    fn yielding_and_stealing_lose_no_request(
         requests in requests(),
         cores in 1u16..5,
         latency in 0u64..50,
@@ -185,7 +185,7 @@ proptest! {
 }
 
 #[test]
-fn busy_time_is_counted_as_it_passes() {
+fn busy_time_is_counted_continuously() {
     let request = |arrived, work| Request { arrived, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
     fn check<C: Cores>(cores: C, requests: &[Request]) {
         let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);

@@ -69,12 +69,12 @@ fn random_is_m_m_1_at_every_core() {
 }
 
 #[test]
-fn m_d_1() {
+fn fixed_service_times_are_m_d_1() {
     agrees(&outcomes("rr", 1, "fixed", 0.0, 0.8), |o| o.all.mean, 1.0 + 0.8 / (2.0 * 0.2), 0.02);
 }
 
 #[test]
-fn m_g_1_in_order_of_arrival() {
+fn fifo_is_m_g_1() {
     // Pollaczek and Khinchine: mean wait = lambda E[S^2] / (2 (1 - rho)). Here E[S] = 1.4, E[S^2] = 0.9 + 2.5.
     let wait = 0.7 / 1.4 * 3.4 / (2.0 * 0.3);
     let outcomes = outcomes("jlq", 1, "bimodal:0.1:5", 0.0, 0.7);
@@ -91,7 +91,7 @@ fn m_g_1_processor_sharing_slows_every_class_alike() {
 }
 
 #[test]
-fn a_round_trip_of_bubble_per_request_is_m_d_1_with_longer_service() {
+fn cfcfs_bubble_is_m_d_1_with_longer_service() {
     let (interface, load) = (0.25, 0.5);
     let (service, busy) = (1.0 + 2.0 * interface, load * (1.0 + 2.0 * interface));
     let theory = service * (1.0 + busy / (2.0 * (1.0 - busy)));
@@ -99,7 +99,7 @@ fn a_round_trip_of_bubble_per_request_is_m_d_1_with_longer_service() {
 }
 
 #[test]
-fn priorities_without_and_with_preemption() {
+fn priorities_follow_theory_without_and_with_preemption() {
     // Two classes in M/G/1: 90 % of 1 and 10 % of 5 at rho 0.7; rho_1 = 0.45.
     let rate = 0.7 / 1.4;
     let (rho_1, rho) = (rate * 0.9, 0.7);

@@ -12,7 +12,7 @@ fn peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) ->
 }
 
 #[test]
-fn fig_2b_jsq_over_the_others_at_two_slos() {
+fn fig_2b_jsq_peak_over_the_others_at_two_slos() {
     // 16 cores, 10 % of the requests 5 times as long; the interface takes 25 % of the mean service time of 1.4.
     let peak_load = |policy, slo| peak_load(policy, 16, "bimodal:0.1:5", 0.35, slo);
     for (slo, published) in [(30.0, [1.5, 1.2, 1.1]), (10.0, [1.5, 2.0, 1.4])] {
@@ -25,7 +25,7 @@ fn fig_2b_jsq_over_the_others_at_two_slos() {
 }
 
 #[test]
-fn fig_11_regrouping_buckets_is_no_match_for_placing_requests() {
+fn fig_11_rebalanced_buckets_lose_to_placed_requests() {
     let p99 = |policy: &str| {
         let policy = policy.parse().unwrap();
         let requests = 1_000_000;

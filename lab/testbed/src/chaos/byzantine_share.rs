@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chance_is_not_over_the_limit() {
+    fn random_shares_stay_below_the_limit() {
         let last = |drawn| ByzantineShare {
             fair: 0.25,
             seconds: [vec![[100, 100]; LASTS - END], vec![[drawn, 100]; END]].concat(),

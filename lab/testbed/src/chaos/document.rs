@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn every_document_is_right_but_those_that_are_to_be_wrong() {
+    fn only_intended_documents_are_invalid() {
         let parse = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
         let mut documents = documents(1);
         for _ in 0..300 {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn enough_servers_take_new_connections_whatever_is_drained() {
+    fn enough_servers_stay_eligible_under_any_drains() {
         let (mut documents, mut drained) = (documents(2), BTreeSet::new());
         for turn in 0..1_000 {
             documents.change(&drained);

@@ -172,7 +172,7 @@ mod tests {
     const PARTS: Parts = Parts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
 
     #[test]
-    fn a_seed_is_a_schedule_and_every_kind_has_its_turn() {
+    fn seed_determines_the_schedule_and_every_kind_occurs() {
         let rounds = |seed| {
             let mut schedule = Schedule::new(seed, &FaultKind::ALL, PARTS);
             (0..40).map(|_| schedule.round()).collect::<Vec<_>>()

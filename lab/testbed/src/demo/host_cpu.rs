@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn idle_and_waiting_are_not_busy() {
+    fn idle_and_iowait_are_not_busy() {
         let ticks = parse("cpu  10 1 5 70 10 1 2 1 99 0\ncpu0 ...").unwrap();
         assert_eq!((ticks.busy, ticks.idle), (20, 80));
         assert!(parse("intr 5").is_none());

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn the_compared_policies_and_five_seeds_by_default() {
+    fn defaults_are_the_compared_policies_and_five_seeds() {
         let options = parse("").unwrap();
         assert_eq!(options.policies(), COMPARED);
         assert_eq!((options.seeds, options.seconds), (vec![1, 2, 3, 4, 5], 38));

@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_policy_is_in_the_picture() {
+    fn picture_shows_every_policy() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("demo.svg");
         draw(&super::super::results::tests::results(), &path).unwrap();

@@ -325,7 +325,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn the_json_has_the_documented_keys_and_medians() {
+    fn json_has_the_documented_keys_and_medians() {
         let json: serde_json::Value = serde_json::from_str(&results().json().unwrap()).unwrap();
         let expected = serde_json::json!({
             "policy": "hash", "server_variance_pct": 0.5, "core_variance_pct": 8.0,

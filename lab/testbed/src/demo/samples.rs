@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variance_is_of_the_work_served_in_the_window_by_servers_in_the_pool() {
+    fn variance_counts_work_of_pool_servers_in_the_window() {
         let before = Sample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
         let after = Sample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
         let window = window(7, &before, &after);
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn only_windows_that_count_make_the_mean() {
+    fn means_exclude_windows_after_changes() {
         let timeline = Timeline::new(18);
         let mut samples = vec![Sample::from([(1, vec![0, 0])])];
         for second in 0..18 {

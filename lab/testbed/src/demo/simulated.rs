@@ -122,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_wait_join_and_drain_as_live() {
+    fn simulated_servers_join_and_drain_as_live() {
         let timeline = Timeline::new(18);
         let change = |second: u64, server, eligible| PoolChange { at_us: second * 1_000_000, server, eligible };
         assert_eq!(changes(4, 0, &timeline), [change(0, 4, false), change(6, 4, true), change(12, 0, false)]);

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shortest_run_counts_a_second_in_each_part() {
+    fn shortest_run_has_a_counted_second_in_each_part() {
         let timeline = Timeline::new(SECONDS_MIN);
         assert_eq!((0..SECONDS_MIN).filter(|second| timeline.counts(*second)).collect::<Vec<_>>(), [5, 11, 17]);
     }

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peak_is_where_the_curve_first_passes_the_bound() {
+    fn peak_is_the_first_crossing_of_the_bound() {
         let peak = |curve: &[(f64, f64)]| peak(curve.to_vec(), 10.0).unwrap();
         // From 1 to 100 in logarithms: half-way.
         assert!((peak(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_is_in_the_order_of_the_keys() {
+    fn scan_returns_keys_in_order() {
         let store = Store::filled(1_000, 100, 1_001);
         ask(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
         let (status, pairs) = ask(&store, "SCAN105", key_name(499).as_bytes(), b"");
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_pairs_fit() {
+    fn longest_pairs_fit() {
         let store = Store::filled(0, 0, 200);
         for number in 0..127 {
             assert_eq!(ask(&store, "PUT", &[number; KEY_MAX], &[number; VALUE_MAX]).0, Status::Done as u8);

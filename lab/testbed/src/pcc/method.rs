@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_read_and_others_refused() {
+    fn names_round_trip_and_others_are_rejected() {
         for method in METHODS {
             assert_eq!(Method::parse(method.name), Ok(method));
         }

@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seven_servers_come_and_eight_go() {
+    fn seven_servers_join_and_eight_leave() {
         let gone = count(Change::DrainServer) + count(Change::RemoveServer);
         assert_eq!((count(Change::AddServer), gone), (7, 8));
         assert_eq!([0, 4, 5, 6, 12, 15, 22, 44].map(servers_after), [24, 25, 27, 29, 31, 29, 23, 23]);

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packets_are_spread_evenly_and_the_last_comes_at_the_end() {
+    fn packets_are_evenly_spaced_and_the_last_is_at_the_end() {
         let request = Request { seed: 0.into(), packets: 4.into(), duration_us: 1_000.into() };
         assert_eq!([0, 1, 2, 3].map(|index| request.due_ns(index)), [250_000, 500_000, 750_000, 1_000_000]);
         let longest = Request { seed: 0.into(), packets: u32::MAX.into(), duration_us: u32::MAX.into() };
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_of_another_connection_show() {
+    fn bytes_of_another_connection_are_detected() {
         let differing = |a: u32, b: u32| (0..125).filter(|at| content(a, *at) != content(b, *at)).count();
         for (a, b) in [(1, 2), (7, 0x8000_0007), (0, u32::MAX)] {
             assert!(differing(a, b) > 50, "{a} and {b}: {}", differing(a, b));

@@ -56,13 +56,13 @@ fn claim_can_judge_a_part_of_the_axis() {
 }
 
 #[test]
-fn without_a_panel_every_panel_counts() {
+fn claim_without_a_panel_covers_all_panels() {
     let verdict = judge("ratio = { of = { series = \"b\" }, to = { series = \"a\" } }\nat_most = 5");
     assert_eq!((verdict.holds, verdict.measured, verdict.points), (true, Some((1.5, 5.0)), 4));
 }
 
 #[test]
-fn the_best_of_several_is_taken_point_by_point() {
+fn best_of_several_is_taken_point_by_point() {
     let verdict = judge("value = { least_of = [\"a\", \"c\"], panel = \"p\" }\nat_most = 7");
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.0, 7.0))));
     let verdict = judge("value = { greatest_of = [\"a\", \"c\"], panel = \"p\", at = 3 }\nat_most = 7.5");
@@ -91,7 +91,7 @@ fn ratio_of_ratios_shows_a_growing_gap() {
 }
 
 #[test]
-fn an_order_fails_where_two_curves_cross() {
+fn order_fails_where_two_curves_cross() {
     assert!(judge("ascending = { series = [\"a\", \"c\", \"b\"], panel = \"p\", to = 2 }").holds);
     let crossing = judge("ascending = { series = [\"a\", \"c\", \"b\"], panel = \"p\" }");
     assert!(!crossing.holds);

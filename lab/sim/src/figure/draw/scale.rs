@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_cut_at_the_edge() {
+    fn lines_are_clipped_at_the_edge() {
         let scale = Scale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
         let points = [(0.0, 5.0), (1.0, 15.0), (2.0, 15.0), (3.0, 5.0), (4.0, 5.0)];
         assert_eq!(scale.cut(&points), [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]);
