@@ -44,7 +44,7 @@ fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
         Fix::Write { path, value } => {
             let before = fs::read_to_string(path).with_context(|| path.display().to_string())?;
             fs::write(path, value).with_context(|| path.display().to_string())?;
-            let words = "until the next boot: who set it may set it again";
+            let words = "until the next boot, unless another program sets it again";
             Ok(format!("{}: {} -> {value}, {words}", path.display(), before.trim()))
         }
         Fix::MountBpf => {

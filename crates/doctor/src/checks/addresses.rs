@@ -38,7 +38,7 @@ fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
             .remedy(format!("ip address add {vip}/{prefix} dev lo; ip address delete {vip}/{prefix} dev {other}"));
     }
     if held.is_empty() {
-        let why = "the server's kernel does not take packets to the VIP: no connection comes about";
+        let why = "the server's kernel does not accept packets to the VIP: no connection is established";
         // Not by --fix: if ARP is answered for it, it would attract the load balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), why)
             .remedy(format!("ip address add {vip}/{prefix} dev lo{condition}"));
@@ -52,11 +52,13 @@ fn at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
     let stamps = facts.services.iter().any(|service| service.stamped_by_lb && service.vip() == vip);
     let on_network = *device != LOOPBACK;
     let why = if stamps {
-        "this machine takes servers' answers for packets in its own name and drops them (a martian source)"
+        "the kernel drops servers' replies as martians: their source is an address of this machine"
     } else if on_network {
-        "what XDP passes to the kernel (another port, a fragment) is answered by this machine, and ARP or neighbour solicitations for the VIP with it"
+        "this machine answers packets that XDP passes to the kernel (another port, a fragment), and ARP or neighbour \
+         solicitations for the VIP"
     } else {
-        "what XDP passes to the kernel (another port, an echo request) is answered by this machine; fine where a BGP daemon announces the VIP from lo"
+        "this machine answers packets that XDP passes to the kernel (another port, an echo request); intended if a BGP \
+         daemon announces the VIP from lo"
     };
     Finding::fault_if(stamps || on_network, format!("VIP {vip} is on {device}: expected no device"), why)
         .remedy(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
@@ -80,7 +82,7 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
             facts.interface()
         ))];
     }
-    let why = "packets are handed on by MAC address: ARP finds no server outside the device's networks";
+    let why = "packets are forwarded by MAC address: ARP finds no server outside the device's networks";
     vec![
         Finding::fault(format!("not in a network of {}: {}", facts.interface(), beyond.join(", ")), why)
             .remedy(format!("ip address add ADDRESS/PREFIX dev {}  # in the servers' network", facts.interface())),
@@ -98,13 +100,13 @@ fn has_addresses_elsewhere(facts: &Facts) -> bool {
 }
 
 pub fn arp_ignore(facts: &Facts) -> Vec<Finding> {
-    let why = "the server answers ARP for the VIP on lo: clients' packets pass the load balancers by";
+    let why = "the server answers ARP for the VIP on lo: clients' packets bypass the load balancers";
     // 3 to 8 have other meanings; 8 answers nothing, also for the server's own address.
     arp(facts, "arp_ignore", 1..=2, "1", why)
 }
 
 pub fn arp_announce(facts: &Facts) -> Vec<Finding> {
-    let why = "the server asks by ARP in the VIP's name: routers learn its MAC address as the VIP's";
+    let why = "the server sends ARP requests with the VIP as sender: routers learn its MAC address for the VIP";
     arp(facts, "arp_announce", 2..=2, "2", why)
 }
 
@@ -136,11 +138,11 @@ pub fn ipv6(facts: &Facts) -> Vec<Finding> {
     if !facts.vips().iter().any(IpAddr::is_ipv6) {
         return vec![];
     }
-    let why = "the kernel does not take packets to an IPv6 VIP: no connection comes about";
+    let why = "the kernel does not accept packets to an IPv6 VIP: no connection is established";
     let at_device = |device: &str| match facts.sysctl(&disable_ipv6(device)) {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), why)
-            .remedy("a kernel without `ipv6.disable=1` on its command line"),
+            .remedy("boot without `ipv6.disable=1` on the kernel's command line"),
         // Not by --fix: the device may then take addresses and routes from a router.
         Some(value) => Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), why)
             .sysctl(disable_ipv6(device), "0", false),

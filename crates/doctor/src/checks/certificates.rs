@@ -23,12 +23,12 @@ fn of(certificate: &CertificateFacts) -> Finding {
             .remedy("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
     }
     if remains.is_zero() {
-        let why = "no connection comes about, and those that there were have ended; packets go on by the last table";
+        let why = "connections to peers fail, and open ones have ended; packets follow the last table";
         return Finding::fault(format!("{subject} has ended"), why).remedy(renew);
     }
     let days = remains.as_secs() / DAY.as_secs();
     match is_old {
         true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it").remedy(renew),
-        false => Finding::ok(format!("{subject}: {days} days yet")),
+        false => Finding::ok(format!("{subject} is valid for {days} days")),
     }
 }

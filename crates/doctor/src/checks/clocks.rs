@@ -19,7 +19,8 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
             "net.ipv4.tcp_timestamps is {value}; the agent sets 2 (`manage_timestamps`)"
         ))];
     }
-    let why = "connections show clocks of their own (1) or none (0): they cannot be stamped, and lose their server when the pool changes";
+    let why = "each connection has its own clock (1) or none (0): it cannot be stamped, and loses its server when the pool \
+               changes";
     // Not by --fix: timestamps of connections that an agent already stamps would jump.
     vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), why).sysctl(
         TCP_TIMESTAMPS.to_owned(),
@@ -39,7 +40,8 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
     if !SLOW.contains(&source) {
         return vec![Finding::ok(source)];
     }
-    let why = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times are taken for every packet";
+    let why = "each reading takes a microsecond or more, or is coarse: timestamps, loads and request times read it for \
+               every packet";
     let remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc is not trusted";
     vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).remedy(remedy)]
 }
@@ -48,17 +50,17 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
     let future = facts.reports_from_the_future;
     if future > 0 {
-        let why = "reports of more than a second ahead of the controller's clock: one of the clocks is wrong, and logs do not fit together";
+        let why = "one of the clocks is wrong by more than a second: logs cannot be compared";
         return vec![
             Finding::warning(format!("{future} reports were sent ahead of the controller's clock"), why)
                 .remedy("chronyc tracking  # at the servers and at the controller"),
         ];
     }
     match facts.clock.synchronised {
-        None => vec![Finding::unknown("the kernel does not show it")],
-        Some(true) => vec![Finding::ok("kept right")],
+        None => vec![Finding::unknown("the kernel does not report it")],
+        Some(true) => vec![Finding::ok("synchronised")],
         Some(false) => {
-            let why = "logs of several machines do not fit together, and certificates begin and end at other moments";
+            let why = "logs of several machines cannot be compared, and certificates begin and end at other times";
             vec![Finding::warning("the wall clock is not synchronised (no NTP)", why).remedy("apt install chrony")]
         }
     }

@@ -8,9 +8,10 @@ pub fn answers(facts: &Facts) -> Vec<Finding> {
     match &facts.controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {
-            let why = "the daemon starts, and waits for its configuration: services are not set up until then";
+            let why = "the daemon starts, but has no services until a controller sends its configuration";
             vec![
-                Finding::fault(reason.clone(), why).remedy("start it, or correct `controller`; is a firewall between?"),
+                Finding::fault(reason.clone(), why)
+                    .remedy("start the controller, correct `controller`, or open the firewall between them"),
             ]
         }
         None => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
@@ -52,11 +53,11 @@ pub fn store(facts: &Facts) -> Vec<Finding> {
     }
     match mode {
         Some(mode) if mode & 0o077 != 0 => {
-            let why = "it holds the cookie keys: who can read it can forge cookies";
+            let why = "it contains the cookie keys: users who can read it can forge cookies";
             vec![Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why).fix(Fix::OwnerOnly(path.clone()))]
         }
         Some(_) => vec![Finding::ok(format!("{store}: only its owner reads it"))],
-        None => vec![Finding::ok(format!("{store}: can be made"))],
+        None => vec![Finding::ok(format!("{store}: can be created"))],
     }
 }
 
@@ -65,8 +66,7 @@ fn etcd(endpoints: &[String], leader: &Result<String, String>) -> Finding {
     match leader {
         Ok(leader) => Finding::ok(format!("etcd at {endpoints}: {leader}")),
         Err(problem) => {
-            let why =
-                "without etcd no controller can lead: load balancers keep the tables they have, and nothing can change";
+            let why = "without etcd no controller can lead: load balancers keep their tables, and changes fail";
             Finding::fault(problem.clone(), why).remedy(format!("etcdctl --endpoints {endpoints} endpoint health"))
         }
     }

@@ -16,7 +16,7 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
     let Some(name) = &facts.settings.interface else {
         return vec![Finding::unknown("no interface is named: --config FILE or --interface NAME")];
     };
-    let why = "no packet comes in by it";
+    let why = "no packet arrives on it";
     let Some(device) = &facts.device else {
         return vec![
             Finding::fault(format!("{name} does not exist here"), why)
@@ -45,15 +45,15 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
         let others: Vec<u32> = programs.into_iter().flatten().filter(|id| Some(*id) != device.own_xdp).collect();
         let mut found = Vec::new();
         for id in others {
-            let why = "one XDP program has the device: coreward's is refused";
+            let why = "a device has one XDP program: the kernel rejects coreward's";
             found.push(
                 Finding::fault(format!("{name} has another XDP program (id {id})"), why)
-                    .remedy(format!("bpftool prog show id {id}  # whose is it?"))
+                    .remedy(format!("bpftool prog show id {id}  # shows its name and processes"))
                     .remedy(format!("ip link set dev {name} xdp off")),
             );
         }
         if let Some(refused) = refuses_by_queues(device) {
-            let why = "each queue needs another one to send frames back by";
+            let why = "each queue needs another one to send frames";
             let queues = device.channels.map_or(1, |channels| channels.receive_max / 2).max(1);
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
             found.push(
@@ -62,7 +62,8 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
         }
         if device.xdp.native_possible == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
-            let why = "the program runs after the driver (generic XDP), several times slower; `xdp_mode = \"native\"` refuses to start";
+            let why = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \"native\"` \
+                       the daemon does not start";
             found.push(
                 Finding::fault_if(only_native, format!("the driver {} has no XDP", device.driver), why)
                     .remedy("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
@@ -137,7 +138,8 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
         if device.mtu <= MAX_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
             return vec![Finding::ok(format!("{} bytes", device.mtu))];
         }
-        let why = "drivers refuse XDP where a frame does not fit one page: generic XDP is slower, `xdp_mode = \"native\"` does not start";
+        let why = "drivers reject XDP if a frame does not fit one page: generic XDP is slower, and with `xdp_mode = \"native\"` \
+                   the daemon does not start";
         let only_native = facts.settings.xdp_mode == XdpMode::Native;
         let found = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);
         vec![
@@ -153,7 +155,7 @@ pub fn lro(facts: &Facts) -> Vec<Finding> {
             return vec![Finding::ok("off")];
         }
         let name = facts.interface();
-        let why = "what the NIC has merged cannot be sent on as it came; drivers refuse XDP with it";
+        let why = "packets that the NIC has merged cannot be forwarded unchanged; drivers reject XDP with LRO";
         vec![
             Finding::fault(format!("LRO is on at {name}"), why)
                 .remedy(format!("ethtool -K {name} lro off  # the link may go down for a moment")),
@@ -165,15 +167,14 @@ pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
         match (device.strips_vlan_tags, device.vlans.as_slice()) {
-            (false, _) => vec![Finding::ok("tags are left in frames")],
+            (false, _) => vec![Finding::ok("frames keep their VLAN tags")],
             (true, []) => vec![Finding::ok(format!(
-                "{name} takes tags off, and no VLAN device is on top of it: its switch port must send no tagged frames"
+                "{name} strips VLAN tags, and has no VLAN device: its switch port must send no tagged frames"
             ))],
             (true, vlans) => {
-                let why =
-                    "XDP sees a frame without its tag: packets of a VLAN are taken for untagged ones, and leave so";
+                let why = "XDP gets frames without their tags: it forwards packets of VLANs as untagged ones";
                 vec![
-                    Finding::fault(format!("{name} takes tags off, and carries VLANs ({})", vlans.join(", ")), why)
+                    Finding::fault(format!("{name} strips VLAN tags, and carries VLANs ({})", vlans.join(", ")), why)
                         .remedy(format!("ethtool -K {name} rxvlan off")),
                 ]
             }
@@ -192,7 +193,7 @@ pub fn queues(facts: &Facts) -> Vec<Finding> {
         let set = format!("ethtool -L {name} combined {could}  # the link may go down for a moment");
         match facts.role {
             Role::Server if queues > cpus => {
-                let why = "several queues share a CPU, and each of them is reported as if it had one of its own";
+                let why = "several queues share a CPU, but each of them is reported as a core";
                 vec![Finding::warning(found, why).remedy(set)]
             }
             _ if queues < could => {
@@ -200,7 +201,7 @@ pub fn queues(facts: &Facts) -> Vec<Finding> {
                 vec![Finding::warning(found, why).remedy(set)]
             }
             Role::Server if queues == 1 && cpus > 1 => {
-                let why = "RSS has one core to choose: core-aware policies place by server only";
+                let why = "RSS can select one core only: core-aware policies select by server only";
                 vec![Finding::warning(found, why).remedy("a NIC (for a virtual machine: a device) with several queues")]
             }
             _ => vec![Finding::ok(found)],
@@ -238,7 +239,7 @@ pub fn interrupts(facts: &Facts) -> Vec<Finding> {
                 format!("CPU {cpu} serves queues {}", names.join(", "))
             })
             .collect();
-        let why = "a core that coreward takes for idle has a busy CPU under it";
+        let why = "cores share a CPU: one that is reported idle may have a busy CPU";
         let commands = device.interrupts.iter().map(|(queue, interrupt)| {
             format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % facts.cpus, interrupt.number)
         });

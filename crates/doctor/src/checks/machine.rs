@@ -15,7 +15,7 @@ pub(super) fn version(release: &str) -> (u32, u32) {
 pub fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel.release;
     if version(release) < OLDEST {
-        let why = "the BPF programs use what older kernels do not have; they are refused, and nothing starts";
+        let why = "older kernels lack features of the BPF programs: no daemon starts";
         return vec![
             Finding::fault(format!("Linux {release}"), why)
                 .remedy("apt install linux-image-amd64  # Debian 12 or newer"),
@@ -31,9 +31,9 @@ pub fn kernel(facts: &Facts) -> Vec<Finding> {
 
 pub fn rights(facts: &Facts) -> Vec<Finding> {
     if facts.missing_rights.is_empty() {
-        return vec![Finding::ok("all that a daemon in the packet path needs")];
+        return vec![Finding::ok("all capabilities of a daemon in the packet path")];
     }
-    let why = "BPF programs are loaded and attached with these; the daemon refuses to start without";
+    let why = "loading and attaching BPF programs requires them: the daemon does not start";
     let names = facts.missing_rights.join(", ");
     let ambient = facts.missing_rights.join(" ");
     vec![
@@ -44,7 +44,7 @@ pub fn rights(facts: &Facts) -> Vec<Finding> {
 
 pub fn programs(facts: &Facts) -> Vec<Finding> {
     if facts.kernel.programs.is_empty() {
-        return vec![Finding::unknown("not tried, for want of rights")];
+        return vec![Finding::unknown("not tried: capabilities are missing")];
     }
     let refused: Vec<_> = facts.kernel.programs.iter().filter(|(_, answer)| answer.is_err()).collect();
     if refused.is_empty() {
@@ -54,8 +54,10 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
     let why = "the daemon does not start";
     let of = |(name, answer): (&&str, &Result<(), String>)| {
         let reason = answer.as_ref().err().map_or("", String::as_str);
-        Finding::fault(format!("the kernel refuses {name}: {reason}"), why)
-            .remedy("coreward check-kernel  # the whole answer; a kernel with CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, CONFIG_XDP_SOCKETS as Debian's has them")
+        Finding::fault(format!("the kernel rejects {name}: {reason}"), why).remedy(
+            "coreward check-kernel  # the whole error; required: CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, \
+                      CONFIG_XDP_SOCKETS, as in Debian's kernels",
+        )
     };
     refused.into_iter().map(of).collect()
 }
@@ -64,9 +66,9 @@ pub fn jit(facts: &Facts) -> Vec<Finding> {
     let path = "net/core/bpf_jit_enable";
     match facts.sysctl(path) {
         // Only the first network namespace shows it.
-        None => vec![Finding::unknown("net.core.bpf_jit_enable is not shown here")],
+        None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
-            let why = "every packet runs the programs: interpreted they take some ten times as long";
+            let why = "every packet runs the programs, which take about ten times as long when interpreted";
             vec![Finding::warning("net.core.bpf_jit_enable is 0: expected 1", why).sysctl(path.to_owned(), "1", true)]
         }
         Some(value) => vec![Finding::ok(format!("net.core.bpf_jit_enable is {value}"))],
@@ -77,19 +79,19 @@ pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let place = &facts.bpf_file_system;
     let directory = place.directory.display();
     if place.is_bpf {
-        return vec![Finding::ok(format!("{directory} is on one"))];
+        return vec![Finding::ok(format!("{directory} is on a BPF file system"))];
     }
-    let why = "what packets need is pinned there, so that it outlives the daemon; the daemon refuses to start without";
+    let why = "programs and maps are pinned there to outlive the daemon, which does not start without it";
     let finding = Finding::fault(format!("{directory} is not on a BPF file system"), why);
     let below = facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
     vec![if below { finding.fix(Fix::MountBpf) } else { finding.remedy("name a `pin_directory` below /sys/fs/bpf") }]
 }
 
 pub fn pins(facts: &Facts) -> Vec<Finding> {
-    let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("nothing of another version is pinned")] };
+    let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("no pins of another version")] };
     let (why, command) = match facts.role {
-        Role::Lb => ("the daemon refuses to start: what is pinned forwards packets now", "lb"),
-        _ => ("the agent does not take it over: connections that were stamped with it break", "agent"),
+        Role::Lb => ("the daemon does not start: the pinned program forwards packets now", "lb"),
+        _ => ("the agent does not take the pins over: stamped connections break", "agent"),
     };
     let remedy = format!(
         "start the version that made it, or drain, then `coreward {command} --config FILE --detach` by that version"
@@ -104,7 +106,7 @@ const FILES_OF_A_CONTROLLER: u64 = 4096;
 pub fn open_files(facts: &Facts) -> Vec<Finding> {
     let (needed, peers) = match facts.role {
         Role::Controller => (FILES_OF_A_CONTROLLER, "a connection to every agent and load balancer"),
-        _ => (FILES_OF_A_DAEMON, "maps, links, and a look at every socket of a service"),
+        _ => (FILES_OF_A_DAEMON, "maps, links, and a descriptor for every socket of a service"),
     };
     let found = format!("up to {} files may be open", facts.open_files);
     if facts.open_files >= needed {

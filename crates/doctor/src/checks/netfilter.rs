@@ -9,7 +9,7 @@ use crate::nat_rules::translating_chains;
 fn with_chains(facts: &Facts, check: impl FnOnce(&[Chain]) -> Vec<Finding>) -> Vec<Finding> {
     if !facts.netfilter.legacy_tables.is_empty() {
         let tables = facts.netfilter.legacy_tables.join(", ");
-        return vec![Finding::unknown(format!("the old iptables has tables ({tables}): see `iptables-legacy-save`"))];
+        return vec![Finding::unknown(format!("legacy iptables has tables ({tables}): see `iptables-legacy-save`"))];
     }
     match &facts.netfilter.chains {
         Ok(chains) => check(chains),
@@ -21,18 +21,18 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     with_chains(facts, |chains| {
         let tracking: Vec<&str> = chains.iter().filter(|chain| chain.tracks).map(|chain| chain.name.as_str()).collect();
         if tracking.is_empty() {
-            return vec![Finding::ok("no rule asks for it")];
+            return vec![Finding::ok("no rule enables it")];
         }
         if chains.iter().any(|chain| chain.untracks) {
-            return vec![Finding::ok(format!("{} ask for it; some packets are taken from it", tracking.join(", ")))];
+            return vec![Finding::ok(format!("{} enable it, with exceptions", tracking.join(", ")))];
         }
         let stamps = facts.role == Role::Lb && facts.services.iter().any(|service| service.stamped_by_lb);
         let why = match (facts.role, stamps) {
             (Role::Lb, true) => {
-                "XDP takes clients' packets before it sees them, so that servers' answers are \"invalid\" to it"
+                "XDP takes clients' packets before connection tracking, for which servers' replies are then invalid"
             }
             (Role::Lb, false) => "packets that XDP passes to the kernel are tracked; those of services are not",
-            _ => "every connection takes a place in its table, and new ones are dropped when it is full",
+            _ => "every connection takes an entry of its table; when it is full, new ones are dropped",
         };
         let found = format!("connections are tracked, for {}", tracking.join(", "));
         vec![Finding::fault_if(stamps, found, why).remedy(
@@ -82,7 +82,7 @@ pub fn firewall(facts: &Facts) -> Vec<Finding> {
     with_chains(facts, |chains| {
         let dropping: Vec<&Chain> = chains.iter().filter(|chain| chain.drops && on_path(&chain.hook)).collect();
         if dropping.is_empty() {
-            return vec![Finding::ok("no chain on the services' path drops what no rule accepts")];
+            return vec![Finding::ok("no chain drops the services' packets by default")];
         }
         let ports: Vec<String> = facts
             .services
@@ -91,11 +91,11 @@ pub fn firewall(facts: &Facts) -> Vec<Finding> {
             .collect();
         let ports = if ports.is_empty() { "tcp dport PORT".to_owned() } else { ports.join("; ") };
         let of = |chain: &&Chain| {
-            let why = "packets of services are dropped where no rule lets them through";
+            let why = "packets of services are dropped unless a rule accepts them";
             let accepted = if chain.accepts {
-                "its rules accept some: see that those of services are among them"
+                "its rules accept some packets: check that those of services are among them"
             } else {
-                "no rule of it accepts anything"
+                "it has no accept rule"
             };
             let found = format!("chain {} (hook {}) drops; {accepted}", chain.name, chain.hook);
             Finding::fault_if(!chain.accepts, found, why).remedy(format!("nft add rule {} {ports} accept", chain.name))

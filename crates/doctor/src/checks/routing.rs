@@ -22,15 +22,17 @@ pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     let found = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all} and {own} (strict)");
     if facts.role == Role::Lb {
         if !stamps_replies_here(facts) {
-            return vec![Finding::ok(format!("{found}; no service has `timestamps = \"lb\"`, so nothing is routed"))];
+            return vec![Finding::ok(format!(
+                "{found}; no service has `timestamps = \"lb\"`, so the kernel routes no replies"
+            ))];
         }
-        let why = "servers' answers carry the VIP, whose route is another: the kernel drops them";
+        let why = "servers' replies have the VIP as source, whose route uses another device: the kernel drops them";
         return vec![Finding::fault(format!("{found}: expected 0 or 2"), why).sysctl(loose, "2", false)];
     }
     if facts.default_routes.contains(device) {
-        return vec![Finding::ok(format!("{found}; answers leave by {device}, too"))];
+        return vec![Finding::ok(format!("{found}; replies leave by {device}, too"))];
     }
-    let why = "clients' packets come by this device and their answers leave by another: the kernel drops them";
+    let why = "clients' packets arrive on this device, and replies leave by another: the kernel drops the packets";
     vec![Finding::fault(format!("{found}, and no default route leads over {device}"), why).sysctl(loose, "2", false)]
 }
 
@@ -45,7 +47,7 @@ fn forwarding_ipv6(facts: &Facts) -> Option<Finding> {
     if facts.sysctl(IPV6_FORWARDING)? != 0 {
         return Some(Finding::ok("on for IPv6"));
     }
-    let why = "servers' answers come to this machine as to a router: none reaches a client";
+    let why = "this machine must route servers' replies: none reaches a client";
     let fault = Finding::fault("net.ipv6.conf.all.forwarding is 0: expected 1", why);
     Some(fault.sysctl(IPV6_FORWARDING.to_owned(), "1", false))
 }
@@ -59,7 +61,7 @@ fn forwarding_ipv4(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(format!("on at {}", facts.interface()))];
     }
     let device = facts.interface();
-    let why = "servers' answers come to this machine as to a router: none reaches a client";
+    let why = "this machine must route servers' replies: none reaches a client";
     // Not by --fix: it makes the machine a router for everybody.
     vec![Finding::fault(format!("net.ipv4.conf.{device}.forwarding is 0: expected 1"), why).sysctl(
         device_sysctl(device, "forwarding"),
@@ -93,14 +95,14 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
     match &announcement.rules {
         Err(problem) => findings.push(Finding::unknown(problem.clone())),
         Ok(rules) if !rules.is_empty() => {
-            let why = "the table holds blackhole routes to VIPs: the kernel drops what it routes by them";
+            let why = "the table has blackhole routes to VIPs: the kernel drops packets that use it";
             let finding = Finding::fault(format!("a rule uses table {table}: {}", rules.join("; ")), why);
             findings.push(finding.remedy(format!("ip rule delete table {table}  # or another `table` in [announce]")));
         }
         Ok(_) => {}
     }
     match &announcement.daemon {
-        Some(daemon) => findings.push(Finding::ok(format!("{daemon} runs; no rule may look at table {table}"))),
+        Some(daemon) => findings.push(Finding::ok(format!("{daemon} runs; no rule uses table {table}"))),
         None => {
             let why = "no routing daemon announces the VIPs of this load balancer";
             let found = "neither bird nor zebra (FRR) runs".to_owned();

@@ -8,10 +8,9 @@ use coreward_model::rss::InputTransform;
 use crate::facts::{Device, Facts, RssProblem};
 use crate::finding::{Finding, Fix};
 
-const WHY: &str =
-    "connections are served by other cores than the table selects: core-aware policies choose wrong cores";
+const WHY: &str = "other cores serve connections than the table selects: core-aware policies select wrong cores";
 
-const UNKNOWN: &str = "the core of a connection is unknown: core-aware policies place by server only";
+const UNKNOWN: &str = "the core of a connection is unknown: core-aware policies select by server only";
 
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
@@ -20,7 +19,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
             let name = facts.interface();
             let found = format!(
                 "{name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux 6.15 on only; \
-                 the agent finds out by where SYNs arrive (`coreward status`: input_transform)"
+                 the agent detects it by the queues of SYNs (`coreward status`: input_transform)"
             );
             vec![Finding::unknown(found).remedy(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none"))]
         }
@@ -58,8 +57,8 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let (driver, name) = (&device.driver, facts.interface());
     match device.moves_connections {
-        None => vec![Finding::ok("the driver has none that works by itself")],
-        Some(false) => vec![Finding::ok(format!("{driver} moves no connections by itself"))],
+        None => vec![Finding::ok("the driver has no flow director")],
+        Some(false) => vec![Finding::ok(format!("{driver} moves no connections"))],
         Some(true) => {
             let remedy = match driver.as_str() {
                 "i40e" => format!("ethtool --set-priv-flags {name} flow-director-atr off"),
@@ -85,8 +84,8 @@ fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
         Some(true) => Finding::ok(format!("{name} is hashed by addresses and ports")),
         Some(false) => {
-            let why = "all packets of a client come to one core, and to another one than predicted";
-            let note = if flow_type == FlowType::Udp4 { "  # fragments then come by another queue" } else { "" };
+            let why = "all packets of a client arrive at one core, which is not the predicted one";
+            let note = if flow_type == FlowType::Udp4 { "  # fragments then arrive on another queue" } else { "" };
             Finding::warning(format!("{interface} hashes {name} by addresses alone"), why)
                 .remedy(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{note}"))
         }
@@ -95,7 +94,7 @@ fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
 
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.irqbalance) {
-        let why = "it moves receive queues from CPU to CPU, under workers that are pinned";
+        let why = "it moves receive queues between CPUs, away from pinned workers";
         return vec![Finding::warning("irqbalance is running", why).remedy("systemctl disable --now irqbalance")];
     }
     vec![Finding::ok("does not run")]
@@ -147,7 +146,7 @@ pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     }
     vec![
         Finding::warning(format!("{name} has {rules} flow rules"), WHY)
-            .remedy(format!("ethtool -n {name}  # which they are"))
+            .remedy(format!("ethtool -n {name}  # lists them"))
             .remedy(format!("ethtool -N {name} delete NUMBER")),
     ]
 }

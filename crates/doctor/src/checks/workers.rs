@@ -31,11 +31,11 @@ fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: u
     let count = sockets.count;
     if count == 0 {
         let kind = if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
-        let why = format!("new connections that come here are {kind}");
+        let why = format!("new connections that arrive here are {kind}");
         return Finding::fault(format!("{name}: no process listens"), &why)
-            .remedy("start the server, or drain this one: `state = \"draining\"` in the controller's file");
+            .remedy("start the server program, or drain this server: `coreward drain NAME`");
     }
-    let why = "the kernel chooses the worker: a connection that was placed on one core is served on another";
+    let why = "the kernel selects the worker: another core than the selected one may serve a connection";
     let nginx = format!(
         "one socket per worker with SO_REUSEPORT (nginx: `listen {} reuseport`), or `steer = \"off\"`",
         service.address.socket
@@ -61,7 +61,7 @@ pub fn polling(facts: &Facts) -> Vec<Finding> {
         .iter()
         .map(|polling| format!("{} (thread {}) on CPU {}", polling.name, polling.thread, polling.cpu))
         .collect();
-    let found = format!("never waiting, so at full load or polling: {}", threads.join(", "));
+    let found = format!("threads that never wait (full load, or polling): {}", threads.join(", "));
     let why = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
     vec![Finding::warning(found, why).remedy(
         "if it polls: let it publish its load, and set `load = { source = \"published\", path = \"FILE\" }` in the \
