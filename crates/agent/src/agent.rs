@@ -35,7 +35,7 @@ use crate::report_state::ReportState;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::TransformSearch;
-use crate::rss::manager::{RssManager, WantedRss};
+use crate::rss::manager::{DesiredRss, RssManager};
 use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::testbed::TestbedRss;
 use crate::rss_conflicts::RssConflicts;
@@ -270,8 +270,8 @@ impl Agent {
             self.steering.set_services(&addresses, self.programs.rss_map())?;
         }
         if self.config.manage_rss {
-            let wanted = WantedRss { key: new.fleet_rss_key.clone(), server_id: new.server_id };
-            self.rss.manage(wanted, &mut self.memory);
+            let desired = DesiredRss { key: new.fleet_rss_key.clone(), server_id: new.server_id };
+            self.rss.manage(desired, &mut self.memory);
             self.rss_changed();
         }
         Ok(())
@@ -455,8 +455,8 @@ impl Agent {
             tracing::warn!(event = "restart-required", "only [dispatch] is reloaded: other changes need a restart");
         }
         match (&self.dispatcher, &config.dispatch) {
-            (Some(dispatcher), Some(wanted)) if dispatcher.is_running() => dispatcher.replace(wanted.clone())?,
-            (_, Some(wanted)) => self.dispatcher = Some(Dispatcher::start(wanted)?),
+            (Some(dispatcher), Some(options)) if dispatcher.is_running() => dispatcher.replace(options.clone())?,
+            (_, Some(options)) => self.dispatcher = Some(Dispatcher::start(options)?),
             (_, None) => self.end_dispatch()?,
         }
         self.config.dispatch = config.dispatch;

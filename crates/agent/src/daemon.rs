@@ -36,10 +36,13 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
         let scrapes = Scrapes::listen(agent.metrics_address())?;
-        let chores =
-            Chores { maintenance: every(POLL_INTERVAL), reload: Some((hangup, config_file.to_owned())), scrapes };
+        let tasks = BackgroundTasks {
+            maintenance: every(POLL_INTERVAL),
+            reload: Some((hangup, config_file.to_owned())),
+            scrapes,
+        };
         let connection = connection(&agent)?;
-        coreward_daemon::run_until_shutdown(async { match run_sessions(&mut agent, connection, chores).await {} }).await
+        coreward_daemon::run_until_shutdown(async { match run_sessions(&mut agent, connection, tasks).await {} }).await
     })?;
     agent.leave()
 }
@@ -50,8 +53,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let connection = connection(agent)?;
-        let chores = Chores { maintenance: every(POLL_INTERVAL), reload: None, scrapes: Scrapes::default() };
-        Ok(run_sessions(agent, connection, chores).await)
+        let tasks = BackgroundTasks { maintenance: every(POLL_INTERVAL), reload: None, scrapes: Scrapes::default() };
+        Ok(run_sessions(agent, connection, tasks).await)
     })
 }
 
@@ -60,22 +63,22 @@ fn connection(agent: &Agent) -> anyhow::Result<Connection> {
 }
 
 /// Periodic tasks, with a controller or without.
-struct Chores {
+struct BackgroundTasks {
     maintenance: Interval,
     /// SIGHUP, and the file to read then.
     reload: Option<(Signal, PathBuf)>,
     scrapes: Scrapes,
 }
 
-enum Chore {
+enum Task {
     Maintain,
     Reload(PathBuf),
     Scrape(oneshot::Sender<Snapshot>),
 }
 
-impl Chores {
+impl BackgroundTasks {
     /// Cancel-safe: dropping the future loses nothing.
-    async fn next(&mut self) -> Chore {
+    async fn next(&mut self) -> Task {
         let reload = async {
             match &mut self.reload {
                 Some((hangup, path)) => {
@@ -86,9 +89,9 @@ impl Chores {
             }
         };
         tokio::select! {
-            _ = self.maintenance.tick() => Chore::Maintain,
-            path = reload => Chore::Reload(path),
-            scrape = self.scrapes.next() => Chore::Scrape(scrape),
+            _ = self.maintenance.tick() => Task::Maintain,
+            path = reload => Task::Reload(path),
+            scrape = self.scrapes.next() => Task::Scrape(scrape),
         }
     }
 
@@ -98,13 +101,13 @@ impl Chores {
         loop {
             tokio::select! {
                 outcome = &mut other => return outcome,
-                chore = self.next() => chore.perform(agent, connection),
+                task = self.next() => task.perform(agent, connection),
             }
         }
     }
 }
 
-impl Chore {
+impl Task {
     fn perform(self, agent: &mut Agent, connection: &Connection) {
         let path = match self {
             Self::Maintain => return agent.maintain(),
@@ -144,23 +147,31 @@ fn every(period: Duration) -> Interval {
     interval
 }
 
-async fn run_sessions(agent: &mut Agent, mut connection: Connection, mut chores: Chores) -> std::convert::Infallible {
+async fn run_sessions(
+    agent: &mut Agent,
+    mut connection: Connection,
+    mut tasks: BackgroundTasks,
+) -> std::convert::Infallible {
     loop {
-        let error = run_session(&mut connection, agent, &mut chores).await.err();
+        let error = run_session(&mut connection, agent, &mut tasks).await.err();
         let pause = connection.record_end(error.as_ref());
-        chores.run_while(agent, &connection, tokio::time::sleep(pause)).await;
+        tasks.run_while(agent, &connection, tokio::time::sleep(pause)).await;
     }
 }
 
-async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mut Chores) -> anyhow::Result<()> {
-    let channel = chores.run_while(agent, connection, connection.connect()).await?;
+async fn run_session(
+    connection: &mut Connection,
+    agent: &mut Agent,
+    tasks: &mut BackgroundTasks,
+) -> anyhow::Result<()> {
+    let channel = tasks.run_while(agent, connection, connection.connect()).await?;
     let mut client = ControlClient::new(channel);
     let (messages, receiver) = mpsc::channel(4);
     let registration =
         v1::AgentRegistration { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(message(Message::Registration(registration))).await?;
     let stream = client.agent(ReceiverStream::new(receiver));
-    let begun = chores.run_while(agent, connection, stream).await?;
+    let begun = tasks.run_while(agent, connection, stream).await?;
     let mut updates = connection.accept_stream(begun)?;
     agent.begin_stream();
     tracing::info!(event = "controller-connected", controller = %connection.controller(), "connected to controller");
@@ -207,7 +218,7 @@ async fn run_session(connection: &mut Connection, agent: &mut Agent, chores: &mu
                     sent = then;
                 }
             }
-            chore = chores.next() => chore.perform(agent, connection),
+            task = tasks.next() => task.perform(agent, connection),
         }
     }
 }

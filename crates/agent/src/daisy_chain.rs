@@ -35,9 +35,9 @@ impl DaisyChain {
             self.ids.entry(server.address).or_default().push(server.id);
         }
         self.found.retain(|address, _| self.ids.contains_key(address));
-        let wanted: BTreeSet<ServerId> = self.ids.values().flatten().copied().collect();
+        let needed: BTreeSet<ServerId> = self.ids.values().flatten().copied().collect();
         let all = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
-        all.filter(|id| !wanted.contains(id)).for_each(|id| programs.set_server_mac(id, None));
+        all.filter(|id| !needed.contains(id)).for_each(|id| programs.set_server_mac(id, None));
         for (address, mac) in &self.found {
             self.ids[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
         }

@@ -22,20 +22,20 @@ fn write(value: &str) -> anyhow::Result<()> {
 
 /// Returns the required value of the sysctl. New connections are stamped or, while their service is handed over to
 /// another load balancer, not; older ones stay stamped.
-fn wanted(stamp_new: bool) -> &'static str {
+fn required(stamp_new: bool) -> &'static str {
     if stamp_new { WITHOUT_OFFSETS } else { WITH_OFFSETS }
 }
 
 /// Sets the sysctl for new connections to be stamped, or not, and stores the original. Fails when it cannot be read or
 /// written.
 pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
-    let (found, wanted) = (read()?, wanted(stamp_new));
-    if found != wanted {
+    let (found, required) = (read()?, required(stamp_new));
+    if found != required {
         if memory.get().tcp_timestamps.is_none() {
             memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
         }
-        write(wanted)?;
-        tracing::info!(event = "sysctl-set", before = found, value = wanted, "net.ipv4.tcp_timestamps is set");
+        write(required)?;
+        tracing::info!(event = "sysctl-set", before = found, value = required, "net.ipv4.tcp_timestamps is set");
     }
     Ok(())
 }
@@ -51,10 +51,10 @@ pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
 
 /// Returns the fault as text for `coreward status`.
 pub fn warning(stamp_new: bool) -> Option<String> {
-    let (found, wanted) = (read().ok()?, wanted(stamp_new));
+    let (found, required) = (read().ok()?, required(stamp_new));
     let then = match stamp_new {
         true => "new connections are not stamped and break",
         false => "the load balancer that the services are handed over to does not see all packets of new connections",
     };
-    (found != wanted).then(|| format!("net.ipv4.tcp_timestamps is {found}: expected {wanted}; {then}"))
+    (found != required).then(|| format!("net.ipv4.tcp_timestamps is {found}: expected {required}; {then}"))
 }

@@ -16,7 +16,7 @@ pub struct Diagnostic {
     /// Path of the file.
     pub file: Box<Path>,
     /// Place; `None`: the whole file.
-    pub place: Option<Location>,
+    pub location: Option<Location>,
     /// Full name of the key, as `service.vip`; empty where there is none (a syntax error).
     pub key: String,
     /// Value that was found.
@@ -48,8 +48,8 @@ fn shortened(text: String) -> String {
 
 impl Diagnostic {
     /// `message`: "found: expected ...".
-    pub(crate) fn new(file: &Path, place: Location, key: String, message: &str) -> Self {
-        Self { place: Some(place), key: shortened(key), ..Self::for_file(file, message) }
+    pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
+        Self { location: Some(location), key: shortened(key), ..Self::for_file(file, message) }
     }
 
     /// Returns a mistake of a whole file; `message` as in `new`.
@@ -60,7 +60,7 @@ impl Diagnostic {
         };
         Self {
             file: file.into(),
-            place: None,
+            location: None,
             key: String::new(),
             problem: shortened(problem.to_owned()),
             expected,
@@ -72,8 +72,8 @@ impl Diagnostic {
     pub fn json(&self) -> Value {
         json!({
             "file": self.file,
-            "line": self.place.map(|place| place.line),
-            "column": self.place.map(|place| place.column),
+            "line": self.location.map(|location| location.line),
+            "column": self.location.map(|location| location.column),
             "key": (!self.key.is_empty()).then_some(&self.key),
             "problem": self.problem,
             "expected": self.expected,
@@ -86,7 +86,7 @@ impl Diagnostic {
 impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
-        if let Some(Location { line, column }) = self.place {
+        if let Some(Location { line, column }) = self.location {
             write!(f, ":{line}:{column}")?;
         }
         if !self.key.is_empty() {

@@ -77,11 +77,11 @@ impl<'a> Reader<'a> {
         let source = self.source;
         let mistake = |found: Found| {
             let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();
-            let mistake = Diagnostic::new(source.path(), source.place(&found.span), key, &found.message);
+            let mistake = Diagnostic::new(source.path(), source.location(&found.span), key, &found.message);
             Diagnostic { nearest: found.nearest.map(String::into), ..mistake }
         };
         let mut list: Vec<Diagnostic> = self.found.into_iter().map(mistake).collect();
-        list.sort_by_key(|mistake| mistake.place);
+        list.sort_by_key(|mistake| mistake.location);
         Diagnostics { list, more: self.more }
     }
 

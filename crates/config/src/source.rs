@@ -74,8 +74,8 @@ impl Source {
         let text = String::from_utf8(bytes).map_err(|error| {
             let good = error.utf8_error().valid_up_to();
             let text = String::from_utf8_lossy(&error.as_bytes()[..good]).into_owned();
-            let place = Self::new(path.to_owned(), text.into()).place(&(good..good));
-            Diagnostic::new(path, place, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
+            let location = Self::new(path.to_owned(), text.into()).location(&(good..good));
+            Diagnostic::new(path, location, String::new(), "bytes that are no text: expected a TOML file in UTF-8")
         })?;
         Ok(Self::new(path.to_owned(), text.into()))
     }
@@ -144,8 +144,8 @@ impl Source {
     /// Returns the first syntax errors.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let mistake = |error: toml::de::Error| {
-            let place = self.place(&error.span().unwrap_or_default());
-            Diagnostic::new(&self.path, place, String::new(), &one_line(error.message()))
+            let location = self.location(&error.span().unwrap_or_default());
+            Diagnostic::new(&self.path, location, String::new(), &one_line(error.message()))
         };
         self.toml().errors.into_iter().map(mistake).collect()
     }
@@ -159,13 +159,13 @@ impl Source {
     pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.toml().table;
         let mistake = |(span, message): &(Span, String)| {
-            Diagnostic::new(&self.path, self.place(span), key_at(table.get_ref(), span), message)
+            Diagnostic::new(&self.path, self.location(span), key_at(table.get_ref(), span), message)
         };
         wrong.iter().map(mistake).collect()
     }
 
     /// Returns line and column of `span`.
-    pub(crate) fn place(&self, span: &Span) -> Location {
+    pub(crate) fn location(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
         let before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
         Location { line: index as u32 + 1, column: before.chars().count() as u32 + 1 }

@@ -169,7 +169,7 @@ fn mistakes_above_the_limit_are_counted() {
 fn syntax_errors_above_the_limit_are_counted() {
     let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.list.len(), 100);
-    assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.place.unwrap().line as usize <= n + 1));
+    assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.location.unwrap().line as usize <= n + 1));
     assert!(mistakes.more > 10_000, "{}", mistakes.more);
     let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
     assert!(read(&value).unwrap_err().to_string().len() < 10_000);

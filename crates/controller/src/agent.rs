@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_api::types::Reports;
+use coreward_api::types::ReportState;
 use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
 use coreward_model::rss::Rss;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
@@ -146,11 +146,11 @@ impl Agent {
     }
 
     /// Returns whether it reports, as the API shows it.
-    pub fn report_state(&self, now: Now) -> Reports {
+    pub fn report_state(&self, now: Now) -> ReportState {
         match &self.newest {
-            None => Reports::None,
-            Some(_) if self.is_fresh(now) => Reports::Fresh,
-            Some(_) => Reports::Stale,
+            None => ReportState::None,
+            Some(_) if self.is_fresh(now) => ReportState::Fresh,
+            Some(_) => ReportState::Stale,
         }
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use coreward_api::types::{CountedConnections, DrainStatus, Drained, DrainedBy, Reports};
+use coreward_api::types::{CountedConnections, DrainStatus, Drained, DrainedBy, ReportState};
 use coreward_model::ServerId;
 use coreward_model::tuple::Protocol;
 
@@ -19,8 +19,8 @@ const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Checks that the others' health allows a drain of the server.
-    pub fn can_drain(&self, wanted: &WantedDrain, now: Now) -> Result<(), DrainError> {
-        wanted.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
+    pub fn can_drain(&self, request: &WantedDrain, now: Now) -> Result<(), DrainError> {
+        request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
     /// Returns the server's drain and its remaining connections; `None`: there is no such server.
@@ -89,11 +89,11 @@ impl Controller {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
         let confirmed = self.load_balancers.all_confirmed(generation, now);
         let counted = match (agent.report_state(now), agent.connections(now)) {
-            (Reports::None | Reports::Stale, _) => Err("its agent, which does not report".to_owned()),
-            (Reports::Fresh, None) => {
+            (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
+            (ReportState::Fresh, None) => {
                 Err("its agent's first count of connections (those before this version do not count)".to_owned())
             }
-            (Reports::Fresh, Some(counted)) => Ok(counted),
+            (ReportState::Fresh, Some(counted)) => Ok(counted),
         };
         let is_new = |counted: &ConnectionCount| {
             counted.configuration_generation >= generation

@@ -44,9 +44,9 @@ impl Harness {
 
     fn drain(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
-        let wanted = WantedDrain { server: "s1".into(), services, force: false };
-        self.controller.can_drain(&wanted, now).unwrap();
-        assert!(self.records.drain(&wanted, self.records.generation + 1, now.record));
+        let request = WantedDrain { server: "s1".into(), services, force: false };
+        self.controller.can_drain(&request, now).unwrap();
+        assert!(self.records.drain(&request, self.records.generation + 1, now.record));
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
         self.records.generation

@@ -57,13 +57,13 @@ impl Health {
     /// Performs the checks whose probe is the agent, each at its own interval. Agents have some time to return after
     /// the controller's start.
     fn check_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
-        let mut wanted: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
+        let mut required: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
         for service in &fleet.services {
             let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
-            wanted.extend(present(service).map(|id| ((service.index, id), check)));
+            required.extend(present(service).map(|id| ((service.index, id), check)));
         }
-        self.agents.retain(|target, asked| wanted.get(target).is_some_and(|check| **check == asked.check));
-        for (target, check) in wanted {
+        self.agents.retain(|target, asked| required.get(target).is_some_and(|check| **check == asked.check));
+        for (target, check) in required {
             let asked = self.agents.entry(target).or_insert_with(|| AgentCheck {
                 check: check.clone(),
                 judge: HealthTracker::default(),

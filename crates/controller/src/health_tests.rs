@@ -56,7 +56,7 @@ impl Harness {
     }
 
     /// Reports a load balancer's verdicts: up ('u'), down ('d'), or unknown ('?').
-    fn say(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
+    fn report_verdicts(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
         let server = |(id, verdict): (usize, char)| {
             let verdict = match verdict {
                 'u' => Some(Verdict::Up),
@@ -120,9 +120,9 @@ fn only_load_balancers_on_the_list_may_connect() {
 fn first_tables_wait_for_health_verdicts() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2"]);
     assert!(!harness.controller.all_have_checked(at(10)));
-    harness.say("lb1", "ud?", at(20));
+    harness.report_verdicts("lb1", "ud?", at(20));
     assert!(!harness.controller.all_have_checked(at(20)));
-    harness.say("lb2", "ud?", at(30));
+    harness.report_verdicts("lb2", "ud?", at(30));
     assert!(harness.controller.all_have_checked(at(30)));
     assert!(Harness::new("", &["lb1"]).controller.all_have_checked(at(10)), "nothing is checked");
 }
@@ -131,26 +131,26 @@ fn first_tables_wait_for_health_verdicts() {
 fn majority_of_load_balancers_decides() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
     assert_eq!(harness.members(at(0)), [0, 1, 2]);
-    harness.say("lb1", "udu", at(100));
+    harness.report_verdicts("lb1", "udu", at(100));
     assert_eq!(harness.members(at(100)), [0, 2], "no verdict is against it");
-    harness.say("lb2", "uuu", at(200));
+    harness.report_verdicts("lb2", "uuu", at(200));
     assert_eq!(harness.members(at(200)), [0, 2], "a tie changes nothing");
-    harness.say("lb3", "uuu", at(300));
+    harness.report_verdicts("lb3", "uuu", at(300));
     assert_eq!(harness.members(at(300)), [0, 1, 2]);
     assert_eq!(
         harness.states(at(300))[1],
         ("active".to_owned(), "1 of 3 load balancers: connection refused".to_owned())
     );
-    harness.say("lb3", "udu", at(400));
+    harness.report_verdicts("lb3", "udu", at(400));
     assert_eq!(harness.members(at(400)), [0, 2]);
     assert_eq!(harness.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
     assert_eq!(harness.controller.status(at(900)).servers[1].state_for_ms, Some(500));
     // A lost load balancer has no vote.
     let later = 400 + LOST_AFTER.as_millis() as u64 + 5_000;
-    harness.say("lb2", "uuu", at(later));
+    harness.report_verdicts("lb2", "uuu", at(later));
     assert_eq!(harness.members(at(later)), [0, 1, 2]);
     // When all are lost, the verdict remains.
-    harness.say("lb2", "duu", at(later));
+    harness.report_verdicts("lb2", "duu", at(later));
     assert_eq!(harness.members(at(later)), [1, 2]);
     assert_eq!(harness.members(at(2 * later)), [1, 2]);
 }
@@ -159,11 +159,11 @@ fn majority_of_load_balancers_decides() {
 fn partitioned_load_balancer_does_not_mark_servers_down() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2", "lb3"]);
     for name in ["lb1", "lb2"] {
-        harness.say(name, "ddd", at(100));
+        harness.report_verdicts(name, "ddd", at(100));
     }
-    harness.say("lb3", "uud", at(100));
+    harness.report_verdicts("lb3", "uud", at(100));
     assert_eq!(harness.members(at(100)), [0, 1]);
-    harness.say("lb3", "u??", at(200));
+    harness.report_verdicts("lb3", "u??", at(200));
     assert_eq!(harness.members(at(200)), [0, 1], "of who is not known yet nothing changes");
 }
 
@@ -171,15 +171,15 @@ fn partitioned_load_balancer_does_not_mark_servers_down() {
 fn service_without_healthy_servers_fails_open_or_drops() {
     for (keys, open) in [(TCP.to_owned(), true), (format!("when_all_down = \"drop\"\n{TCP}"), false)] {
         let mut harness = Harness::new(&keys, &["lb1"]);
-        harness.say("lb1", "uuu", at(0));
+        harness.report_verdicts("lb1", "uuu", at(0));
         assert_eq!(harness.members(at(0)), [0, 1, 2]);
-        harness.say("lb1", "ddd", at(100));
+        harness.report_verdicts("lb1", "ddd", at(100));
         assert_eq!(harness.members(at(100)), if open { vec![0, 1, 2] } else { Vec::<u16>::new() });
         let service = harness.controller.status(at(100)).services.remove(0);
         assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
         assert!((0..3).all(|number| harness.state(number, at(100)) == "down"));
         // The first healthy one gets everything.
-        harness.say("lb1", "ddu", at(200));
+        harness.report_verdicts("lb1", "ddu", at(200));
         assert_eq!(harness.members(at(200)), [2]);
     }
 }
@@ -193,7 +193,7 @@ fn fail_open_excludes_draining_servers() {
     for ms in [0, 4_000] {
         harness.controller.load_balancer_state(session, unresolved.clone(), at(ms));
     }
-    harness.say("lb1", "ddd", at(4_000));
+    harness.report_verdicts("lb1", "ddd", at(4_000));
     assert_eq!(harness.members(at(4_000)), [1, 2]);
     assert_eq!(harness.states(at(4_000))[0].1, "no load balancer can find its MAC address");
     let all = ["s0", "s1", "s2"].map(str::to_owned).to_vec();
@@ -207,12 +207,12 @@ fn fail_open_excludes_draining_servers() {
 #[test]
 fn recovered_server_has_a_slow_start() {
     let mut harness = Harness::new(&format!("slow_start = \"10s\"\n{TCP}"), &["lb1"]);
-    harness.say("lb1", "uuu", at(0));
+    harness.report_verdicts("lb1", "uuu", at(0));
     harness.members(at(0));
     assert_eq!(harness.state(1, at(0)), "active", "who was there from the start has not just joined");
-    harness.say("lb1", "udu", at(1_000));
+    harness.report_verdicts("lb1", "udu", at(1_000));
     harness.members(at(1_000));
-    harness.say("lb1", "uuu", at(2_000));
+    harness.report_verdicts("lb1", "uuu", at(2_000));
     harness.members(at(2_000));
     assert_eq!(harness.states(at(2_000))[1], ("joining".to_owned(), "slow start: 2 %".to_owned()));
     harness.keep_alive(at(7_000));
@@ -226,12 +226,12 @@ fn recovered_server_has_a_slow_start() {
 #[test]
 fn service_without_a_check_ignores_verdicts() {
     let mut harness = Harness::new("", &["lb1"]);
-    harness.say("lb1", "ddd", at(0));
+    harness.report_verdicts("lb1", "ddd", at(0));
     assert_eq!(harness.members(at(0)), [0, 1, 2]);
     harness.configure(TCP, at(100));
     assert_eq!(harness.members(at(100)), [0, 1, 2]);
     let mut harness = Harness::new(TCP, &["lb1"]);
-    harness.say("lb1", "duu", at(0));
+    harness.report_verdicts("lb1", "duu", at(0));
     assert_eq!(harness.members(at(0)), [1, 2]);
     harness.configure("", at(100));
     assert_eq!(harness.members(at(100)), [0, 1, 2]);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use coreward_api::types::{DrainedBy, Reports, Server, ServerState, Status};
+use coreward_api::types::{DrainedBy, ReportState, Server, ServerState, Status};
 use coreward_metrics::component;
 use coreward_metrics::snapshot::Snapshot;
 
@@ -66,7 +66,7 @@ impl Controller {
 
 fn add_server(page: &mut Snapshot, server: &Server) {
     let name = server.name.as_str();
-    if server.reports != Reports::None && server.state != ServerState::Gone {
+    if server.reports != ReportState::None && server.state != ServerState::Gone {
         page.add("coreward_server_report_age_seconds", &[name], seconds(server.report_age_ms));
         page.add_numbered("coreward_server_core_load_ratio", name, server.core_load.iter().copied());
     }

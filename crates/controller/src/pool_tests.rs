@@ -131,15 +131,15 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
 #[test]
 fn open_connections_are_reported_plus_new_ones() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
-    let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    harness.controller.load_balancer_traffic(one, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
-    harness.controller.load_balancer_traffic(two, &counts(&[(0, 10, 0)]), at(0));
+    let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    harness.controller.load_balancer_traffic(lb1, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
+    harness.controller.load_balancer_traffic(lb2, &counts(&[(0, 10, 0)]), at(0));
     let session = harness.agent(0, 100, at(1));
     harness.agent(1, 7, at(1));
     assert_eq!(harness.open(at(1)), [100, 7]);
-    harness.controller.load_balancer_traffic(one, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
-    harness.controller.load_balancer_traffic(two, &counts(&[(0, 15, 0)]), at(2));
+    harness.controller.load_balancer_traffic(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
+    harness.controller.load_balancer_traffic(lb2, &counts(&[(0, 15, 0)]), at(2));
     // More were closed than were open: a retransmitted FIN.
     assert_eq!(harness.open(at(2)), [125, 0]);
     harness.report(&session, 2, 124, at(3));
@@ -153,23 +153,23 @@ fn open_connections_are_reported_plus_new_ones() {
 fn opened_connections_are_the_load_balancers_counts() {
     let mut harness = Harness::new(&["", ""], "");
     let opened = |harness: &mut Harness| harness.controller.load_balancers.newly_opened(ServiceIndex::new(0).unwrap());
-    let one = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
-    let two = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    let say = |harness: &mut Harness, session, printed: &[(u64, u64, u64)], now| {
+    let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
+    let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
+    let report_traffic = |harness: &mut Harness, session, printed: &[(u64, u64, u64)], now| {
         harness.controller.load_balancer_traffic(session, &counts(printed), now);
     };
-    say(&mut harness, one, &[(0, 1000, 0), (1, 500, 0)], at(1));
+    report_traffic(&mut harness, lb1, &[(0, 1000, 0), (1, 500, 0)], at(1));
     assert_eq!(opened(&mut harness), None, "the new part is unknown");
-    say(&mut harness, one, &[(0, 1010, 0), (1, 505, 0)], at(2));
-    say(&mut harness, two, &[(0, 77, 0)], at(2));
+    report_traffic(&mut harness, lb1, &[(0, 1010, 0), (1, 505, 0)], at(2));
+    report_traffic(&mut harness, lb2, &[(0, 77, 0)], at(2));
     assert_eq!(opened(&mut harness), Some(15));
-    say(&mut harness, one, &[(0, 1011, 0), (1, 505, 0)], at(3));
-    say(&mut harness, one, &[(0, 1012, 0), (1, 505, 0)], at(4));
-    say(&mut harness, two, &[(0, 80, 0)], at(4));
+    report_traffic(&mut harness, lb1, &[(0, 1011, 0), (1, 505, 0)], at(3));
+    report_traffic(&mut harness, lb1, &[(0, 1012, 0), (1, 505, 0)], at(4));
+    report_traffic(&mut harness, lb2, &[(0, 80, 0)], at(4));
     assert_eq!(opened(&mut harness), Some(2 + 3), "twice before it was asked");
-    say(&mut harness, two, &[(0, 4, 0)], at(5));
+    report_traffic(&mut harness, lb2, &[(0, 4, 0)], at(5));
     assert_eq!(opened(&mut harness), Some(0));
-    say(&mut harness, two, &[(0, 10, 0)], at(6));
+    report_traffic(&mut harness, lb2, &[(0, 10, 0)], at(6));
     assert_eq!(opened(&mut harness), Some(6));
 }
 

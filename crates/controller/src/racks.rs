@@ -158,7 +158,7 @@ impl Controller {
         if connected.peek().is_none() {
             return Vec::new();
         }
-        let may_speak_for = self.fleet.servers_by_rack();
+        let permitted_servers = self.fleet.servers_by_rack();
         let of_rack = |(name, rack): (&String, &Rack)| {
             let mut servers: Vec<String> = rack.agents.values().map(|session| session.server().to_owned()).collect();
             // Sorted, because agents come in any order.
@@ -168,7 +168,7 @@ impl Controller {
                 version: rack.version.clone(),
                 age_ms: now.monotonic.saturating_sub(rack.last_message).as_millis() as u32,
                 servers,
-                may_speak_for: may_speak_for.of(name),
+                permitted_servers: permitted_servers.of(name),
             }
         };
         connected.map(of_rack).collect()

@@ -75,7 +75,7 @@ fn any_rack_may_report_for_any_server_by_default() {
     harness.behind(rack, "r1", "s0", 1).unwrap();
     assert_eq!(harness.reported(rack), [(1, 0)]);
     let status = harness.controller.status(at(0));
-    assert_eq!((status.racks[0].may_speak_for, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
+    assert_eq!((status.racks[0].permitted_servers, &status.racks[0].servers), (2, &vec!["s0".to_owned()]));
     assert_eq!((status.servers[0].rack.as_deref(), &status.servers[0].racks), (Some("r1"), &None));
 }
 
@@ -92,8 +92,8 @@ fn rack_reports_only_for_servers_that_name_it() {
     harness.controller.register("s1", "test", at(0)).unwrap();
     assert_eq!((harness.reported(first), harness.reported(second)), (vec![(2, 0)], vec![(2, 2)]));
     let status = harness.controller.status(at(0));
-    let may: Vec<u32> = status.racks.iter().map(|rack| rack.may_speak_for).collect();
-    assert_eq!(may, [2, 1]);
+    let permitted: Vec<u32> = status.racks.iter().map(|rack| rack.permitted_servers).collect();
+    assert_eq!(permitted, [2, 1]);
     assert_eq!(status.servers[1].racks, Some(Vec::new()));
     assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };

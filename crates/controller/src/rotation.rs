@@ -82,7 +82,7 @@ impl Controller {
 
     /// Returns the step of a requested rotation. Fails when it would break connections and is not forced, or when one
     /// is in progress.
-    pub fn wanted_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
+    pub fn requested_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let ring = &self.fleet.key_ring;
         if ring.phase == KeyPhase::Steady {
             return self.may_announce(force, now);

@@ -215,7 +215,7 @@ impl Harness {
             11 => self.disconnect_agent(agent),
             12 => self.connect_agent(agent),
             13 => {
-                if let Ok(step) = self.controller.wanted_key_step(false, self.now()) {
+                if let Ok(step) = self.controller.requested_key_step(false, self.now()) {
                     self.step(step);
                 }
             }
@@ -274,7 +274,7 @@ proptest! {
             harness.settle();
             prop_assert!(harness.every_stamp_is_read());
             harness.now += RETIRE_AFTER;
-            if let Ok(step) = harness.controller.wanted_key_step(false, harness.now()) {
+            if let Ok(step) = harness.controller.requested_key_step(false, harness.now()) {
                 harness.step(step);
             }
         }
@@ -286,7 +286,7 @@ proptest! {
 fn rotation_has_two_phases_and_changes_the_stamping_key() {
     let mut harness = settled("", "");
     let first = harness.records.key_ring.clone();
-    let step = harness.controller.wanted_key_step(false, harness.now()).unwrap();
+    let step = harness.controller.requested_key_step(false, harness.now()).unwrap();
     assert_eq!(step, KeyStep::Announce { forced: false });
     harness.step(step);
     let announced = harness.records.key_ring.clone();
@@ -329,7 +329,7 @@ fn missing_acknowledgements_are_named() {
     let mut harness = rotated("");
     harness.disconnect_balancer(1);
     harness.disconnect_agent(2);
-    assert!(harness.controller.wanted_key_step(false, harness.now()).is_ok());
+    assert!(harness.controller.requested_key_step(false, harness.now()).is_ok());
     harness.restart_controller();
     harness.connect_balancer(0);
     harness.connect_agent(0);
@@ -337,7 +337,7 @@ fn missing_acknowledgements_are_named() {
     (0..10).for_each(|_| harness.balancers[0].receive());
     (0..2).for_each(|n| harness.agents[n].receive());
     harness.confirm();
-    let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
+    let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     let generation = harness.records.key_ring.generation;
     assert_eq!(
         refused.to_string(),
@@ -347,17 +347,17 @@ fn missing_acknowledgements_are_named() {
              break)"
         )
     );
-    assert_eq!(harness.controller.wanted_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
+    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
     // Forced later: the first attempt waits for the two.
     harness.step(KeyStep::Announce { forced: false });
     (0..10).for_each(|_| harness.balancers[0].receive());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive()));
     harness.confirm();
-    let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
+    let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     assert!(matches!(&refused, RotationError::UnderWay { who, .. } if who.len() == 2), "{refused}");
     assert!(refused.to_string().starts_with("a rotation is under way: load balancer lb1, the agent of s2 have not"));
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
-    assert_eq!(harness.controller.wanted_key_step(true, harness.now()), Ok(KeyStep::Switch));
+    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Switch));
 }
 
 #[test]
@@ -368,14 +368,14 @@ fn young_key_is_not_rotated_without_force() {
     harness.step(KeyStep::Switch);
     harness.settle();
     harness.now += Duration::from_secs(100);
-    let refused = harness.controller.wanted_key_step(false, harness.now()).unwrap_err();
+    let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
     assert!(matches!(refused, RotationError::TooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have been \
          silent since before it would break (--force does it all the same)"
     );
-    assert!(harness.controller.wanted_key_step(true, harness.now()).is_ok());
+    assert!(harness.controller.requested_key_step(true, harness.now()).is_ok());
 }
 
 #[test]
@@ -395,7 +395,7 @@ fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
     harness.balancers[0].receive();
     harness.now += RETIRE_AFTER;
     harness.confirm();
-    assert_eq!(harness.controller.wanted_key_step(false, harness.now()), Ok(KeyStep::Announce { forced: false }));
+    assert_eq!(harness.controller.requested_key_step(false, harness.now()), Ok(KeyStep::Announce { forced: false }));
 }
 
 #[test]

@@ -20,7 +20,7 @@ const PER_INTERVAL: u64 = 20;
 const LIFE: usize = 50;
 /// Work of a connection at its core: half of the cores' time, all together.
 const BUSY_NS: u64 = 2_000_000;
-const LIAR: usize = 0;
+const IMPOSTOR: usize = 0;
 
 fn at(interval: u64) -> Now {
     let monotonic = Duration::from_millis(100 * interval);
@@ -37,13 +37,13 @@ struct Harness {
     open: VecDeque<Vec<(usize, usize)>>,
     busy: Vec<[u64; CORES]>,
     opened: Vec<u64>,
-    lies: bool,
+    is_byzantine: bool,
     /// RSS key of the false reports, and the hash under it of every connection; `None`: the others' key.
     own_key: Option<(RssKey, u32)>,
 }
 
 impl Harness {
-    fn new(policy: &str, lies: bool) -> Self {
+    fn new(policy: &str, is_byzantine: bool) -> Self {
         let mut text = String::new();
         for n in 0..SERVERS {
             text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{}\"\nid = {n}\n", n + 1);
@@ -63,20 +63,20 @@ impl Harness {
             open: VecDeque::new(),
             busy: vec![[0; CORES]; SERVERS],
             opened: vec![0; SERVERS],
-            lies,
+            is_byzantine,
             own_key: None,
         }
     }
 
     fn report(&mut self, interval: u64) {
         for (server, core) in self.open.iter().flatten() {
-            if !self.lies || *server != LIAR {
+            if !self.is_byzantine || *server != IMPOSTOR {
                 self.busy[*server][*core] += BUSY_NS;
             }
         }
         for (n, session) in self.sessions.iter().enumerate() {
             let mut rss = (interval == 0).then(|| plain_rss(128, CORES as u32));
-            if let Some((key, _)) = self.own_key.as_ref().filter(|_| n == LIAR)
+            if let Some((key, _)) = self.own_key.as_ref().filter(|_| n == IMPOSTOR)
                 && let Some(rss) = rss.as_mut().and_then(|reported| reported.rss.as_mut())
             {
                 rss.key = key.clone();
@@ -122,7 +122,7 @@ impl Harness {
         let before = self.opened.clone();
         (600..1200).for_each(|interval| self.step(interval));
         let sum: u64 = self.opened.iter().zip(&before).map(|(now, then)| now - then).sum();
-        (self.opened[LIAR] - before[LIAR]) as f64 / sum as f64
+        (self.opened[IMPOSTOR] - before[IMPOSTOR]) as f64 / sum as f64
     }
 }
 
@@ -143,7 +143,7 @@ fn impostor_gets_twice_its_fair_share_in_any_ten_seconds() {
     let opened: Vec<[u64; 2]> = (0..1_200)
         .map(|interval| {
             harness.step(interval);
-            [harness.opened[LIAR], harness.opened.iter().sum()]
+            [harness.opened[IMPOSTOR], harness.opened.iter().sum()]
         })
         .collect();
     let part = |window: &[[u64; 2]]| {
@@ -182,7 +182,7 @@ fn impostor_that_reports_its_load_again_is_no_longer_limited() {
     let mut harness = Harness::new("crossrss", true);
     (0..300).for_each(|interval| harness.step(interval));
     assert_eq!(harness.controller.share_limiter.limited_count(), 1);
-    harness.lies = false;
+    harness.is_byzantine = false;
     (300..900).for_each(|interval| harness.step(interval));
     assert_eq!(harness.controller.share_limiter.limited_count(), 0);
 }

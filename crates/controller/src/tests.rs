@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use coreward_api::types::{Explanation, Reports, Server, ServerState};
+use coreward_api::types::{Explanation, ReportState, Server, ServerState};
 use coreward_config::Source;
 use coreward_model::cookie::{self, Cookie, CookieKey};
 use coreward_model::load::CoreReadings;
@@ -162,7 +162,7 @@ fn stale_server_is_neutral() {
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
     assert!(harness.controller.all_report(at(400)) && !harness.controller.all_report(at(401)));
     assert_eq!(buckets_by_server(&harness.table(at(100))), BTreeMap::from([(0, 128)]));
-    assert_eq!(harness.status_of("s0", at(400)).reports, Reports::Fresh);
+    assert_eq!(harness.status_of("s0", at(400)).reports, ReportState::Fresh);
     // s1 and s2 continue to report, s0 stops: after its time to live it counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy = [(load * 500e6) as u64; 4];
@@ -170,7 +170,7 @@ fn stale_server_is_neutral() {
     }
     assert_eq!(buckets_by_server(&harness.table(at(401))), BTreeMap::from([(1, 128)]));
     let status = harness.status_of("s0", at(401));
-    assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (Reports::Stale, 0, 301));
+    assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
     harness.controller.report(&sessions[0], Ok(report(3, at(600), &[0; 4])), at(600)).unwrap();
     assert_eq!(buckets_by_server(&harness.table(at(600))), BTreeMap::from([(0, 128)]));
 }
@@ -333,12 +333,12 @@ fn unreachable_server_gets_no_connections() {
         ..Default::default()
     };
     let controller = &mut harness.controller;
-    let (one, two) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, at(0)).unwrap()).into();
-    controller.load_balancer_state(one, unresolved(&["s0"]), at(0));
-    controller.load_balancer_state(two, unresolved(&[]), at(0));
-    controller.load_balancer_state(one, unresolved(&["s0"]), at(4_000));
+    let (lb1, lb2) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, at(0)).unwrap()).into();
+    controller.load_balancer_state(lb1, unresolved(&["s0"]), at(0));
+    controller.load_balancer_state(lb2, unresolved(&[]), at(0));
+    controller.load_balancer_state(lb1, unresolved(&["s0"]), at(4_000));
     assert!(!controller.load_balancers.is_unreachable("s0", at(4_000)));
-    controller.load_balancer_state(two, unresolved(&["s0"]), at(5_000));
+    controller.load_balancer_state(lb2, unresolved(&["s0"]), at(5_000));
     assert!(!controller.load_balancers.is_unreachable("s0", at(7_999)));
     assert!(controller.load_balancers.is_unreachable("s0", at(8_000)));
     assert_eq!(harness.table(at(8_000)).members.len(), 2);
@@ -346,7 +346,7 @@ fn unreachable_server_gets_no_connections() {
         harness.status_of("s0", at(8_000)).warnings,
         ["no load balancer can find its MAC address: it takes no new connections"]
     );
-    harness.controller.load_balancer_state(one, unresolved(&[]), at(9_000));
+    harness.controller.load_balancer_state(lb1, unresolved(&[]), at(9_000));
     assert_eq!(harness.table(at(9_000)).members.len(), 3);
 }
 
@@ -506,17 +506,17 @@ proptest! {
     ) {
         let mut harness = Harness::new(&ACTIVE, "crossrss");
         let session = harness.controller.register("s0", "test", at(0)).unwrap();
-        let (mut taken, mut refused) = (0, 0);
+        let (mut accepted, mut refused) = (0, 0);
         for (sequence, milliseconds, busy) in reports {
             match harness.controller.report(&session, Ok(report(sequence, at(milliseconds), &busy)), at(1_000)) {
-                Ok(()) => taken += 1,
+                Ok(()) => accepted += 1,
                 Err(_) => refused += 1,
             }
             let table = harness.table(at(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
         let status = harness.controller.status(at(1_000));
-        prop_assert_eq!(status.accepted_reports, taken);
+        prop_assert_eq!(status.accepted_reports, accepted);
         prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
     }
 }
@@ -561,7 +561,7 @@ fn excess_reports_are_rejected_and_counted() {
             harness.controller.report(&sessions[0], Ok(report(sequence, at(100), &[50_000_000; 4])), at(100)).is_ok()
         })
         .collect();
-    assert!(outcomes.iter().filter(|taken| **taken).count() < 64);
+    assert!(outcomes.iter().filter(|accepted| **accepted).count() < 64);
     assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
     assert_eq!(harness.status_of("s0", at(100)).core_load, loads, "its clock stood still");
     assert!(harness.controller.report(&sessions[1], Ok(report(3, at(200), &[100_000_000; 4])), at(200)).is_ok());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
 use coreward_http::client::Client;
 use coreward_render::block_on;
-use coreward_render::fleet::{Wanted, shown};
+use coreward_render::fleet::{ProposedFleet, shown};
 
 use crate::{Format, QueryArgs, print};
 
@@ -39,17 +39,17 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Fails when the document is wrong, the controller refuses it, or the answer is no.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
-    let wanted = Wanted::read(&client, &args.file)?;
-    let is_done = put_in_force(wanted, args.query.format, (args.dry_run, args.yes))?;
+    let proposed = ProposedFleet::read(&client, &args.file)?;
+    let is_done = put_in_force(proposed, args.query.format, (args.dry_run, args.yes))?;
     if is_done && args.wait { wait(&client, args.timeout.into()) } else { Ok(()) }
 }
 
 /// Shows what it changes, asks, and puts it in force; whether it has.
-fn put_in_force(wanted: Wanted, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
-    let only_looked = dry_run || wanted.is_in_force();
+fn put_in_force(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
+    let only_looked = dry_run || proposed.is_in_force();
     // One object: of what is done, where something is.
     if only_looked || format == Format::Text {
-        print(&wanted.difference(format.into())?)?;
+        print(&proposed.difference(format.into())?)?;
     }
     if only_looked {
         return Ok(!dry_run);
@@ -58,7 +58,7 @@ fn put_in_force(wanted: Wanted, format: Format, (dry_run, yes): (bool, bool)) ->
     let may_ask = format == Format::Text;
     anyhow::ensure!(yes || may_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(yes || asked()?, "nothing was changed");
-    print(&shown(&wanted.apply()?, format.into())?)?;
+    print(&shown(&proposed.apply()?, format.into())?)?;
     Ok(true)
 }
 

@@ -248,19 +248,19 @@ mod tests {
     #[test]
     fn documents_in_the_manual_are_valid() {
         let mut seen = Vec::new();
-        for (place, text) in documented() {
-            let kind = kind_of(&text).unwrap_or_else(|mistakes| panic!("{place}: {mistakes}"));
-            let outcome = kind.check(&Source::from_text(&place, &text));
+        for (page_line, text) in documented() {
+            let kind = kind_of(&text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
+            let outcome = kind.check(&Source::from_text(&page_line, &text));
             let wrong = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
             // The certificates are the reader's.
             let is_elsewhere = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
-            assert!(wrong.iter().all(is_elsewhere), "{place}: {wrong:?}");
-            assert!(accepts(&kind.schema(), &text), "{place} as {}", kind.name());
+            assert!(wrong.iter().all(is_elsewhere), "{page_line}: {wrong:?}");
+            assert!(accepts(&kind.schema(), &text), "{page_line} as {}", kind.name());
             let unknown = format!("colour = \"red\"\n{text}");
-            assert!(kind.check(&Source::from_text(&place, &unknown)).is_err(), "{place}");
-            assert!(!accepts(&kind.schema(), &unknown), "{place} as {}", kind.name());
+            assert!(kind.check(&Source::from_text(&page_line, &unknown)).is_err(), "{page_line}");
+            assert!(!accepts(&kind.schema(), &unknown), "{page_line} as {}", kind.name());
             seen.push(kind.name());
         }
         for kind in Kind::value_variants() {

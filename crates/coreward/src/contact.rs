@@ -51,6 +51,6 @@ impl ContactArgs {
             [] => Host::AskedFor,
             names => Host::OneOf(names.to_vec()),
         };
-        Client::for_controllers(self.controller.clone(), &proof, host)
+        Client::with_controllers(self.controller.clone(), &proof, host)
     }
 }

@@ -52,8 +52,8 @@ fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     runtime()?.block_on(async {
-        let wanted = DrainServer { services: args.service.clone(), force: args.force };
-        let status = client.drain(&args.server, &wanted).await?;
+        let request = DrainServer { services: args.service.clone(), force: args.force };
+        let status = client.drain(&args.server, &request).await?;
         // One object: of what is so at the end.
         let is_text = args.query.format == Format::Text;
         if is_text || !args.wait {
@@ -95,10 +95,10 @@ enum Left {
 async fn wait(
     client: &Client,
     mut status: DrainStatus,
-    patience: Duration,
+    timeout: Duration,
     is_text: bool,
 ) -> anyhow::Result<(DrainStatus, Left)> {
-    let end = Instant::now() + patience.min(MAX_TIMEOUT);
+    let end = Instant::now() + timeout.min(MAX_TIMEOUT);
     let (server, mut printed, mut away) = (status.server.clone(), describe(&status), false);
     loop {
         if status.drained.is_none() && status.state != ServerState::Gone {
@@ -186,22 +186,22 @@ fn describe(status: &DrainStatus) -> String {
         services => format!("; flows of UDP are not counted ({})", services.join(", ")),
     };
     let state = if status.remaining == Some(0) { "drained" } else { "draining" };
-    format!("{server} is {state}{}: {remains}{by_service}{not_counted}", place(drained))
+    format!("{server} is {state}{}: {remains}{by_service}{not_counted}", services_text(drained))
 }
 
-fn place(drained: &Drained) -> String {
+fn services_text(drained: &Drained) -> String {
     let by = match drained.by {
         DrainedBy::Command => "",
         DrainedBy::Document => " by the fleet's document",
     };
-    let place =
+    let services_text =
         if drained.services.is_empty() { String::new() } else { format!(" in {}", drained.services.join(", ")) };
-    format!("{by}{place}")
+    format!("{by}{services_text}")
 }
 
 #[cfg(test)]
 mod tests {
-    use coreward_api::types::{CountedConnections, Reports};
+    use coreward_api::types::{CountedConnections, ReportState};
 
     use super::*;
 
@@ -210,7 +210,7 @@ mod tests {
             server: "s1".into(),
             state: ServerState::Draining,
             state_reason: "by `coreward drain`".into(),
-            reports: Reports::Fresh,
+            reports: ReportState::Fresh,
             drained: Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: Vec::new() }),
             remaining,
             waits_for: if remaining.is_none() { vec!["a count that begins now".into()] } else { Vec::new() },

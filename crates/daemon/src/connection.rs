@@ -8,7 +8,7 @@ use anyhow::anyhow;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Files, Role, Tls, table};
-use coreward_wire::{LEADER, TERM};
+use coreward_wire::{LEADER, TERM_HEADER};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
@@ -91,7 +91,7 @@ impl Connection {
 
     /// Returns a started stream. Fails if its leader's term is older than one seen lately.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
-        let term = response.metadata().get(TERM).and_then(|term| term.to_str().ok()?.parse().ok());
+        let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
         self.terms.check(term, Instant::now())?;
         Ok(response.into_inner())
     }

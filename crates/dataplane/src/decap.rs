@@ -134,14 +134,14 @@ fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<X
 }
 
 /// Puts these addresses, and no others, into the map.
-fn set_addresses(map: &MapHandle, wanted: &[IpAddr]) -> anyhow::Result<()> {
+fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
     let key = |address: &IpAddr| -> [u8; ADDRESS_BYTES] { zerocopy::transmute!(address_words(*address)) };
-    let wanted: BTreeSet<[u8; ADDRESS_BYTES]> = wanted.iter().map(key).collect();
+    let desired: BTreeSet<[u8; ADDRESS_BYTES]> = desired.iter().map(key).collect();
     let known: Vec<Vec<u8>> = map.keys().collect();
-    for key in known.iter().filter(|key| !wanted.iter().any(|address| address[..] == key[..])) {
+    for key in known.iter().filter(|key| !desired.iter().any(|address| address[..] == key[..])) {
         map.delete(key).context("removing an address")?;
     }
-    for address in wanted {
+    for address in desired {
         map.update(&address, &[1], MapFlags::ANY).context("adding an address")?;
     }
     Ok(())

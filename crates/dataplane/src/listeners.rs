@@ -53,8 +53,8 @@ pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BT
     let any_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
     let candidates: &[SocketAddr] = if address.is_ipv4() { &[address, any_ipv4, any] } else { &[address, any] };
-    let at = |wanted: &SocketAddr| -> BTreeSet<Inode> {
-        sockets.iter().filter(|(socket, _)| socket == wanted).map(|(_, inode)| *inode).collect()
+    let at = |address: &SocketAddr| -> BTreeSet<Inode> {
+        sockets.iter().filter(|(socket, _)| socket == address).map(|(_, inode)| *inode).collect()
     };
     candidates.iter().map(at).find(|found| !found.is_empty()).unwrap_or_default()
 }

@@ -81,9 +81,9 @@ pub struct Neighbours {
 impl Neighbours {
     /// Sets the addresses to resolve; new ones are probed at once.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
-        let wanted: BTreeSet<IpAddr> = addresses.iter().copied().collect();
-        self.known.retain(|address, _| wanted.contains(address));
-        for address in wanted {
+        let desired: BTreeSet<IpAddr> = addresses.iter().copied().collect();
+        self.known.retain(|address, _| desired.contains(address));
+        for address in desired {
             self.known.entry(address).or_insert(Neighbour { mac: None, missed: 0, next_probe: now });
         }
         self.order = self.known.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
@@ -158,7 +158,7 @@ pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
 /// Resolver of neighbours in a thread of its own, until dropped.
 #[derive(Debug)]
 pub struct Resolver {
-    wanted: Arc<Mutex<Option<Vec<IpAddr>>>>,
+    desired: Arc<Mutex<Option<Vec<IpAddr>>>>,
     /// Closed by dropping: the thread then ends.
     alive: Sender<()>,
 }
@@ -170,8 +170,8 @@ impl Resolver {
         let link = Link::open(interface)?;
         let (alive, ended) = mpsc::channel();
         let (changes, receiver) = mpsc::channel();
-        let wanted = Arc::new(Mutex::new(None));
-        let shared = wanted.clone();
+        let desired = Arc::new(Mutex::new(None));
+        let shared = desired.clone();
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
@@ -184,12 +184,12 @@ impl Resolver {
                 }
             })
             .context("a thread for neighbours")?;
-        Ok((Self { wanted, alive }, receiver))
+        Ok((Self { desired, alive }, receiver))
     }
 
     /// Sets the addresses to resolve.
     pub fn set_addresses(&self, addresses: Vec<IpAddr>) {
-        *self.wanted.lock() = Some(addresses);
+        *self.desired.lock() = Some(addresses);
     }
 
     /// Whether the thread still runs.
@@ -212,13 +212,13 @@ impl Link {
         let open = |ethertype, filter| {
             packet_socket(index, ethertype, filter).with_context(|| format!("a packet socket at {interface}"))
         };
-        let (arp, ndp) = (open(ETHERTYPE_ARP, &[])?, open(ndp::ETHERTYPE_IPV6, &ndp::FILTER)?);
+        let (arp, ndp) = (open(ETHERTYPE_ARP, &[])?, open(ndp::ETHERTYPE_IPV6, &ndp::SOCKET_FILTER)?);
         Ok(Self { arp, ndp, interface: interface.to_owned() })
     }
 
     fn run(
         &self,
-        wanted: &Mutex<Option<Vec<IpAddr>>>,
+        desired: &Mutex<Option<Vec<IpAddr>>>,
         changes: &Sender<Change>,
         ended: &Receiver<()>,
     ) -> anyhow::Result<()> {
@@ -226,7 +226,7 @@ impl Link {
         let mut neighbours = Neighbours::default();
         let mut paced_until = Duration::ZERO;
         while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
-            let new = wanted.lock().take();
+            let new = desired.lock().take();
             if let Some(new) = new {
                 neighbours.set_addresses(&new, start.elapsed());
             }

@@ -65,7 +65,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Wishes {
     /// The last period that is awaited.
-    wanted: u64,
+    requested: u64,
     over: bool,
     failed: Option<String>,
 }
@@ -78,7 +78,7 @@ impl Shared {
     fn run(&self) {
         loop {
             let mut wishes = self.wishes();
-            while !wishes.over && wishes.wanted <= self.ended.load(Ordering::SeqCst) {
+            while !wishes.over && wishes.requested <= self.ended.load(Ordering::SeqCst) {
                 self.changed.wait(&mut wishes);
             }
             if wishes.over {
@@ -118,7 +118,7 @@ impl GracePeriods {
         fence(Ordering::SeqCst);
         let moment = self.0.begun.load(Ordering::SeqCst) + 1;
         let mut wishes = self.0.wishes();
-        wishes.wanted = wishes.wanted.max(moment);
+        wishes.requested = wishes.requested.max(moment);
         drop(wishes);
         self.0.changed.notify_all();
         GraceTicket(moment)

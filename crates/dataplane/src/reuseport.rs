@@ -79,8 +79,8 @@ impl SocketArray {
 
     /// Returns the first slot without a socket. Fails when all slots are taken.
     pub fn free_slot(&self) -> anyhow::Result<u32> {
-        let taken = self.sockets();
-        let Some(slot) = (0..self.slots).find(|slot| !taken.contains_key(slot)) else {
+        let used = self.sockets();
+        let Some(slot) = (0..self.slots).find(|slot| !used.contains_key(slot)) else {
             bail!("more than {} sockets of one service", self.slots);
         };
         Ok(slot)

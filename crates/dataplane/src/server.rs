@@ -444,10 +444,10 @@ fn number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
 }
 
 fn remove_maps(pins: &Path) -> anyhow::Result<()> {
-    MAPS.iter().try_for_each(|map| remove_if_there(&pins.join(map)))
+    MAPS.iter().try_for_each(|map| remove_if_present(&pins.join(map)))
 }
 
-fn remove_if_there(path: &Path) -> anyhow::Result<()> {
+fn remove_if_present(path: &Path) -> anyhow::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error).context(path.display().to_string()),
         _ => Ok(()),

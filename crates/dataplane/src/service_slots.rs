@@ -9,7 +9,7 @@ use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
 /// [`seeded_rng`]'s stream for candidate seeds.
-const PURPOSE_SLOT_SEEDS: u64 = 16;
+const RNG_STREAM_SLOT_SEEDS: u64 = 16;
 /// With 128 keys in 1024 slots one seed in 4,000 fits; this many fail together with probability e^-250. (At the load balancer
 /// most seeds fit.)
 const SEEDS_TRIED: usize = 1 << 20;
@@ -136,10 +136,10 @@ impl VipKey {
 }
 
 fn seed(words: &[u64]) -> Option<u64> {
-    let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
+    let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
     (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1).find(|seed| {
-        let mut taken = [false; intf::SERVICE_SLOTS as usize];
-        words.iter().all(|word| !std::mem::replace(&mut taken[slot(*word, *seed)], true))
+        let mut used = [false; intf::SERVICE_SLOTS as usize];
+        words.iter().all(|word| !std::mem::replace(&mut used[slot(*word, *seed)], true))
     })
 }
 
@@ -147,7 +147,7 @@ type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
 
 /// Returns a seed and displacements that give every word a slot of its own.
 fn perfect_hash(words: &[u64]) -> Option<(u64, Displacement)> {
-    let mut rng = seeded_rng(0, PURPOSE_SLOT_SEEDS);
+    let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
     let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
     seeds.find_map(|seed| Some((seed, displacements(words, seed)?)))
 }
@@ -161,16 +161,16 @@ fn displacements(words: &[u64], seed: u64) -> Option<Displacement> {
         groups[group].1.push(slot);
     }
     groups.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
-    let mut taken = [false; intf::LB_SERVICE_SLOTS as usize];
+    let mut used = [false; intf::LB_SERVICE_SLOTS as usize];
     let mut displacements = [0; intf::LB_SERVICE_GROUPS as usize];
     for (group, mut slots) in groups.into_iter().take_while(|(_, slots)| !slots.is_empty()) {
         slots.sort_unstable();
         if slots.windows(2).any(|pair| pair[0] == pair[1]) {
             return None;
         }
-        let fits = |displacement: &u16| slots.iter().all(|slot| !taken[usize::from(slot ^ displacement)]);
+        let fits = |displacement: &u16| slots.iter().all(|slot| !used[usize::from(slot ^ displacement)]);
         let displacement = (0..intf::LB_SERVICE_SLOTS as u16).find(fits)?;
-        slots.iter().for_each(|slot| taken[usize::from(slot ^ displacement)] = true);
+        slots.iter().for_each(|slot| used[usize::from(slot ^ displacement)] = true);
         displacements[group] = displacement;
     }
     Some(displacements)
@@ -232,10 +232,10 @@ mod tests {
     #[test]
     fn invalid_service_lists_are_rejected() {
         let text = |services: &[(ServiceAddress, u32)]| directory(services).unwrap_err().to_string();
-        let one = service("10.0.0.1:80");
-        assert_eq!(text(&[(one, 0), (one, 1)]), "service 10.0.0.1:80/tcp is listed twice");
-        assert_eq!(text(&vec![(one, 0); 65]), "65 services: expected at most 64");
-        let too_many = lb_directory(&vec![(one, 0); 1025]).unwrap_err().to_string();
+        let listed = service("10.0.0.1:80");
+        assert_eq!(text(&[(listed, 0), (listed, 1)]), "service 10.0.0.1:80/tcp is listed twice");
+        assert_eq!(text(&vec![(listed, 0); 65]), "65 services: expected at most 64");
+        let too_many = lb_directory(&vec![(listed, 0); 1025]).unwrap_err().to_string();
         assert_eq!(too_many, "1025 services: expected at most 1024");
         assert_eq!(text(&[(service("10.0.0.1:0"), 0)]), "service 10.0.0.1:0/tcp: expected a port from 1 to 65535");
     }

@@ -126,11 +126,17 @@ fn open() -> anyhow::Result<OwnedFd> {
     Errno::result(socket).context("a socket for sock_diag")?;
     // SAFETY: the descriptor was just made and nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(socket) };
-    let patience = libc::timeval { tv_sec: 1, tv_usec: 0 };
+    let receive_timeout = libc::timeval { tv_sec: 1, tv_usec: 0 };
     // SAFETY: pointer and length are those of a live timeval.
     let result = unsafe {
         let length = size_of::<libc::timeval>() as u32;
-        libc::setsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVTIMEO, (&raw const patience).cast(), length)
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVTIMEO,
+            (&raw const receive_timeout).cast(),
+            length,
+        )
     };
     Errno::result(result).context("a time limit for sock_diag")?;
     Ok(socket)

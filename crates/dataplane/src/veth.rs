@@ -73,13 +73,13 @@ fn open() -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-pub(crate) fn attribute(mut attributes: &[u8], wanted: u16) -> Option<&[u8]> {
+pub(crate) fn attribute(mut attributes: &[u8], attribute_type: u16) -> Option<&[u8]> {
     // NLA_F_NESTED and NLA_F_NET_BYTEORDER.
     const TYPE_MASK: u16 = 0x3fff;
     loop {
         let length = usize::from(u16::from_ne_bytes(attributes.get(..2)?.try_into().ok()?));
         let kind = u16::from_ne_bytes(attributes.get(2..4)?.try_into().ok()?) & TYPE_MASK;
-        if kind == wanted {
+        if kind == attribute_type {
             return attributes.get(4..length);
         }
         attributes = attributes.get(length.max(4).next_multiple_of(4)..)?;

@@ -85,20 +85,20 @@ impl Cluster {
         self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
 
-    pub(crate) async fn revoke(&self, lease: i64, until: Deadline) -> Result<(), EtcdError> {
+    pub(crate) async fn revoke(&self, lease: i64, deadline: Deadline) -> Result<(), EtcdError> {
         // If etcd does not answer, the lease expires.
         if let Some(held) = self.leases().as_mut() {
             held.remove(&lease);
         }
-        self.call(until, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
+        self.call(deadline, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
     }
 
     /// Revokes this process's leases and blocks new ones. Returns whether there were any; on an error they expire.
     pub async fn leave(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
-        let until = Deadline::now() + TIMEOUT;
+        let deadline = Deadline::now() + TIMEOUT;
         for lease in &held {
-            self.revoke(*lease, until).await?;
+            self.revoke(*lease, deadline).await?;
         }
         Ok(!held.is_empty())
     }
@@ -117,17 +117,17 @@ impl Cluster {
         self.runtime.as_ref().expect("it is there until the cluster is dropped")
     }
 
-    /// Repeats a request until it is answered, at most until `until`. The request must be idempotent.
+    /// Repeats a request until it is answered, at most until `deadline`. The request must be idempotent.
     pub async fn call<T, F: Future<Output = Result<T, Error>>>(
         &self,
-        until: Deadline,
+        deadline: Deadline,
         request: impl Fn(Client) -> F,
     ) -> Result<T, EtcdError> {
         let mut problem = "no member was tried: the time was over".to_owned();
         let mut is_of_tls = false;
         let first = self.preferred.load(Ordering::Relaxed);
         for attempt in 0.. {
-            let left = until.remaining();
+            let left = deadline.remaining();
             if left.is_zero() {
                 break;
             }
@@ -152,7 +152,7 @@ impl Cluster {
                 Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
             }
             if position + 1 == self.endpoints.len() {
-                tokio::time::sleep(ROUND_PAUSE.min(until.remaining())).await;
+                tokio::time::sleep(ROUND_PAUSE.min(deadline.remaining())).await;
             }
         }
         Err(EtcdError::Unreachable { endpoints: self.endpoints(), problem })

@@ -53,7 +53,7 @@ pub struct Leadership {
     key: String,
     lease: i64,
     term: i64,
-    until: Arc<AtomicU64>,
+    lease_end: Arc<AtomicU64>,
     ended: watch::Receiver<Option<String>>,
     renewing: AbortHandle,
 }
@@ -149,23 +149,23 @@ impl Candidate {
     ) -> Result<Attempt, EtcdError> {
         let key = self.key();
         // Counted from before the first attempt: never too long.
-        let until = began + (time - time / MARGIN);
+        let lease_end = began + (time - time / MARGIN);
         let take = |mut client: Client| {
             let nobody = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
             let put = TxnOp::put(key.clone(), self.value.clone(), Some(PutOptions::new().with_lease(lease)));
             let take = Txn::new().when([nobody]).and_then([put]).or_else([TxnOp::get(key.clone(), None)]);
             async move { client.txn(take).await }
         };
-        let taken = cluster.call(until, take).await?;
-        let revision = taken.header().map_or(0, etcd_client::ResponseHeader::revision);
-        if taken.succeeded() {
-            return Ok(Attempt::Won(self.won(cluster, lease, revision, time, until)));
+        let outcome = cluster.call(lease_end, take).await?;
+        let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
+        if outcome.succeeded() {
+            return Ok(Attempt::Won(self.won(cluster, lease, revision, time, lease_end)));
         }
-        for response in taken.op_responses() {
+        for response in outcome.op_responses() {
             let TxnOpResponse::Get(found) = response else { continue };
             // An earlier attempt succeeded, and its answer was lost.
             if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
-                return Ok(Attempt::Won(self.won(cluster, lease, mine.create_revision(), time, until)));
+                return Ok(Attempt::Won(self.won(cluster, lease, mine.create_revision(), time, lease_end)));
             }
             if let Some(leader) = found.kvs().first() {
                 return Ok(Attempt::lost(leader));
@@ -174,11 +174,11 @@ impl Candidate {
         Ok(Attempt::Nobody)
     }
 
-    fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, until: Deadline) -> Leadership {
+    fn won(&self, cluster: &Arc<Cluster>, lease: i64, term: i64, time: Duration, lease_end: Deadline) -> Leadership {
         let (ending, ended) = watch::channel(None);
-        let until = Arc::new(AtomicU64::new(until.since_boot().as_nanos() as u64));
-        let renewing = cluster.spawn(renew(cluster.clone(), lease, time, until.clone(), ending)).abort_handle();
-        Leadership { cluster: cluster.clone(), key: self.key(), lease, term, until, ended, renewing }
+        let lease_end = Arc::new(AtomicU64::new(lease_end.since_boot().as_nanos() as u64));
+        let renewing = cluster.spawn(renew(cluster.clone(), lease, time, lease_end.clone(), ending)).abort_handle();
+        Leadership { cluster: cluster.clone(), key: self.key(), lease, term, lease_end, ended, renewing }
     }
 
     /// Waits until the leader's key is no longer at `revision`, at most [`POLL_INTERVAL`].
@@ -217,10 +217,10 @@ async fn renew(
     cluster: Arc<Cluster>,
     lease: i64,
     time: Duration,
-    until: Arc<AtomicU64>,
+    lease_end: Arc<AtomicU64>,
     ending: watch::Sender<Option<String>>,
 ) {
-    let end = || Deadline::at(Duration::from_nanos(until.load(Ordering::Relaxed)));
+    let end = || Deadline::at(Duration::from_nanos(lease_end.load(Ordering::Relaxed)));
     loop {
         tokio::time::sleep((time / RENEWALS).min(end().remaining())).await;
         if end().remaining().is_zero() {
@@ -233,10 +233,10 @@ async fn renew(
         match renewed {
             Ok(_) => {
                 let next = began + (time - time / MARGIN);
-                until.store(next.since_boot().as_nanos() as u64, Ordering::Relaxed);
+                lease_end.store(next.since_boot().as_nanos() as u64, Ordering::Relaxed);
             }
             Err(EtcdError::Rejected(reason)) => {
-                until.store(0, Ordering::Relaxed);
+                lease_end.store(0, Ordering::Relaxed);
                 let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
                 return;
             }
@@ -254,12 +254,12 @@ impl Leadership {
 
     /// Returns whether the lease is valid by this machine's clock.
     pub fn is_valid(&self) -> bool {
-        !self.until().remaining().is_zero()
+        !self.lease_end().remaining().is_zero()
     }
 
     /// Returns the end of the lease without a renewal.
-    pub fn until(&self) -> Deadline {
-        Deadline::at(Duration::from_nanos(self.until.load(Ordering::Relaxed)))
+    pub fn lease_end(&self) -> Deadline {
+        Deadline::at(Duration::from_nanos(self.lease_end.load(Ordering::Relaxed)))
     }
 
     /// Waits for the end of the lease and returns the reason.
@@ -279,7 +279,7 @@ impl Leadership {
     /// Revokes the lease, so that others need not wait for its end.
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewing.abort();
-        self.until.store(0, Ordering::Relaxed);
+        self.lease_end.store(0, Ordering::Relaxed);
         self.cluster.revoke(self.lease, Deadline::now() + TIMEOUT).await
     }
 
@@ -301,7 +301,7 @@ impl Leadership {
             let transaction = transaction.clone();
             async move { client.txn(transaction).await }
         };
-        let answer = self.cluster.call(self.until(), request).await?;
+        let answer = self.cluster.call(self.lease_end(), request).await?;
         if answer.succeeded() {
             let revision = answer.header().map_or(0, etcd_client::ResponseHeader::revision);
             return Ok(WriteOutcome::Done { revision });
@@ -311,7 +311,7 @@ impl Leadership {
             _ => None,
         });
         if found.next().flatten().is_none_or(|leader| leader.create_revision() != self.term) {
-            self.until.store(0, Ordering::Relaxed);
+            self.lease_end.store(0, Ordering::Relaxed);
             return Err(EtcdError::Deposed("another one does, or its lease has ended".to_owned()));
         }
         Ok(WriteOutcome::Differs(found.next().flatten()))

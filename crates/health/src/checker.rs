@@ -84,9 +84,9 @@ struct Running<K> {
     key: K,
 }
 
-/// Checks of all targets. The thread ends once `wanted` is dropped, which is first.
+/// Checks of all targets. The thread ends once `desired` is dropped, which is first.
 pub struct Checker<K> {
-    wanted: watch::Sender<Arc<Vec<Running<K>>>>,
+    desired: watch::Sender<Arc<Vec<Running<K>>>>,
     shared: Arc<Shared<K>>,
     _thread: Thread,
 }
@@ -110,7 +110,7 @@ struct Shared<K> {
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     /// Starts the thread, without targets.
     pub fn start() -> anyhow::Result<Self> {
-        let (wanted, receiver) = watch::channel(Arc::new(Vec::new()));
+        let (desired, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared = Arc::new(Shared {
             found: Mutex::new(BTreeMap::new()),
             changes: watch::Sender::new(0),
@@ -122,20 +122,20 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
             .name("health".to_owned())
             .spawn(move || runtime.block_on(run(receiver, mine)))
             .context("a thread for health checks")?;
-        Ok(Self { wanted, shared, _thread: Thread(Some(thread)) })
+        Ok(Self { desired, shared, _thread: Thread(Some(thread)) })
     }
 
     /// Sets the targets. Unchanged ones keep their results.
     pub fn check(&self, services: Vec<Service<K>>) {
-        let mut wanted = Vec::new();
+        let mut desired = Vec::new();
         for service in services {
             let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.paths));
             for (key, server) in service.servers {
                 let task = Task { check: service.check.clone(), vip: service.vip, server };
-                wanted.push(Running { task, prober: prober.clone(), key });
+                desired.push(Running { task, prober: prober.clone(), key });
             }
         }
-        self.wanted.send_replace(Arc::new(wanted));
+        self.desired.send_replace(Arc::new(desired));
     }
 
     pub fn results(&self) -> Vec<(K, CheckResult)> {
@@ -166,12 +166,12 @@ impl Drop for Checked {
 }
 
 async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
-    mut wanted: watch::Receiver<Arc<Vec<Running<K>>>>,
+    mut desired: watch::Receiver<Arc<Vec<Running<K>>>>,
     shared: Arc<Shared<K>>,
 ) {
     let mut checked: HashMap<K, Checked> = HashMap::new();
-    while wanted.changed().await.is_ok() {
-        let targets = wanted.borrow_and_update().clone();
+    while desired.changed().await.is_ok() {
+        let targets = desired.borrow_and_update().clone();
         let tasks: HashMap<K, &Task> = targets.iter().map(|target| (target.key, &target.task)).collect();
         checked.retain(|key, running| tasks.get(key).is_some_and(|task| **task == running.task));
         shared.results().retain(|key, _| checked.contains_key(key));

@@ -48,13 +48,13 @@ impl Client {
     /// others than its owner.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
         let proof = Proof::Token { file: token_file.to_owned(), ca: None };
-        Self::for_controllers(vec![controller], &proof, Host::AskedFor)
+        Self::with_controllers(vec![controller], &proof, Host::AskedFor)
     }
 
     /// Returns a client of all controllers of a fleet. `host`: expected host in the certificates of those with
     /// `https://`. Fails when a file cannot be read, a secret is readable by others than its owner, or `https://` is
     /// used without a `ca`.
-    pub fn for_controllers(controllers: Vec<ControllerUrl>, proof: &Proof, host: Host) -> anyhow::Result<Self> {
+    pub fn with_controllers(controllers: Vec<ControllerUrl>, proof: &Proof, host: Host) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Proof::Token { file, ca } => {
                 let without = |ca| HttpsConnector::without_certificate(ca, host);

@@ -76,15 +76,15 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Deserialize)]
-    struct Wanted {
+    struct Body {
         #[serde(default)]
         force: bool,
     }
 
     #[test]
     fn body_must_be_an_object() {
-        assert!(!serde_json::from_str::<Object<Wanted>>("{}").unwrap().0.force);
-        let refused = serde_json::from_str::<Object<Wanted>>("[]").map(|body| body.0).unwrap_err();
+        assert!(!serde_json::from_str::<Object<Body>>("{}").unwrap().0.force);
+        let refused = serde_json::from_str::<Object<Body>>("[]").map(|body| body.0).unwrap_err();
         assert!(refused.to_string().contains("invalid type: sequence, expected an object"), "{refused}");
     }
 }

@@ -110,10 +110,10 @@ pub struct Listener {
 
 impl Listener {
     /// Binds the address. Fails when that is not possible.
-    pub fn bind(wanted: SocketAddr) -> anyhow::Result<Self> {
+    pub fn bind(address: SocketAddr) -> anyhow::Result<Self> {
         let expected = "expected a free port and an address of this host (`api`)";
         let listener =
-            std::net::TcpListener::bind(wanted).with_context(|| format!("cannot listen on {wanted}: {expected}"))?;
+            std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         Ok(Self { listener, address, bounds: ConnectionLimits::default() })

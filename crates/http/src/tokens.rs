@@ -17,8 +17,8 @@ use coreward_api::Role;
 
 /// Random bytes of a token that is drawn.
 const TOKEN_BYTES: usize = 32;
-/// Random bytes in the name of a file during writing.
-const UNFINISHED_NAME_BYTES: usize = 9;
+/// Random bytes in the name of a temporary file.
+const TEMPORARY_NAME_BYTES: usize = 9;
 /// Minimum length of an operator's own token, in characters.
 const MIN_LENGTH: usize = 32;
 
@@ -101,13 +101,13 @@ fn random_text<const BYTES: usize>() -> String {
 /// Atomic, even if the machine stops. Of several controllers with one directory the first one creates the token.
 fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
     // A unique name: process ids are equal in two containers that share a directory.
-    let unfinished = path.with_extension(format!("new-{}", random_text::<UNFINISHED_NAME_BYTES>()));
-    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&unfinished)?;
+    let temporary = path.with_extension(format!("new-{}", random_text::<TEMPORARY_NAME_BYTES>()));
+    let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
     let made = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
         // Unlike a rename, a link never replaces a file.
-        std::fs::hard_link(&unfinished, path)
+        std::fs::hard_link(&temporary, path)
     });
-    std::fs::remove_file(&unfinished)?;
+    std::fs::remove_file(&temporary)?;
     match made {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
         made => made,

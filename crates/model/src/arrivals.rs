@@ -23,7 +23,7 @@ use crate::FourTuple;
 use crate::rss::{seeded_rng, uniform_below};
 
 /// [`seeded_rng`]'s stream for arrival logs.
-const PURPOSE_ARRIVALS: u64 = 2;
+const RNG_STREAM_ARRIVALS: u64 = 2;
 
 /// Source ports of a log: above the well-known ones, below the kernel's last ephemeral ones.
 const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
@@ -147,7 +147,7 @@ impl Workload {
     /// start within the ramp, each with the rest of its life: from the end of the ramp on the load is stationary.
     /// Panics when the log needs more connections than source addresses and ports can name.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
-        let mut draw = Draw { rng: seeded_rng(seed, PURPOSE_ARRIVALS), used: HashSet::new(), workload: *self };
+        let mut draw = Draw { rng: seeded_rng(seed, RNG_STREAM_ARRIVALS), used: HashSet::new(), workload: *self };
         let work_us_per_s = u64::from(self.cores) * u64::from(self.mean_load_permille) * 1_000;
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;

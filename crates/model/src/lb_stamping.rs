@@ -22,7 +22,7 @@ pub const SERVER_IDS: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 pub const AGREEING: u16 = intf::LB_STAMPING_AGREEING as u16;
 
 /// [`seeded_rng`]'s stream for time keys.
-const PURPOSE_TIME_KEY: u64 = 8;
+const RNG_STREAM_TIME_KEY: u64 = 8;
 
 /// Whether a cookie can name the server.
 pub fn can_name(id: ServerId) -> bool {
@@ -32,7 +32,7 @@ pub fn can_name(id: ServerId) -> bool {
 /// Returns the key that masks the time part of a service's cookies, from the service's seed. All load balancers have
 /// the same. It lives as long as the service, independently of the fleet's keys.
 pub fn time_key(seed: u64) -> CookieKey {
-    CookieKey::random(&mut seeded_rng(seed, PURPOSE_TIME_KEY))
+    CookieKey::random(&mut seeded_rng(seed, RNG_STREAM_TIME_KEY))
 }
 
 fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {

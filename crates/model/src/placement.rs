@@ -147,15 +147,15 @@ pub struct PlacementTable {
     pub core_slot_ages: Vec<u32>,
 }
 
-/// Slots of a table whose counts may continue in the next.
+/// Index of a table's core slots, by which the next table takes over their counts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CountedTable {
+pub struct CoreSlotIndex {
     /// [`PlacementTable::generation`].
     pub generation: u64,
     slots: HashMap<Core, u16, foldhash::fast::FixedState>,
 }
 
-impl CountedTable {
+impl CoreSlotIndex {
     /// Returns the slots of `table`.
     pub fn of(table: &PlacementTable) -> Self {
         let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));

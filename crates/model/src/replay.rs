@@ -105,7 +105,7 @@ pub fn replay(log: &ArrivalLog, pools: Pools, placer: Placer<'_>) -> Variances {
         cores: pools.cores,
         buckets: pools.buckets,
         alpha: pools.alpha,
-        key: RssKey::random(&mut seeded_rng(pools.seed, PURPOSE_RSS_KEY)),
+        key: RssKey::random(&mut seeded_rng(pools.seed, RNG_STREAM_RSS_KEY)),
         tables: TableDraw::Balanced,
     };
     replayed(log, pools, plan, &[], placer).variances(pools)
@@ -121,7 +121,7 @@ pub fn replay_by_second(
 ) -> Vec<Vec<u64>> {
     let Pools { servers, cores, buckets, alpha, .. } = pools;
     let shape = FleetShape { servers, cores, buckets, alpha, tables: TableDraw::Balanced };
-    let plan = shape.drawn(&mut seeded_rng(pools.seed, PURPOSE_FLEET));
+    let plan = shape.drawn(&mut seeded_rng(pools.seed, RNG_STREAM_SERVERS));
     let datacentre = replayed(log, pools, plan, changes, Placer::Policy(policy));
     let bins_per_second = (WINDOW_US / pools.bin_us()) as usize;
     let seconds = (log.duration_us / WINDOW_US) as usize;
@@ -182,7 +182,7 @@ impl Datacentre {
     fn new(log: &ArrivalLog, pools: Pools, plan: FleetPlan) -> Self {
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
-        let mut rng = seeded_rng(pools.seed, PURPOSE_CIRCUMSTANCES);
+        let mut rng = seeded_rng(pools.seed, RNG_STREAM_REPORT_PHASES);
         let age = match pools.circumstances {
             ReportPhase::Aligned => vec![0; usize::from(pools.servers)],
             ReportPhase::Random => {
@@ -208,10 +208,10 @@ impl Datacentre {
         let bin_us = self.pools.bin_us();
         let bin = (now_us / bin_us) as usize;
         for core in 0..self.free_us.len() {
-            let until = bin.saturating_sub(self.age[core / usize::from(self.pools.cores)]);
-            let new = self.busy_us[core].iter().take(until).skip(self.reported_bins[core]);
+            let reported_end = bin.saturating_sub(self.age[core / usize::from(self.pools.cores)]);
+            let new = self.busy_us[core].iter().take(reported_end).skip(self.reported_bins[core]);
             self.reported_us[core] += new.sum::<u64>();
-            self.reported_bins[core] = until;
+            self.reported_bins[core] = reported_end;
             self.open[core].retain(|end_us| *end_us > now_us);
         }
         let Placer::Policy(policy) = placer else { return };
@@ -280,11 +280,11 @@ impl Datacentre {
 }
 
 /// [`seeded_rng`]'s stream for the replayed fleet's RSS key.
-const PURPOSE_RSS_KEY: u64 = 4;
+const RNG_STREAM_RSS_KEY: u64 = 4;
 /// [`seeded_rng`]'s stream for a replayed fleet of which everything is drawn.
-const PURPOSE_FLEET: u64 = 5;
+const RNG_STREAM_SERVERS: u64 = 5;
 /// [`seeded_rng`]'s stream for [`ReportPhase::Random`].
-const PURPOSE_CIRCUMSTANCES: u64 = 7;
+const RNG_STREAM_REPORT_PHASES: u64 = 7;
 
 #[cfg(test)]
 mod tests {
@@ -346,7 +346,7 @@ mod tests {
             alpha: pools.alpha,
             tables: TableDraw::Balanced,
         };
-        let plan = plan.drawn(&mut seeded_rng(1, PURPOSE_FLEET));
+        let plan = plan.drawn(&mut seeded_rng(1, RNG_STREAM_SERVERS));
         let mut datacentre = Datacentre::new(&log, pools, plan);
         datacentre.age = vec![0, 15, 45, 25];
         (0..4).for_each(|server| datacentre.serve(server * 4, 0, 150_000));

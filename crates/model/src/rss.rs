@@ -14,10 +14,10 @@ use siphasher::sip::SipHasher13;
 
 pub use input::{InputTransform, UnknownInputTransform};
 
-/// Returns a random generator for `seed` and a purpose, so that no two purposes share a stream.
-pub fn seeded_rng(seed: u64, purpose: u64) -> Xoshiro256PlusPlus {
+/// Returns the random generator of a seed and a stream, so that no two uses of a seed draw the same numbers.
+pub fn seeded_rng(seed: u64, stream: u64) -> Xoshiro256PlusPlus {
     // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring purposes apart; seed_from_u64 mixes further.
-    Xoshiro256PlusPlus::seed_from_u64(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15))
+    Xoshiro256PlusPlus::seed_from_u64(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 /// Returns a uniform number below `bound` without modulo bias (Lemire, "Fast random integer generation in an interval",
@@ -315,7 +315,7 @@ impl IndirectionTable {
     pub fn balanced(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let cores = u32::from(cores.max(1));
         let mut queues: Vec<u32> = (0..entries as u32).map(|entry| entry % cores).collect();
-        let mut rng = seeded_rng(server_seed, PURPOSE_INDIRECTION);
+        let mut rng = seeded_rng(server_seed, RNG_STREAM_INDIRECTION);
         // Fisher and Yates.
         for last in (1..queues.len()).rev() {
             queues.swap(last, uniform_below(&mut rng, last as u32 + 1) as usize);
@@ -326,7 +326,7 @@ impl IndirectionTable {
     /// Returns a table with each entry drawn on its own from the server's id, as published (CrossRSS, CoNEXT'20, Sect.
     /// 2). Fails when `entries` is no power of two from 1 to 2048.
     pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
-        let mut rng = seeded_rng(server_seed, PURPOSE_INDIRECTION);
+        let mut rng = seeded_rng(server_seed, RNG_STREAM_INDIRECTION);
         let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
         Self::new(&queues)
     }
@@ -348,7 +348,7 @@ impl IndirectionTable {
 }
 
 /// [`seeded_rng`]'s stream for indirection tables.
-const PURPOSE_INDIRECTION: u64 = 1;
+const RNG_STREAM_INDIRECTION: u64 = 1;
 
 /// One server's RSS in its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]

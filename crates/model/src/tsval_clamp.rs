@@ -183,7 +183,7 @@ mod tests {
         /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
         recent: Option<Sent>,
         /// The last TSecr was older than a turn of the circle, and so restored to a later time.
-        restored_too_new: bool,
+        is_tsecr_wrapped: bool,
         tuple: FourTuple,
     }
 
@@ -205,7 +205,7 @@ mod tests {
                 to_client: VecDeque::new(),
                 to_server: VecDeque::new(),
                 recent: None,
-                restored_too_new: false,
+                is_tsecr_wrapped: false,
                 tuple: FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80)),
             };
             connection.round_trip();
@@ -237,7 +237,7 @@ mod tests {
                         assert_eq!(recognise(&self.keys, &self.tuple, tsecr.value), server());
                         self.last_tsecr =
                             self.rule.restore(stamped_time(&TIME_KEY, &self.tuple, tsecr.value), self.now);
-                        self.restored_too_new = self.last_tsecr.wrapping_sub(tsecr.at) as i32 > 1 << 15;
+                        self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.at) as i32 > 1 << 15;
                         let ahead = self.last_tsecr.wrapping_sub(self.now) as i32;
                         assert!(ahead <= RESTORE_SLACK_MS as i32, "restored {ahead} ms into the future");
                     }
@@ -249,7 +249,7 @@ mod tests {
                     // A packet of the same millisecond may have the key that came meanwhile, and is lost: once in
                     // 65,536 times that keys change during a silence of more than a minute.
                     let same_millisecond =
-                        self.restored_too_new && (sent.value ^ recent) >> intf::COOKIE_TIME_SHIFT == 0;
+                        self.is_tsecr_wrapped && (sent.value ^ recent) >> intf::COOKIE_TIME_SHIFT == 0;
                     assert!(step >= 0 || same_millisecond, "TSval {:#x} after {recent:#x}", sent.value);
                     if step >= 0 {
                         self.recent = Some(sent);

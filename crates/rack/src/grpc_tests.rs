@@ -172,7 +172,7 @@ impl LoadBalancer {
     }
 
     /// The first table whose candidates for buckets 0 and 1 are these: server numbers and loads in percent.
-    async fn table_of(&mut self, wanted: [&[(u32, u32)]; 2]) -> PlacementTable {
+    async fn table_of(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut seen = Vec::new();
         let found = tokio::time::timeout(TIMEOUT, async {
             loop {
@@ -182,15 +182,17 @@ impl LoadBalancer {
                 let of_bucket = |bucket: u32| -> Vec<(u32, u32)> {
                     let percent = |load: u32| (f64::from(load) / f64::from(1 << 20) * 100.0).round() as u32;
                     let candidates = table.candidates_of(0, bucket).iter();
-                    candidates.map(|one| (u32::from(one.server.get()) / 31, percent(one.load))).collect()
+                    candidates
+                        .map(|candidate| (u32::from(candidate.server.get()) / 31, percent(candidate.load)))
+                        .collect()
                 };
                 seen = vec![of_bucket(0), of_bucket(1)];
-                if seen == wanted {
+                if seen == expected {
                     return table;
                 }
             }
         });
-        found.await.unwrap_or_else(|_| panic!("no table of {wanted:?}; the last: {seen:?}"))
+        found.await.unwrap_or_else(|_| panic!("no table of {expected:?}; the last: {seen:?}"))
     }
 }
 
@@ -273,11 +275,11 @@ async fn rack_without_controller_accepts_no_agent() {
     assert_eq!(refused.code(), Code::Unimplemented);
 
     let (controller, _) = controller(directory.path()).await;
-    let one = rack("r1", "127.0.0.1:0", &controller).await;
+    let rack1 = rack("r1", "127.0.0.1:0", &controller).await;
     // A server outside the fleet is rejected through the rack.
     let unknown = in_time("a refusal", async {
         loop {
-            match begin("s9", one.1).await {
+            match begin("s9", rack1.1).await {
                 Err(status) if status.code() != Code::Unavailable => return status,
                 _ => tokio::time::sleep(Duration::from_millis(20)).await,
             }

@@ -21,14 +21,14 @@ pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
     }
 }
 
-/// A document that could be in force, compared with the one that is.
-pub struct Wanted {
+/// Document to apply, and its differences from the one in force.
+pub struct ProposedFleet {
     client: Client,
     document: NewFleet,
     looked: FleetApplied,
 }
 
-impl Wanted {
+impl ProposedFleet {
     /// Reads the file and has the controller look whether it could be in force. The error lists every mistake.
     pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{
-    DispatchedService, LoadBalancer, LoadBalancerState, Rack, Reports, Server, ServerClock, ServerState, Service,
+    DispatchedService, LoadBalancer, LoadBalancerState, Rack, ReportState, Server, ServerClock, ServerState, Service,
     Status,
 };
 use coreward_model::statistics::mean;
@@ -44,12 +44,13 @@ pub fn text(reply: &Status, now: Duration) -> String {
 }
 
 fn rack_text(rack: &Rack, servers: usize) -> String {
-    let Rack { name, version, age_ms, servers: speaking, may_speak_for } = rack;
-    let may = if *may_speak_for as usize == servers { "all".to_owned() } else { may_speak_for.to_string() };
-    let (last_message, speaking) = (format!("last message {age_ms} ms ago"), speaking.join(" "));
+    let Rack { name, version, age_ms, servers: connected, permitted_servers } = rack;
+    let permitted =
+        if *permitted_servers as usize == servers { "all".to_owned() } else { permitted_servers.to_string() };
+    let (last_message, connected) = (format!("last message {age_ms} ms ago"), connected.join(" "));
     format!(
-        "\nrack {name} ({version}), {last_message}, may report for {may} of {servers} servers\n  \
-         servers    {speaking}\n"
+        "\nrack {name} ({version}), {last_message}, may report for {permitted} of {servers} servers\n  \
+         servers    {connected}\n"
     )
 }
 
@@ -169,11 +170,11 @@ fn remaining_text(server: &Server) -> String {
 }
 
 fn server_row(server: &Server) -> Vec<String> {
-    let reported = server.reports != Reports::None;
+    let reported = server.reports != ReportState::None;
     let age = match server.reports {
-        Reports::Fresh => format!("{} ms", server.report_age_ms),
-        Reports::Stale => format!("{} ms, stale", server.report_age_ms),
-        Reports::None => "never".to_owned(),
+        ReportState::Fresh => format!("{} ms", server.report_age_ms),
+        ReportState::Stale => format!("{} ms, stale", server.report_age_ms),
+        ReportState::None => "never".to_owned(),
     };
     let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
     let loads = &server.core_load;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_api::types::{
     CountedConnections, DispatchedService, DispatchedWorker, Drained, DrainedBy, Explain, ExplainedServer, Explanation,
-    KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, Reports, RssGroup, Server, ServerClock,
+    KeyPhase, Keys, LoadBalancer, LoadBalancerState, PacketKind, Rack, ReportState, RssGroup, Server, ServerClock,
     ServerState, Service, ServiceMember, Status,
 };
 use coreward_model::tuple::Protocol;
@@ -56,7 +56,7 @@ fn server(n: u8, state: ServerState, core_load: &[f64]) -> Server {
         state,
         state_reason: String::new(),
         state_for_ms: None,
-        reports: Reports::Fresh,
+        reports: ReportState::Fresh,
         core_load: core_load.to_vec(),
         report_age_ms: 40,
         open_connections: 12,
@@ -154,7 +154,7 @@ fn reply() -> Status {
                 ..server(1, ServerState::Active, &[0.0, 0.3, 0.55, 1.2])
             },
             Server {
-                reports: Reports::None,
+                reports: ReportState::None,
                 state_reason: "lb1: connection refused".into(),
                 state_for_ms: Some(61_500),
                 ..server(2, ServerState::Down, &[])
@@ -166,7 +166,7 @@ fn reply() -> Status {
             version: "0.1.0".into(),
             age_ms: 60,
             servers: vec!["s1".into(), "s2".into()],
-            may_speak_for: 2,
+            permitted_servers: 2,
         }],
     }
 }

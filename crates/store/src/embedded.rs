@@ -144,11 +144,11 @@ impl EmbeddedStore {
 fn keep<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
-    wanted: impl Iterator<Item = (u64, &'a Row)>,
+    rows: impl Iterator<Item = (u64, &'a Row)>,
 ) -> anyhow::Result<()> {
     let mut table = transaction.open_table(definition)?;
     let mut gone: BTreeSet<u64> = table.iter()?.map(|row| row.map(|(key, _)| key.value())).collect::<Result<_, _>>()?;
-    for (key, row) in wanted {
+    for (key, row) in rows {
         if !gone.remove(&key) {
             table.insert(key, encode(row)?.as_slice())?;
         }

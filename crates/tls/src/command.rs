@@ -205,12 +205,12 @@ fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
         None if certificate.is_authority => (format!("authority: {}", certificate.subject), String::new()),
         None => (certificate.subject.clone(), String::new()),
     };
-    let until = match certificate.remains(unix_now()) {
+    let validity = match certificate.remains(unix_now()) {
         Duration::ZERO => format!("{} (expired)", date(certificate.not_after)),
         _ => date(certificate.not_after),
     };
     let addresses = certificate.addresses.join(", ");
-    [file.display().to_string(), whose.0, whose.1, until, addresses, certificate.fingerprint.to_string()]
+    [file.display().to_string(), whose.0, whose.1, validity, addresses, certificate.fingerprint.to_string()]
 }
 
 #[cfg(test)]

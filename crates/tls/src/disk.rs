@@ -43,7 +43,7 @@ pub(crate) fn remove(path: &Path) -> anyhow::Result<()> {
 fn changed(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyhow::Result<()> {
     let change = || {
         #[cfg(test)]
-        interruption::point()?;
+        interruption::check()?;
         change()?;
         // A rename is durable once its directory is.
         path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
@@ -68,7 +68,7 @@ pub(crate) mod interruption {
         outcome
     }
 
-    pub(super) fn point() -> io::Result<()> {
+    pub(super) fn check() -> io::Result<()> {
         match CHANGES_LEFT.get() {
             Some(0) => Err(io::Error::new(io::ErrorKind::Interrupted, "interrupted")),
             left => {

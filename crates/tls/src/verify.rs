@@ -57,14 +57,14 @@ impl Host {
             Self::Any => return Ok(()),
             Self::AskedFor if read.addresses.is_empty() || names(asked) => return Ok(()),
             Self::AskedFor => asked.to_str().into_owned(),
-            Self::OneOf(wanted) => {
+            Self::OneOf(accepted) => {
                 let is = |text: &String| {
                     identity.name.as_str() == text || ServerName::try_from(text.as_str()).is_ok_and(|host| names(&host))
                 };
-                if wanted.iter().any(is) {
+                if accepted.iter().any(is) {
                     return Ok(());
                 }
-                wanted.join(" or ")
+                accepted.join(" or ")
             }
         };
         Err(AcceptError::OtherHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })

@@ -1,6 +1,6 @@
 //! The page.
 
-use coreward_api::types::{LoadBalancer, Reports, Server, ServerLoads, ServerState, Service, Status};
+use coreward_api::types::{LoadBalancer, ReportState, Server, ServerLoads, ServerState, Service, Status};
 use coreward_model::statistics::mean;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -56,20 +56,20 @@ pub fn full_height(status: &Status) -> u16 {
 }
 
 /// Returns the lines of each section: all, else [`LINES`], fewer on a small page. Three are head and foot.
-fn heights(wanted: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
+fn heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
-    let all = wanted.iter().sum::<usize>() + servers + 1;
+    let all = needed.iter().sum::<usize>() + servers + 1;
     let most = if all <= room { usize::MAX } else { LINES };
-    wanted.map(|wanted| {
+    needed.map(|needed| {
         // Servers have at least half of the rest.
-        let height = wanted.min(most).min(room / 2);
+        let height = needed.min(most).min(room / 2);
         room -= height;
         height as u16
     })
 }
 
 fn head_lines<'a>(seen: &Model, status: &Status, order: Order) -> Vec<Line<'a>> {
-    let fresh = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
+    let fresh = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     let loads: Vec<f64> = seen.servers().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest = loads.iter().copied().fold(0.0, f64::max);
     let sum: f64 = seen.new_connections().values().sum();
@@ -148,8 +148,8 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
 fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a> {
     let row = |balancer: &'a LoadBalancer| {
         let rates = seen.packets(&balancer.name);
-        let sum = |wanted: &dyn Fn(&str) -> bool| {
-            per_second(rates.iter().filter(|(name, _)| wanted(name)).map(|(_, rate)| rate).sum())
+        let sum = |is_counted: &dyn Fn(&str) -> bool| {
+            per_second(rates.iter().filter(|(name, _)| is_counted(name)).map(|(_, rate)| rate).sum())
         };
         let (state, colour) = match (balancer.connected, balancer.alive) {
             (true, true) => ("connected", Color::Green),
@@ -205,9 +205,9 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
     let percent = |load: f64| format!("{:.0} %", load * 100.0);
     let highest = cores.iter().copied().reduce(f64::max);
     let (age, colour) = match server.reports {
-        Reports::Fresh => (format!("{} ms", server.report_age_ms), Color::Reset),
-        Reports::Stale => (format!("{} s", server.report_age_ms / 1000), Color::Red),
-        Reports::None => ("never".to_owned(), Color::Red),
+        ReportState::Fresh => (format!("{} ms", server.report_age_ms), Color::Reset),
+        ReportState::Stale => (format!("{} s", server.report_age_ms / 1000), Color::Red),
+        ReportState::None => ("never".to_owned(), Color::Red),
     };
     let colour_of_state = match server.state {
         ServerState::Active => Color::Green,

@@ -327,7 +327,10 @@ pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
 ) -> Result<Vec<U>, WireError> {
-    list.iter().enumerate().map(|(position, one)| U::try_from(one).within(format!("{field}[{position}]"))).collect()
+    list.iter()
+        .enumerate()
+        .map(|(position, element)| U::try_from(element).within(format!("{field}[{position}]")))
+        .collect()
 }
 
 fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(

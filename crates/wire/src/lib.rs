@@ -54,7 +54,7 @@ pub const LEADER: &str = "coreward-leader";
 
 /// Metadata of a stream's beginning: the term of the answering controller, in decimal. Grows with every leader; absent
 /// for a controller with a store of its own.
-pub const TERM: &str = "coreward-term";
+pub const TERM_HEADER: &str = "coreward-term";
 
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.
 #[allow(missing_docs, clippy::all)]

@@ -249,7 +249,7 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
     let count = message.server_id.len();
     length_is("cores", message.cores.len(), count)?;
     length_is("load_sum", message.load_sum.len(), count)?;
-    if !message.server_id.is_sorted_by(|one, next| one < next) {
+    if !message.server_id.is_sorted_by(|id, next| id < next) {
         return Err(WireError::new("server_id", "not in ascending order"));
     }
     let parallel = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);

@@ -51,12 +51,12 @@ pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
 
 /// Sanitizes rejected updates.
 pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
-    let one = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
+    let sanitized = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
         service: sanitize(refused.service),
         reason: sanitize(refused.reason),
         ..refused
     };
-    refused.into_iter().take(MAX_COUNTS).map(one).collect()
+    refused.into_iter().take(MAX_COUNTS).map(sanitized).collect()
 }
 
 /// Sanitizes a load balancer's state.

@@ -56,10 +56,16 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut server = Server::start()?;
     for connections in &args.connections {
         server.open(*connections)?;
-        let one = server.rounds(args.rounds, &[server.address])?;
+        let one_port = server.rounds(args.rounds, &[server.address])?;
         let other = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-        let four = server.rounds(args.rounds, &[server.address, other(1), other(2), other(3)])?;
-        table.row([(*connections).into(), one.0.into(), one.1.into(), four.0.into(), four.1.into()]);
+        let four_services = server.rounds(args.rounds, &[server.address, other(1), other(2), other(3)])?;
+        table.row([
+            (*connections).into(),
+            one_port.0.into(),
+            one_port.1.into(),
+            four_services.0.into(),
+            four_services.1.into(),
+        ]);
     }
     Ok(Report {
         name: "counting",

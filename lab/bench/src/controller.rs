@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_api::types::{Reports, Status};
+use coreward_api::types::{ReportState, Status};
 use coreward_http::client::Client;
 use coreward_http::tokens::token_file;
 use coreward_rpc::v1::control_client::ControlClient;
@@ -279,7 +279,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     }
     let resident_mib = controller.resident_mib()?;
     let status = controller.status().await?;
-    let reporting = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
+    let reporting = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     ensure!(reporting == args.agents as usize, "{reporting} of {} agents report", args.agents);
     let refused: u64 = status.refused_reports.values().sum();
     ensure!(refused == 0, "{refused} reports were refused: {:?}", status.refused_reports);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_api::types::Reports;
+use coreward_api::types::ReportState;
 use coreward_controller::Now;
 use coreward_fleet::clock::wall_now;
 use coreward_model::statistics::median;
@@ -93,7 +93,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     let status = controller.status().await?;
     let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
     ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
-    let reporting = status.servers.iter().filter(|server| server.reports == Reports::Fresh).count();
+    let reporting = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     ensure!(reporting == behind, "{reporting} of {behind} servers report");
     Ok(report(args, &windows, costs_us, bytes))
 }
@@ -180,8 +180,8 @@ impl Rack {
             sleep_until(due).await;
             due = (due + interval).max(Instant::now());
             let mut message = self.rounds[round % ROUNDS].clone();
-            let wanted = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
-            let per_detail = (DETAIL_INTERVAL.max(wanted).as_secs_f64() / interval.as_secs_f64()).round() as usize;
+            let requested = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
+            let per_detail = (DETAIL_INTERVAL.max(requested).as_secs_f64() / interval.as_secs_f64()).round() as usize;
             // The first report of each agent, which brings its RSS, goes up at once.
             let (first, step) = if round == 0 { (0, 1) } else { (round % per_detail, per_detail) };
             for (agent, server) in self.servers.iter_mut().skip(first).step_by(step) {

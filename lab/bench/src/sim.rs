@@ -117,7 +117,7 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Writing it also puts it into the page cache.
+/// Writes a capture of campus traffic, which also puts it into the page cache.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace = format!("campus:seconds={seconds}").parse::<Source>()?.open(1, ReadOptions::default())?;
     let out = File::create(path).with_context(|| path.display().to_string())?;

@@ -113,9 +113,9 @@ impl Measured {
 /// expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
-    let wanted = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
+    let is_selected = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
     let alone: Vec<Measured> = Case::alone()
-        .filter(wanted)
+        .filter(is_selected)
         .map(|case| measure_alone(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
     ensure!(!(established.is_empty() && alone.is_empty()), "no case has {:?} in its name", args.only);

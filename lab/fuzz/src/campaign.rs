@@ -13,7 +13,7 @@ use crate::epoch::{self, Epoch};
 
 /// End of a campaign.
 #[derive(Debug, Clone, Copy)]
-pub enum Until {
+pub enum RunLimit {
     Packets(u64),
     /// So long; the epochs at work then are ended.
     Elapsed(Duration),
@@ -24,7 +24,7 @@ pub struct Campaign {
     /// Determines every epoch, whatever the number of threads.
     pub seed: u64,
     pub first_epoch: u64,
-    pub until: Until,
+    pub limit: RunLimit,
     /// Each has a load balancer of its own.
     pub threads: usize,
 }
@@ -99,12 +99,12 @@ impl Campaign {
 
     /// Number of packets of the epoch in this campaign; `None`: it has no such epoch.
     fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
-        match self.until {
-            Until::Packets(total) => {
+        match self.limit {
+            RunLimit::Packets(total) => {
                 let before = number * epoch::PACKETS;
                 (before < total).then(|| epoch::PACKETS.min(total - before))
             }
-            Until::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKETS),
+            RunLimit::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKETS),
         }
     }
 
@@ -126,7 +126,7 @@ impl Campaign {
             if let Some(found) = found {
                 return Ok((found.packets, Some(found)));
             }
-            if matches!(self.until, Until::Elapsed(time) if start.elapsed() >= time) {
+            if matches!(self.limit, RunLimit::Elapsed(time) if start.elapsed() >= time) {
                 break;
             }
         }

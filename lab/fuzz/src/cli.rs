@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use coreward_intf as intf;
 
-use crate::campaign::{Campaign, Failure, Summary, Until};
+use crate::campaign::{Campaign, Failure, RunLimit, Summary};
 use crate::consistency;
 use crate::epoch::Step;
 use crate::frame::hex;
@@ -101,7 +101,7 @@ fn packets(arguments: &Packets) -> anyhow::Result<()> {
     let campaign = Campaign {
         seed: arguments.seed.unwrap_or_else(clock),
         first_epoch: arguments.epoch,
-        until: arguments.packets.map_or(Until::Elapsed(Duration::from_secs(arguments.seconds)), Until::Packets),
+        limit: arguments.packets.map_or(RunLimit::Elapsed(Duration::from_secs(arguments.seconds)), RunLimit::Packets),
         threads: match arguments.threads {
             Some(threads) => threads,
             None => std::thread::available_parallelism()?.get(),

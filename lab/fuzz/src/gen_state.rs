@@ -155,8 +155,8 @@ impl GenState {
                 services.push((planned.address, mode));
             }
         }
-        let wanted = 1 + rng.below(5);
-        while services.len() < wanted {
+        let count = 1 + rng.below(5);
+        while services.len() < count {
             let socket = ipv6::socket((rng.pick(&self.vips), rng.pick(&PORTS)));
             let address = ServiceAddress { socket, protocol: rng.pick(&self.protocols) };
             if !services.iter().any(|(other, _)| *other == address) {

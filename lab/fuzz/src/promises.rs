@@ -199,9 +199,9 @@ impl Promises {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries some members only: of many that take none it may find none that does.
-        let taking = service.members.iter().filter(|id| takes(id)).count();
+        let eligible_count = service.members.iter().filter(|id| takes(id)).count();
         let all_down = there.iter().all(|id| service.is_down(*id));
-        (all_down && taking > 0 && taking * 2 >= service.members.len())
+        (all_down && eligible_count > 0 && eligible_count * 2 >= service.members.len())
             .then_some("a UDP flow leaves a server that is down")
     }
 }

@@ -21,7 +21,7 @@ pub struct Shrunk {
 
 struct Shrinker {
     setup: Setup,
-    until: Instant,
+    deadline: Instant,
 }
 
 impl Shrinker {
@@ -58,7 +58,7 @@ impl Shrinker {
     }
 
     fn patient(&self) -> bool {
-        Instant::now() < self.until
+        Instant::now() < self.deadline
     }
 
     /// Leaves out what is not needed, ever smaller parts at a time (delta debugging: Zeller and Hildebrandt, TSE 2002).
@@ -116,7 +116,7 @@ impl Shrinker {
 /// Shrinks a difference that the epoch of `seed` shows at its packet number `packets`. `None`: it does not show again.
 pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<Shrunk>> {
     let (setup, mut steps) = Epoch::steps(seed, packets)?;
-    let shrinker = Shrinker { setup, until: Instant::now() + TIMEOUT };
+    let shrinker = Shrinker { setup, deadline: Instant::now() + TIMEOUT };
     if shrinker.difference(&steps)?.is_none() {
         return Ok(None);
     }

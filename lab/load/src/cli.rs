@@ -21,10 +21,10 @@ use crate::request_type::{RequestType, ServiceTimes};
 use crate::transport::{Connections, Datagrams, Http, Keys, Paced, Sources, Transport, Udp};
 use crate::workload::{Mix, ServiceDistribution, Workload};
 
-const PURPOSE_ARRIVALS: u64 = 0x6c6f_6111;
-const PURPOSE_DEMANDS: u64 = 0x6c6f_6112;
-const PURPOSE_MEASURE_ARRIVALS: u64 = 0x6c6f_6113;
-const PURPOSE_MEASURE_DEMANDS: u64 = 0x6c6f_6114;
+const RNG_STREAM_ARRIVALS: u64 = 0x6c6f_6111;
+const RNG_STREAM_REQUESTS: u64 = 0x6c6f_6112;
+const RNG_STREAM_MEASURED_ARRIVALS: u64 = 0x6c6f_6113;
+const RNG_STREAM_MEASURED_REQUESTS: u64 = 0x6c6f_6114;
 
 /// A signal came (SIGINT, SIGTERM): what was measured until then is reported.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -142,14 +142,14 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
 }
 
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
-    let load = workload(args, PURPOSE_DEMANDS)?;
+    let load = workload(args, RNG_STREAM_REQUESTS)?;
     let classes = load.classes().to_vec();
-    let schedule = Schedule::new(args.arrivals, args.rate, args.seed, PURPOSE_ARRIVALS);
+    let schedule = Schedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
     let mut streams = vec![Stream { schedule, workload: load, first_class: 0 }];
     let measured = classes[0];
     if let Some(rate) = args.measure {
-        let schedule = Schedule::new(Arrivals::Poisson, rate, args.seed, PURPOSE_MEASURE_ARRIVALS);
-        let workload = workload(args, PURPOSE_MEASURE_DEMANDS)?.only_first();
+        let schedule = Schedule::new(Arrivals::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
+        let workload = workload(args, RNG_STREAM_MEASURED_REQUESTS)?.only_first();
         streams.push(Stream { schedule, workload, first_class: classes.len() as u8 });
     }
     let mut transport = open(args)?;
@@ -212,7 +212,7 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     Ok(match args.transport {
         TransportName::Udp => Box::new(Udp::open(args.target, &sources, Datagrams::KeyValue(keys), args.seed)?),
         TransportName::Dns => {
-            let (classes, queries) = (workload(args, PURPOSE_DEMANDS)?.classes().len(), &args.query);
+            let (classes, queries) = (workload(args, RNG_STREAM_REQUESTS)?.classes().len(), &args.query);
             ensure!(
                 args.service.is_none() && args.multiplier.is_none(),
                 "--transport dns: expected --mix and --query only"

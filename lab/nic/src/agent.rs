@@ -107,13 +107,13 @@ fn rss(key: &str, table: &[u32]) -> Result<Rss> {
 pub struct Daemons;
 
 impl Daemons {
-    /// Starts both and waits until the agent has reported that the NIC has `wanted`. Fails, with the end of both logs,
+    /// Starts both and waits until the agent has reported that the NIC has `expected`. Fails, with the end of both logs,
     /// when it does not.
-    pub fn start(guest: &mut Guest, wanted: &Rss) -> Result<Self> {
+    pub fn start(guest: &mut Guest, expected: &Rss) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
         let reported = poll(guest, START_LIMIT, |guest| {
-            Ok(server(guest)?.filter(|server| reported(server).is_some_and(|rss| rss == *wanted)).map(drop))
+            Ok(server(guest)?.filter(|server| reported(server).is_some_and(|rss| rss == *expected)).map(drop))
         });
         reported.with_context(|| logs(guest))?;
         Ok(Self)

@@ -118,7 +118,7 @@ impl Case {
     }
 
     /// Returns whether its name contains `text`.
-    pub fn is_wanted(&self, text: &str) -> bool {
+    pub fn is_selected(&self, text: &str) -> bool {
         self.name().contains(text)
     }
 
@@ -222,15 +222,15 @@ impl Case {
     fn manage(&self, guest: &mut Guest, wire: &Wire, tally: &mut Tally) -> Result<()> {
         let named = |check: &str| self.named(&format!("manage_rss: {check}"));
         let before = rss::shown(guest)?;
-        let wanted = agent::managed(&before, self.nic == Nic::Virtio, QUEUES)?;
-        ensure!(wanted != before, "the NIC holds already what the agent is to set");
-        let daemons = Daemons::start(guest, &wanted)?;
+        let managed = agent::managed(&before, self.nic == Nic::Virtio, QUEUES)?;
+        ensure!(managed != before, "the NIC holds already what the agent is to set");
+        let daemons = Daemons::start(guest, &managed)?;
 
         let counted = daemons.counted(guest)?;
         let measured = rss::measure(guest, self.nic, wire)?;
         let matched = measured.matched();
         let found = format!("{matched} of {FLOWS} flows on the predicted queue");
-        let set = measured.shown == wanted && matched == FLOWS;
+        let set = measured.shown == managed && matched == FLOWS;
         tally.check(&named("key and table are set, and in force"), if set { Ok(found) } else { Err(anyhow!(found)) });
         let seen = daemons.matched_of(guest, counted, FLOWS.into())?;
         let found = format!("{seen} of {FLOWS} SYNs by the predicted queue");

@@ -52,9 +52,9 @@ pub type File = (&'static str, String);
 /// When debootstrap cannot fetch the packages.
 pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     let (mirror, release) = packages::mirror()?;
-    let wanted = format!("{release} {PROGRAMS} {IMAGE_SIZE}\n");
+    let expected = format!("{release} {PROGRAMS} {IMAGE_SIZE}\n");
     let [image, complete] = ["debian.ext4", "debian.complete"].map(|name| cache.join(name));
-    if image.exists() && fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
+    if image.exists() && fs::read_to_string(&complete).is_ok_and(|found| found == expected) {
         return Ok(image);
     }
     println!("packages: fetching Debian's {release} into {}", image.display());
@@ -68,7 +68,7 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
         .arg(root.path()))?;
     let _ = fs::remove_file(&image);
     run(tied("mke2fs").args(["-q", "-t", "ext4", "-d"]).arg(root.path()).arg(&image).arg(IMAGE_SIZE))?;
-    fs::write(complete, wanted)?;
+    fs::write(complete, expected)?;
     Ok(image)
 }
 

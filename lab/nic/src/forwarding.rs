@@ -34,7 +34,7 @@ const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 /// Rounds of SYNs of one measurement.
 const ROUNDS: u8 = 4;
 /// Transmissions of a SYN: the loaded core drops some.
-const TRANSMISSIONS: usize = 10;
+const MAX_TRANSMISSIONS: usize = 10;
 /// Measurements before one that is not as expected counts.
 const MEASUREMENTS: u8 = 5;
 
@@ -245,7 +245,7 @@ fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<Placed> {
     let mut missing: Vec<FourTuple> = (first..first + ROUNDS).flat_map(flows_of_round).collect();
     let sent = missing.len();
     let mut placed = Placed::new();
-    for _ in 0..TRANSMISSIONS {
+    for _ in 0..MAX_TRANSMISSIONS {
         for flow in &missing {
             wire.send_syn(flow)?;
             std::thread::sleep(Duration::from_millis(5));
@@ -264,7 +264,7 @@ fn measure(wire: &Wire, segment: &Segment, first: u8) -> Result<Placed> {
             return Ok(placed);
         }
     }
-    bail!("{} of {sent} SYNs are lost after {TRANSMISSIONS} transmissions", missing.len())
+    bail!("{} of {sent} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing.len())
 }
 
 /// Number of the SYNs selected by `chosen` that went to `s1`, and number of all of them.

@@ -16,7 +16,7 @@ pub const EXECUTABLE: u32 = 0o100_755;
 /// Mode of a file that everyone may read.
 pub const READABLE: u32 = 0o100_644;
 /// Secrets are among the files, and `coreward` takes none that others can read.
-const OWNERS_ONLY: u32 = 0o100_600;
+const OWNER_ONLY_MODE: u32 = 0o100_600;
 
 /// Files on their way into an archive.
 #[derive(Default)]
@@ -80,7 +80,7 @@ pub fn build(
     add_ethtool(&mut archive, packages)?;
     add_coreward(&mut archive, coreward, &packages.stripped())?;
     for (name, content) in files {
-        archive.add(name, OWNERS_ONLY, content.as_bytes());
+        archive.add(name, OWNER_ONLY_MODE, content.as_bytes());
     }
     Ok(archive.finish())
 }

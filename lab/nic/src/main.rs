@@ -69,7 +69,7 @@ fn main() -> ExitCode {
         check_units(&arguments, debs, &mut tally);
         return tally.finish();
     }
-    let cases = CASES.iter().filter(|case| case.is_wanted(&arguments.only));
+    let cases = CASES.iter().filter(|case| case.is_selected(&arguments.only));
     match prepare(&arguments) {
         Err(missing) => {
             println!("No guest can be booted here: {missing:#}");

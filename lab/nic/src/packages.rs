@@ -31,9 +31,9 @@ impl Packages {
     /// names the missing part.
     pub fn fetch(folder: &Path) -> Result<Self> {
         let packages = Self { folder: folder.to_path_buf() };
-        let wanted = format!("{KERNELS:?} {:?} debootstrap\n", kernel::MODULES);
+        let expected = format!("{KERNELS:?} {:?} debootstrap\n", kernel::MODULES);
         let complete = folder.join("complete");
-        if fs::read_to_string(&complete).is_ok_and(|found| found == wanted) {
+        if fs::read_to_string(&complete).is_ok_and(|found| found == expected) {
             println!("packages: from {}", folder.display());
             return Ok(packages);
         }
@@ -62,7 +62,7 @@ impl Packages {
         for part in ["lists", "archives"] {
             fs::remove_dir_all(folder.join(part))?;
         }
-        fs::write(complete, wanted)?;
+        fs::write(complete, expected)?;
         Ok(packages)
     }
 

@@ -25,7 +25,7 @@ const HELD: usize = 8;
 /// New connections before anything changes.
 const NEW: usize = 20;
 /// Errors of a confined process, as strerror(3) words them.
-const DENIED: &str = "Operation not permitted|Permission denied|Read-only file system";
+const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
 
 const NETWORK: &str = "
 ip netns add switch
@@ -429,7 +429,7 @@ fn watchdog(guest: &mut Guest) -> Result<String> {
 
 /// Fails when a daemon has logged since the boot that it may not do something.
 fn nothing_is_denied(guest: &mut Guest) -> Result<()> {
-    let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{DENIED}' || true"))?;
+    let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
     ensure!(denied.trim().is_empty(), "the daemons were denied: {denied}");
     Ok(())
 }

@@ -101,7 +101,7 @@ fn compute(time: Duration, context: &mut Context<'_>) {
 /// signals cannot be handled.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let store = Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
+    let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
     let is_allocated = args.assignment != Assignment::CompleteShare;
     let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));

@@ -43,13 +43,13 @@ impl Preload {
         self.set(daemon, DISK_FULL, full.into())
     }
 
-    /// The command's process will have what is done to the daemon.
+    /// Applies the daemon's faults to the process of the command.
     pub(crate) fn give(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let path = self.faults(daemon);
-        let make = || -> io::Result<()> {
+        let build = || -> io::Result<()> {
             File::options().write(true).create(true).truncate(false).open(&path)?.set_len(BYTES)
         };
-        make().with_context(|| format!("cannot make {}", path.display()))?;
+        build().with_context(|| format!("cannot make {}", path.display()))?;
         command.env("LD_PRELOAD", self.library()).env("COREWARD_FAULTS", path);
         Ok(())
     }

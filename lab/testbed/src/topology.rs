@@ -36,7 +36,7 @@ const RACKS_MAX: u16 = 32;
 const CORES_MAX: u16 = 64;
 
 /// [`seeded_rng`]'s stream for the initial keys of emulated NICs.
-const PURPOSE_NIC_KEY: u64 = 3;
+const RNG_STREAM_NIC_KEY: u64 = 3;
 
 /// Shape of a testbed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -362,7 +362,7 @@ impl Testbed {
     fn nic_default(&self, number: u16) -> anyhow::Result<Rss> {
         let cores = u32::from(self.options.cores);
         let queues: Vec<u32> = (0..self.options.indirection_entries as u32).map(|entry| entry % cores).collect();
-        let key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), PURPOSE_NIC_KEY));
+        let key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
         Ok(Rss { key, indirection_table: IndirectionTable::new(&queues)? })
     }
 

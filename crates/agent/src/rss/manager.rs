@@ -8,7 +8,7 @@ use crate::saved_settings::SettingsStore;
 
 /// The fleet's RSS settings for this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WantedRss {
+pub struct DesiredRss {
     pub key: RssKey,
     /// Seeds the balanced table.
     pub server_id: ServerId,
@@ -17,7 +17,7 @@ pub struct WantedRss {
 pub struct RssManager {
     device: Box<dyn RssDevice>,
     /// `None`: only read.
-    wanted: Option<WantedRss>,
+    desired: Option<DesiredRss>,
     known: Option<Rss>,
     /// Transform found by packets, if it is not the one that the driver reports.
     observed_input: Option<InputTransform>,
@@ -30,7 +30,7 @@ impl RssManager {
     pub fn new(device: Box<dyn RssDevice>) -> Self {
         let mut manager = Self {
             device,
-            wanted: None,
+            desired: None,
             known: None,
             observed_input: None,
             receive_queues: 0,
@@ -44,8 +44,8 @@ impl RssManager {
     }
 
     /// Sets key and table, now and whenever the NIC has others; the original is stored.
-    pub fn manage(&mut self, wanted: WantedRss, memory: &mut SettingsStore) {
-        self.wanted = Some(wanted);
+    pub fn manage(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
+        self.desired = Some(desired);
         self.apply(memory);
     }
 
@@ -72,7 +72,7 @@ impl RssManager {
     }
 
     pub fn restore(&mut self, memory: &mut SettingsStore) {
-        self.wanted = None;
+        self.desired = None;
         let Some(original) = memory.get().rss.clone() else { return };
         let source = self.device.source();
         match self.device.write(&original) {
@@ -120,8 +120,8 @@ impl RssManager {
     }
 
     fn apply(&mut self, memory: &mut SettingsStore) {
-        let Some(wanted) = self.wanted.clone() else { return };
-        if let Err(error) = self.try_apply(&wanted, memory) {
+        let Some(desired) = self.desired.clone() else { return };
+        if let Err(error) = self.try_apply(&desired, memory) {
             let text = format!("RSS cannot be set: {error:#}");
             if self.problem.as_ref() != Some(&text) {
                 tracing::warn!(event = "rss-not-set", error = format!("{error:#}"), "RSS cannot be set");
@@ -130,12 +130,12 @@ impl RssManager {
         }
     }
 
-    fn try_apply(&mut self, wanted: &WantedRss, memory: &mut SettingsStore) -> anyhow::Result<()> {
+    fn try_apply(&mut self, desired: &DesiredRss, memory: &mut SettingsStore) -> anyhow::Result<()> {
         let entries = self.device.table_entries()?;
-        let table = IndirectionTable::balanced(wanted.server_id.get().into(), entries, self.receive_queues)?;
+        let table = IndirectionTable::balanced(desired.server_id.get().into(), entries, self.receive_queues)?;
         let current = self.device.settings();
         let settings = RssSettings {
-            key: Some(wanted.key.bytes().to_vec()),
+            key: Some(desired.key.bytes().to_vec()),
             indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
             input_transform: current.as_ref().map_or(0, |current| current.input_transform),
         };
@@ -186,9 +186,9 @@ impl RssManager {
 }
 
 /// Returns whether a NIC has these settings: a longer key may follow, and a NIC that shows no key accepts none.
-fn holds(current: &RssSettings, wanted: &RssSettings) -> bool {
-    let key = wanted.key.as_deref().unwrap_or_default();
-    current.indirection_table == wanted.indirection_table
+fn holds(current: &RssSettings, desired: &RssSettings) -> bool {
+    let key = desired.key.as_deref().unwrap_or_default();
+    current.indirection_table == desired.indirection_table
         && current.key.as_ref().is_none_or(|current| {
             let common = current.len().min(key.len());
             current[..common] == key[..common] && current[common..].iter().all(|byte| *byte == 0)
@@ -246,8 +246,8 @@ mod tests {
         std::sync::Arc::new(std::sync::Mutex::new(Nic { settings, queues: 4, accepts_key }))
     }
 
-    fn wanted() -> WantedRss {
-        WantedRss { key: RssKey::microsoft(), server_id: 7.try_into().unwrap() }
+    fn desired() -> DesiredRss {
+        DesiredRss { key: RssKey::microsoft(), server_id: 7.try_into().unwrap() }
     }
 
     #[test]
@@ -285,7 +285,7 @@ mod tests {
             let original = device.lock().unwrap().settings.clone();
             let mut memory = SettingsStore::open(&pins).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
-            manager.manage(wanted(), &mut memory);
+            manager.manage(desired(), &mut memory);
             let table = IndirectionTable::balanced(7, 64, 4).unwrap();
             assert_eq!(manager.known().unwrap().indirection_table, table);
             assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (accepts_key, 2));
@@ -301,7 +301,7 @@ mod tests {
             drop((manager, memory));
             let mut memory = SettingsStore::open(&pins).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));
-            manager.manage(wanted(), &mut memory);
+            manager.manage(desired(), &mut memory);
             manager.restore(&mut memory);
             assert_eq!(device.lock().unwrap().settings, original);
             assert_eq!(memory.get().rss, None);

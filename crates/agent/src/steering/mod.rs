@@ -82,13 +82,13 @@ impl Steering {
 
     /// Sets the steered services. `rss_map`: of the server's programs. Fails when the kernel rejects the program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
-        let wanted: BTreeSet<SocketAddr> = if self.mode == Steer::Off {
+        let addresses: BTreeSet<SocketAddr> = if self.mode == Steer::Off {
             BTreeSet::new()
         } else {
             services.iter().map(|service| service.socket).collect()
         };
-        self.services.retain(|address, _| wanted.contains(address));
-        for address in wanted {
+        self.services.retain(|address, _| addresses.contains(address));
+        for address in addresses {
             if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
                 let name = pin_name(address);
                 let program = Program::load(&self.pin_directory, &name, rss_map)?;

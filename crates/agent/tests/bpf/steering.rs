@@ -142,7 +142,7 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
         agent.configure(configuration(), &[]);
         let warned = |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("moves open connections"));
         let mut port = 20_000;
-        let mut until = |agent: &mut Agent, what: &str, expected: bool| {
+        let mut wait_until = |agent: &mut Agent, what: &str, expected: bool| {
             wait_until(what, || {
                 // One packet in many is sampled.
                 for _ in 0..16 {
@@ -154,12 +154,12 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
                 Ok(sampled >= 20 && warned(agent) == expected)
             })
         };
-        until(&mut agent, "open connections are sampled", false)?;
+        wait_until(&mut agent, "open connections are sampled", false)?;
         move_established(&testbed.emulated_rss(1), 1)?;
-        until(&mut agent, "the agent warns", true)?;
+        wait_until(&mut agent, "the agent warns", true)?;
         assert!(!agent.warnings().iter().any(|warning| warning.contains("not in force")), "{:?}", agent.warnings());
         move_established(&testbed.emulated_rss(1), 0)?;
-        until(&mut agent, "it has ended", false)?;
+        wait_until(&mut agent, "it has ended", false)?;
         agent.detach()
     })
 }

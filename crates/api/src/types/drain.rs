@@ -6,7 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Reports, ServerState};
+use super::{ReportState, ServerState};
 
 /// A drain of a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -78,7 +78,7 @@ pub struct DrainStatus {
     /// Reason of the state; empty: none.
     pub state_reason: String,
     /// State of its agent's reports.
-    pub reports: Reports,
+    pub reports: ReportState,
     /// Its drain; null: it is not drained.
     pub drained: Option<Drained>,
     /// Remaining connections of the drained services, by a count that began after the last new one; null: unknown

@@ -117,8 +117,8 @@ impl From<&Diagnostic> for DocumentMistake {
     fn from(mistake: &Diagnostic) -> Self {
         Self {
             file: mistake.file.display().to_string(),
-            line: mistake.place.map(|place| place.line),
-            column: mistake.place.map(|place| place.column),
+            line: mistake.location.map(|location| location.line),
+            column: mistake.location.map(|location| location.column),
             key: (!mistake.key.is_empty()).then(|| mistake.key.clone()),
             problem: mistake.problem.clone(),
             expected: mistake.expected.as_deref().map(str::to_owned),

@@ -7,7 +7,7 @@ use coreward_model::ServiceAddress;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Drained, Keys, Reports, ServerState, serde_text};
+use super::{Drained, Keys, ReportState, ServerState, serde_text};
 
 /// Load of every core, and counters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -100,7 +100,7 @@ pub struct OverviewServer {
     /// Reason of the state; empty: none.
     pub state_reason: String,
     /// State of its agent's reports.
-    pub reports: Reports,
+    pub reports: ReportState,
     /// Its weight.
     pub weight: u32,
     /// Its drain; null: it is not drained.

@@ -25,7 +25,7 @@ pub use loads::{
     LoadBalancerCounts, Loads, Overview, OverviewLoadBalancer, OverviewServer, OverviewService, ServerLoads,
 };
 pub use status::{
-    CheckedBy, DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, Rack, Reports,
+    CheckedBy, DispatchedService, DispatchedWorker, LoadBalancer, LoadBalancerState, LoadBalancers, Rack, ReportState,
     RssGroup, Server, ServerClock, ServerRss, ServerState, Servers, Service, ServiceMember, Services, Status,
     StatusQuery,
 };

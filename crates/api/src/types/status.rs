@@ -62,7 +62,7 @@ pub struct Rack {
     pub servers: Vec<String>,
     /// Number of servers for which the fleet's document permits it.
     #[serde(default)]
-    pub may_speak_for: u32,
+    pub permitted_servers: u32,
 }
 
 /// All services.
@@ -193,7 +193,7 @@ pub struct Server {
     /// Duration of the state; null: since before this controller's start.
     pub state_for_ms: Option<u64>,
     /// State of its agent's reports.
-    pub reports: Reports,
+    pub reports: ReportState,
     /// Smoothed load of each core, in fractions of its capacity; empty: unknown.
     pub core_load: Vec<f64>,
     /// Age of its newest report.
@@ -252,7 +252,7 @@ pub enum ServerState {
 /// State of an agent's reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Reports {
+pub enum ReportState {
     /// Valid reports.
     Fresh,
     /// Its newest report has expired: it counts as average.
@@ -261,7 +261,7 @@ pub enum Reports {
     None,
 }
 
-impl Reports {
+impl ReportState {
     /// Returns the name in output.
     pub fn name(self) -> &'static str {
         match self {

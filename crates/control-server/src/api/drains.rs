@@ -1,4 +1,4 @@
-//! Servers that are to take no new connections.
+//! Drains of servers.
 
 use axum::Extension;
 use axum::extract::State;
@@ -51,15 +51,15 @@ pub async fn drain(
 ) -> Result<Json<DrainStatus>, Problem> {
     let shared = api.shared()?;
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
-    let wanted = WantedDrain { server: server.clone(), services, force: body.force };
+    let request = WantedDrain { server: server.clone(), services, force: body.force };
     let now = shared.now();
-    let can = shared.controller().can_drain(&wanted, now);
+    let can = shared.controller().can_drain(&request, now);
     can.map_err(|refused| not_drained(&refused))?;
-    let place = match &wanted.services {
+    let place = match &request.services {
         Some(_) => format!(" in {}", body.services.join(", ")),
         None => String::new(),
     };
-    change(&api, &shared, &server, Change::Drain(wanted), (&caller, &format!("drained{place}"))).await
+    change(&api, &shared, &server, Change::Drain(request), (&caller, &format!("drained{place}"))).await
 }
 
 /// End a server's drain: new connections again, if the fleet's document allows them

@@ -41,8 +41,8 @@ impl EventLog {
     /// Returns the newest `limit` events after this id, the oldest first.
     pub fn after(&self, id: u64, limit: usize) -> Vec<Event> {
         let events = self.events();
-        let wanted = events.iter().filter(|event| event.id > id).count();
-        events.iter().skip(events.len() - wanted.min(limit)).cloned().collect()
+        let newer = events.iter().filter(|event| event.id > id).count();
+        events.iter().skip(events.len() - newer.min(limit)).cloned().collect()
     }
 
     pub fn newest(&self) -> watch::Receiver<u64> {

@@ -71,9 +71,9 @@ pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem>
 pub async fn put_fleet(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
-    Json(wanted): Json<NewFleet>,
+    Json(request): Json<NewFleet>,
 ) -> Result<Answer, Problem> {
-    let NewFleet { name, text, generation, dry_run } = wanted;
+    let NewFleet { name, text, generation, dry_run } = request;
     check_name(&name)?;
     let shared = api.shared()?;
     let (old, _) = in_force(&shared);
@@ -144,10 +144,10 @@ fn change_document(change: &config::Change) -> FleetChange {
     request_body = Check,
     responses((status = 200, description = "The mistakes", body = Checked))
 )]
-pub async fn check(Json(wanted): Json<Check>) -> Result<Answer, Problem> {
-    check_name(&wanted.name)?;
+pub async fn check(Json(request): Json<Check>) -> Result<Answer, Problem> {
+    check_name(&request.name)?;
     answer(Size::Large, move || {
-        Ok(match FleetConfig::parse(&Source::from_text(&wanted.name, &wanted.text)) {
+        Ok(match FleetConfig::parse(&Source::from_text(&request.name, &request.text)) {
             Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
             Err(mistakes) => {
                 Checked { mistakes: mistakes.list.iter().map(Into::into).collect(), more: mistakes.more as u64 }
@@ -170,9 +170,9 @@ mod tests {
 
     use super::*;
     use crate::config::ControllerConfig;
+    use crate::server::apply_change;
     use crate::server::controller_state::ChangeRequest;
     use crate::server::leader_election::LeaderElection;
-    use crate::server::make;
     use crate::server::state_manager::StateManager;
     use coreward_controller::Controller;
     use coreward_listener::security::Security;
@@ -203,9 +203,9 @@ mod tests {
         let shared = api.shared().unwrap();
         let put = |generation: u64| {
             let text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
-            let wanted = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
+            let request = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };
             let caller = Caller { role: Role::Operator, address: IpAddr::from([127, 0, 0, 1]), who: "alice".into() };
-            put_fleet(State(api.clone()), Extension(caller), Json(wanted))
+            put_fleet(State(api.clone()), Extension(caller), Json(request))
         };
         let first_has_come = tokio::sync::Notify::new();
         let both_at_once = async {
@@ -213,7 +213,7 @@ mod tests {
             for _ in 0..2 {
                 let ChangeRequest { change, author, done } = changes.recv().await.unwrap();
                 first_has_come.notify_one();
-                let (back, outcome) = make(manager, &shared, change, author).await.unwrap();
+                let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();
                 manager = back;
                 reported.push((done, outcome));
             }

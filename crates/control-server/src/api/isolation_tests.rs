@@ -20,9 +20,9 @@ use serde_json::json;
 
 use super::{poll_loop, router};
 use crate::config::ControllerConfig;
+use crate::server::apply_change;
 use crate::server::controller_state::{ChangeRequest, ControllerState};
 use crate::server::leader_election::LeaderElection;
-use crate::server::make;
 use crate::server::state_manager::StateManager;
 use coreward_controller::Controller;
 use coreward_listener::security::Security;
@@ -172,7 +172,7 @@ fn with_site(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
         let _serving = listener.serve(Plain, router, || (), beside).unwrap();
         let keep = async {
             while let Some(ChangeRequest { change, author, done }) = changes.recv().await {
-                let (back, outcome) = make(manager, &shared, change, author).await.unwrap();
+                let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();
                 manager = back;
                 let _ = done.send(outcome);
             }
@@ -188,7 +188,7 @@ fn document(text: &str) -> String {
     json!({ "name": "fleet.toml", "text": text }).to_string()
 }
 
-fn filled(unit: &str) -> String {
+fn repeated(unit: &str) -> String {
     let bytes = json!(unit).to_string().len() - 2;
     document(&unit.repeat((DOCUMENT_BODY - 100) / bytes))
 }
@@ -214,7 +214,7 @@ fn worst() -> Vec<Request> {
         "'''",
     ]
     .into_iter()
-    .map(|unit| check(filled(unit)))
+    .map(|unit| check(repeated(unit)))
     .collect();
     let unknown: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
     requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[{unknown}]\n"))));

@@ -31,11 +31,11 @@ pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
 pub async fn rotate(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
-    Json(wanted): Json<RotateKeys>,
+    Json(request): Json<RotateKeys>,
 ) -> Result<Json<Keys>, Problem> {
     let shared = api.shared()?;
     let now = shared.now();
-    let step = shared.controller().wanted_key_step(wanted.force, now);
+    let step = shared.controller().requested_key_step(request.force, now);
     let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
     shared.change_by((&caller).into(), Change::Keys(step)).await.map_err(|error| api.not_changed(&error))?;
     tracing::info!(event = "key-step", step = step.describe(), %caller, "cookie keys are rotated");

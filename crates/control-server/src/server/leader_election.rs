@@ -118,7 +118,7 @@ impl LeaderElection {
         page.add("coreward_controller_is_leader", &[], f64::from(u8::from(leads.is_some())));
         if let Some(leadership) = leads.as_ref().and_then(|shared| shared.leadership()) {
             page.add("coreward_leader_term", &[], leadership.term() as f64);
-            page.add("coreward_leader_lease_seconds", &[], leadership.until().remaining().as_secs_f64());
+            page.add("coreward_leader_lease_seconds", &[], leadership.lease_end().remaining().as_secs_f64());
         }
         if let Some(cluster) = &self.cluster {
             page.add_latencies("coreward_etcd_request_seconds", cluster.latencies());

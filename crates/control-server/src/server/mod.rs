@@ -40,7 +40,7 @@ use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{Limits, Role};
-use coreward_wire::{TERM, v1};
+use coreward_wire::{TERM_HEADER, v1};
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -177,9 +177,11 @@ impl Server {
         // A page does not delay reports and tables on a shared CPU.
         metrics_endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
         // Before the first request: the starter of the only controller may query it at once.
-        let work = match self.store {
-            OpenedStore::Own(manager) => Work::Alone(Box::new(Term::begin(*manager, &self.election, None))),
-            OpenedStore::Etcd(cluster, etcd) => Work::Together(cluster, etcd),
+        let mode = match self.store {
+            OpenedStore::Own(manager) => {
+                LeadershipMode::Permanent(Box::new(Term::begin(*manager, &self.election, None)))
+            }
+            OpenedStore::Etcd(cluster, etcd) => LeadershipMode::Elected(cluster, etcd),
         };
         let api_acceptor = self.election.security.api_acceptor(self.config.api);
         let Hangups { mut files, tokens } = self.hangups;
@@ -190,9 +192,9 @@ impl Server {
             .add_service(service(Service { election: self.election.clone() }))
             .serve_with_incoming(load_balancers.split_off(admitted));
         let work = async {
-            match work {
-                Work::Alone(term) => term.lead(&mut files).await,
-                Work::Together(cluster, etcd) => tokio::select! {
+            match mode {
+                LeadershipMode::Permanent(term) => term.lead(&mut files).await,
+                LeadershipMode::Elected(cluster, etcd) => tokio::select! {
                     outcome = lead_and_follow(&self.path, self.config, &self.election, (&cluster, &etcd), &mut files) => outcome,
                     never = leader_election::maintain_certificates(&cluster, &etcd) => match never {},
                 },
@@ -208,12 +210,12 @@ impl Server {
     }
 }
 
-/// Background work of a controller.
-enum Work {
-    /// Leads forever.
-    Alone(Box<Term>),
-    /// Leads when no other controller does.
-    Together(Arc<Cluster>, EtcdConfig),
+/// How a controller leads.
+enum LeadershipMode {
+    /// Always: it has the store of its own.
+    Permanent(Box<Term>),
+    /// When elected in etcd.
+    Elected(Arc<Cluster>, EtcdConfig),
 }
 
 /// Reads the file and opens the store. Not to be called from asynchronous code.
@@ -331,11 +333,11 @@ async fn keep(
         let (change, waiting) = tokio::select! {
             _ = hangup.recv() => (ChangeRequest::without_answer(Change::Reload, Author::signal()), false),
             _ = retire.tick() => (ChangeRequest::without_answer(Change::Retire, Author::controller()), false),
-            Some(wanted) = changes.recv() => (wanted, true),
+            Some(change) = changes.recv() => (change, true),
         };
         let ChangeRequest { change, author, done } = change;
         let waiting = waiting.then_some(done);
-        let (back, outcome) = make(manager, shared, change, author).await?;
+        let (back, outcome) = apply_change(manager, shared, change, author).await?;
         manager = back;
         match (waiting, outcome) {
             (Some(done), outcome) => drop(done.send(outcome)),
@@ -352,15 +354,15 @@ async fn keep(
 }
 
 /// Makes a change and puts it in force.
-pub(crate) async fn make(
+pub(crate) async fn apply_change(
     mut manager: StateManager,
     shared: &ControllerState,
     change: Change,
     author: Author,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
     // Changes are sequential, so no other one drains the last healthy server meanwhile.
-    if let Change::Drain(wanted) = &change
-        && let Err(refused) = shared.controller().can_drain(wanted, shared.now())
+    if let Change::Drain(drain) = &change
+        && let Err(refused) = shared.controller().can_drain(drain, shared.now())
     {
         return Ok((manager, Err(refused.into())));
     }
@@ -371,7 +373,7 @@ pub(crate) async fn make(
     }
     // The disk may be slow: tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
-        let outcome = manager.make(change, &author);
+        let outcome = manager.apply_change(change, &author);
         (manager, outcome)
     })
     .await?;
@@ -447,7 +449,7 @@ fn rejection_status(refused: &Rejection) -> Status {
 fn stream_response<T>(shared: &ControllerState, stream: mpsc::Receiver<T>) -> Response<ReceiverStream<T>> {
     let mut response = Response::new(ReceiverStream::new(stream));
     if let Some(leadership) = shared.leadership() {
-        response.metadata_mut().insert(TERM, leadership.term().into());
+        response.metadata_mut().insert(TERM_HEADER, leadership.term().into());
     }
     response
 }

@@ -235,7 +235,7 @@ impl StateManager {
 
     /// Makes the change and returns the new configuration, if it changes. On an error nothing has changed, except for
     /// revoked certificates. A change that alters no configuration is made even if it cannot be written now.
-    pub fn make(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    pub fn apply_change(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
             Change::Reload => {
@@ -245,7 +245,7 @@ impl StateManager {
                 self.counts.file_refused.store(outcome.is_err(), Ordering::Relaxed);
                 outcome.map(Some)
             }
-            Change::Apply(wanted) => self.apply(*wanted, author),
+            Change::Apply(request) => self.apply(*request, author),
             Change::Retire => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change(|records| {
@@ -259,11 +259,11 @@ impl StateManager {
                 records.record_disconnect(&name, now);
                 false
             }),
-            Change::Drain(wanted) => {
+            Change::Drain(request) => {
                 let fleet = self.fleet();
-                wanted.check(&fleet, |service, id| fleet.eligible(service, id))?;
-                self.noted(author, ("drain", &wanted.server), |records| {
-                    records.drain(&wanted, records.generation + 1, now)
+                request.check(&fleet, |service, id| fleet.eligible(service, id))?;
+                self.noted(author, ("drain", &request.server), |records| {
+                    records.drain(&request, records.generation + 1, now)
                 })
             }
             Change::Undrain(server) => {
@@ -334,23 +334,23 @@ impl StateManager {
         Ok(is_new.then(|| self.fleet()))
     }
 
-    fn apply(&mut self, wanted: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
-        if let Some(file) = self.config.fleet.clone().filter(|_| !wanted.dry_run) {
+    fn apply(&mut self, request: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
+        if let Some(file) = self.config.fleet.clone().filter(|_| !request.dry_run) {
             return Err(ApplyError::ManagedByFile { file, controller: self.path.clone() }.into());
         }
         let in_force = self.records.document.generation;
-        if wanted.generation != in_force {
-            return Err(ApplyError::GenerationConflict(in_force, wanted.generation).into());
+        if request.generation != in_force {
+            return Err(ApplyError::GenerationConflict(in_force, request.generation).into());
         }
-        let fleet = wanted.fleet.map_err(ApplyError::Wrong)?;
+        let fleet = request.fleet.map_err(ApplyError::Wrong)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
         records.apply(&fleet, now, &mut random()).map_err(ApplyError::Wrong)?;
         records.clock = Some(whole_seconds(now));
-        if wanted.dry_run {
+        if request.dry_run {
             return Ok(None);
         }
-        note_document(&mut records, &self.records, ("apply", author), &wanted.changes);
+        note_document(&mut records, &self.records, ("apply", author), &request.changes);
         self.save(&records).context("the fleet is not on record, and not in force")?;
         (self.fleet, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
@@ -490,7 +490,7 @@ mod tests {
         assert!(!is_refused(&first));
         assert_eq!(first.counts().warnings(), [""; 0]);
         std::fs::write(directory.path().join("fleet.toml"), wrong).unwrap();
-        assert!(first.make(Change::Reload, &Author::signal()).is_err());
+        assert!(first.apply_change(Change::Reload, &Author::signal()).is_err());
         assert!(is_refused(&first));
         assert!(first.counts().warnings()[0].starts_with("the fleet's file is wrong"));
         first.counts().is_writable.store(false, Ordering::Relaxed);
@@ -499,7 +499,7 @@ mod tests {
         let mut second = manager(directory.path(), wrong).unwrap();
         assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("load_ewma_alpha = 0.25\n", true));
         std::fs::write(directory.path().join("fleet.toml"), "load_ewma_alpha = 0.75\n").unwrap();
-        second.make(Change::Reload, &Author::signal()).unwrap();
+        second.apply_change(Change::Reload, &Author::signal()).unwrap();
         assert_eq!((&*second.fleet().document.text, is_refused(&second)), ("load_ewma_alpha = 0.75\n", false));
     }
 
@@ -517,7 +517,7 @@ mod tests {
         let lost = "AB".repeat(32);
         std::fs::write(&path, format!("revoked_certificates = [\"{lost}\"]\n{text}")).unwrap();
         std::fs::write(&fleet, "load_ewma_alpha = 7").unwrap();
-        assert!(manager.make(Change::Reload, &Author::signal()).is_err());
+        assert!(manager.apply_change(Change::Reload, &Author::signal()).is_err());
         assert!(revoked.contains(&lost.parse::<Fingerprint>().unwrap()));
     }
 }

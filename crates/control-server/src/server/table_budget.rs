@@ -10,7 +10,7 @@ const TABLES_AT_ONCE: Duration = Duration::from_millis(2);
 /// Pause after tables, as a multiple of their time: they take at most half of a CPU.
 const TABLES_REST: u32 = 1;
 /// Shortest pause: changes in it are in the next tables.
-const TABLES_GAP: Duration = Duration::from_millis(1);
+const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 
 /// Time from which tables may be made again; `None`: at once.
 #[derive(Debug, Default)]
@@ -25,6 +25,6 @@ impl TableBudget {
             return later;
         }
         let took = make(TABLES_AT_ONCE);
-        *next.insert(Instant::now() + (took * TABLES_REST).max(TABLES_GAP))
+        *next.insert(Instant::now() + (took * TABLES_REST).max(MIN_TABLE_PAUSE))
     }
 }

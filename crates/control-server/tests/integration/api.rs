@@ -161,10 +161,10 @@ async fn document_is_applied_whole_or_not_at_all() {
     let site = TestEnv::start(home).await;
     let client = site.client(Role::Operator);
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{SERVICE}");
-    let wanted =
+    let new_fleet =
         |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
     let wrong =
-        client.put_fleet(&wanted("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false)).await.unwrap_err();
+        client.put_fleet(&new_fleet("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false)).await.unwrap_err();
     let problem = wrong.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::WrongDocument);
     let places: Vec<_> = problem.mistakes.iter().map(|mistake| (mistake.line, mistake.key.as_deref())).collect();
@@ -172,14 +172,14 @@ async fn document_is_applied_whole_or_not_at_all() {
     let checked = client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
     assert_eq!(checked.mistakes.len(), 1);
 
-    let looked = client.put_fleet(&wanted(&text, 0, true)).await.unwrap();
+    let looked = client.put_fleet(&new_fleet(&text, 0, true)).await.unwrap();
     assert_eq!((looked.generation, looked.in_force, looked.changes.len()), (0, false, 2));
     assert_eq!(client.fleet().await.unwrap().generation, 0);
-    let applied = client.put_fleet(&wanted(&text, 0, false)).await.unwrap();
+    let applied = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap();
     assert_eq!((applied.generation, applied.in_force), (1, true));
     assert_eq!(applied.changes[0].what, "server s1");
     assert_eq!(client.fleet().await.unwrap().text, text);
-    let moved = client.put_fleet(&wanted(&text, 0, false)).await.unwrap_err();
+    let moved = client.put_fleet(&new_fleet(&text, 0, false)).await.unwrap_err();
     assert_eq!(moved.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 }
@@ -276,7 +276,7 @@ async fn watcher_gets_missed_events_after_a_reconnect() {
     let home = Home::new(&[], "");
     home.write_controllers_file("");
     let site = TestEnv::start(home).await;
-    let watch = async |last: Option<&str>, until: &str| {
+    let watch = async |last: Option<&str>, end_marker: &str| {
         let url = format!("http://{}/v1/watch?interval_ms=250", site.running.api);
         let mut request = site.http.get(url).bearer_auth(site.token(Role::Viewer));
         if let Some(last) = last {
@@ -285,9 +285,9 @@ async fn watcher_gets_missed_events_after_a_reconnect() {
         let mut answer = request.send().await.unwrap();
         assert_eq!(answer.headers()["content-type"], "text/event-stream");
         let mut text = String::new();
-        in_time(until, async {
+        in_time(end_marker, async {
             // To the end of an event.
-            while !(text.contains(until) && text.ends_with("\n\n")) {
+            while !(text.contains(end_marker) && text.ends_with("\n\n")) {
                 text += std::str::from_utf8(&answer.chunk().await.unwrap().unwrap()).unwrap();
             }
         })

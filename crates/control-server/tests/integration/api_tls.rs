@@ -58,7 +58,7 @@ impl TestEnv {
     }
 
     fn client_of(&self, url: &str, proof: Proof, host: Host) -> Client {
-        Client::for_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
+        Client::with_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
     }
 
     /// The status of curl's answer, or why there is none.
@@ -170,7 +170,7 @@ async fn commands_authenticate_by_token_or_certificate() {
         ("127.0.0.1:7401".to_owned(), Proof::Certificate(viewer), "a certificate proves nothing without TLS"),
     ] {
         let url: ControllerUrl = url.parse().unwrap();
-        let error = Client::for_controllers(vec![url], &proof, Host::AskedFor).unwrap_err().to_string();
+        let error = Client::with_controllers(vec![url], &proof, Host::AskedFor).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_api::types::{Fleet, FleetChange, NewFleet, Server, ServerState, Service, Status};
 use coreward_render::Format;
-use coreward_render::fleet::{self, Wanted};
+use coreward_render::fleet::{self, ProposedFleet};
 use proptest::prelude::*;
 
 use crate::support::{Home, Running, in_time};
@@ -36,14 +36,14 @@ impl Home {
 
 impl Running {
     /// As `coreward apply` does it, whose runtime is its own.
-    async fn wanted(&self, home: &Home, text: &str) -> Result<Wanted, String> {
+    async fn proposed(&self, home: &Home, text: &str) -> Result<ProposedFleet, String> {
         let (client, file) = (self.asking.clone(), home.file(text));
-        let wanted = tokio::task::spawn_blocking(move || Wanted::read(&client, &file)).await.unwrap();
-        wanted.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
+        let proposed = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
+        proposed.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
     }
 
     async fn apply(&self, home: &Home, text: &str) -> Result<u64, String> {
-        apply(self.wanted(home, text).await?).await
+        apply(self.proposed(home, text).await?).await
     }
 
     async fn shown(&self, format: Format) -> String {
@@ -79,8 +79,8 @@ fn state_of(status: &Status, name: &str) -> ServerState {
     status.servers.iter().find(|server| server.name == name).unwrap().state
 }
 
-async fn apply(wanted: Wanted) -> Result<u64, String> {
-    let applied = tokio::task::spawn_blocking(move || wanted.apply()).await.unwrap();
+async fn apply(proposed: ProposedFleet) -> Result<u64, String> {
+    let applied = tokio::task::spawn_blocking(move || proposed.apply()).await.unwrap();
     applied.map(|applied| applied.generation).map_err(|error| format!("{error:#}"))
 }
 
@@ -90,26 +90,26 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
     let controller = home.start().await;
     assert_eq!(controller.document().await, Fleet { generation: 0, text: String::new(), file: None });
     let first = document(&["s1", "s2"], "");
-    let wanted = controller.wanted(&home, &first).await.unwrap();
+    let proposed = controller.proposed(&home, &first).await.unwrap();
     let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
-    let added: Vec<&str> = wanted.changes().iter().filter(is_added).map(|change| change.what.as_str()).collect();
+    let added: Vec<&str> = proposed.changes().iter().filter(is_added).map(|change| change.what.as_str()).collect();
     assert_eq!(added, ["server s1", "server s2", "service web"]);
     assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
-    assert_eq!(apply(wanted).await, Ok(1));
+    assert_eq!(apply(proposed).await, Ok(1));
     let before = controller.in_force().await;
     assert_eq!(before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
-    let again = controller.wanted(&home, &first).await.unwrap();
+    let again = controller.proposed(&home, &first).await.unwrap();
     assert!(
         again.is_in_force() && again.difference(Format::Text).unwrap() == "generation 1 is the same: nothing changes\n"
     );
     let drained = first.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
-    let wanted = controller.wanted(&home, &drained).await.unwrap();
+    let proposed = controller.proposed(&home, &drained).await.unwrap();
     assert_eq!(
-        wanted.difference(Format::Text).unwrap(),
+        proposed.difference(Format::Text).unwrap(),
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
     );
-    assert_eq!(apply(wanted).await, Ok(2));
+    assert_eq!(apply(proposed).await, Ok(2));
     assert_eq!(controller.shown(Format::Text).await, format!("# generation 2, applied\n{drained}"));
     let shown: serde_json::Value = serde_json::from_str(&controller.shown(Format::Json).await).unwrap();
     assert_eq!(
@@ -131,7 +131,7 @@ async fn apply_to_an_old_generation_is_rejected() {
     let controller = home.start().await;
     controller.apply(&home, &document(&["s1"], "")).await.unwrap();
     let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| document(servers, ""));
-    let late = controller.wanted(&home, &late).await.unwrap();
+    let late = controller.proposed(&home, &late).await.unwrap();
     assert_eq!(controller.apply(&home, &early).await, Ok(2));
     assert_eq!(
         apply(late).await.unwrap_err(),
@@ -201,7 +201,7 @@ async fn fleet_managed_by_a_file_changes_only_there() {
     assert_eq!((shown.generation, shown.text), (1, std::fs::read_to_string(&file).unwrap()));
     assert_eq!(shown.file, Some(file.display().to_string()));
     // To look what a document would change is allowed.
-    let looked = controller.wanted(&home, &document(&["s2"], "")).await.unwrap();
+    let looked = controller.proposed(&home, &document(&["s2"], "")).await.unwrap();
     assert!(looked.changes().iter().any(|change| change.message == "- server s1"), "{:?}", looked.changes());
     let refused = apply(looked).await.unwrap_err().replace(&home.directory.path().display().to_string(), "");
     assert_eq!(

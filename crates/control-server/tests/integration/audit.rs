@@ -164,8 +164,8 @@ async fn concurrent_drains_leave_the_last_healthy_server() {
         }
     })
     .await;
-    let wanted = DrainServer::default();
-    let drains = tokio::join!(running.asking.drain("s1", &wanted), running.asking.drain("s2", &wanted));
+    let request = DrainServer::default();
+    let drains = tokio::join!(running.asking.drain("s1", &request), running.asking.drain("s2", &request));
     let outcomes = [drains.0, drains.1];
     assert_eq!(outcomes.iter().filter(|outcome| outcome.is_ok()).count(), 1, "{outcomes:?}");
     let refused = outcomes.into_iter().find_map(Result::err).unwrap();

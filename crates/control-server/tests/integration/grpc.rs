@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use coreward_api::types::{KeyPhase, Reports, RotateKeys};
+use coreward_api::types::{KeyPhase, ReportState, RotateKeys};
 use coreward_http::{Problem, ProblemKind};
 use coreward_model::placement::PlacementTable;
 use coreward_rpc::v1::control_client::ControlClient;
@@ -126,11 +126,11 @@ impl LoadBalancer {
         }
     }
 
-    async fn table_where(&mut self, what: &str, wanted: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
+    async fn table_where(&mut self, what: &str, holds: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
         in_time(what, async {
             loop {
                 let table = self.table().await;
-                if wanted(&table) {
+                if holds(&table) {
                     return table;
                 }
             }
@@ -166,15 +166,15 @@ async fn tables_follow_loads() {
         agents[0].report([0.9, 0.1]).await;
         agents[1].report([0.5, 0.5]).await;
     }
-    let wanted = Some([id("s2"), id("s1")]);
-    let table = balancer.table_where("the loads in the table", |table| servers_of_cores(table) == wanted).await;
+    let expected = Some([id("s2"), id("s1")]);
+    let table = balancer.table_where("the loads in the table", |table| servers_of_cores(table) == expected).await;
     assert_eq!(table.members.len(), 2);
     // The cores change places.
     for _ in 0..10 {
         agents[0].report([0.1, 0.9]).await;
     }
-    let wanted = Some([id("s1"), id("s2")]);
-    balancer.table_where("the new loads in the table", |table| servers_of_cores(table) == wanted).await;
+    let expected = Some([id("s1"), id("s2")]);
+    balancer.table_where("the new loads in the table", |table| servers_of_cores(table) == expected).await;
 
     let message = v1::LoadBalancerState { xdp_mode: "native".into(), ..Default::default() };
     let message = Some(load_balancer_message::Message::State(message));
@@ -190,7 +190,7 @@ async fn tables_follow_loads() {
     })
     .await;
     assert_eq!(status.accepted_reports, 16);
-    assert!(status.servers.iter().all(|server| server.reports == Reports::Fresh && server.core_load.len() == 2));
+    assert!(status.servers.iter().all(|server| server.reports == ReportState::Fresh && server.core_load.len() == 2));
     assert_eq!(status.services[0].rss_groups[0].servers.len(), 2);
 
     let question = r#"{"vip": "10.200.0.1:80", "client": "10.1.0.7:40312"}"#;
@@ -319,8 +319,8 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
         after.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
     assert!([("s1", false), ("s2", true), ("s3", true)].iter().all(|server| seen.contains(server)), "{seen:?}");
     let id = |name: &str| after.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
-    let wanted = [id("s2"), id("s3")];
-    let has_new_pool = |table: &PlacementTable| wanted.iter().all(|id| table.members.iter().any(|m| m.server == *id));
+    let expected = [id("s2"), id("s3")];
+    let has_new_pool = |table: &PlacementTable| expected.iter().all(|id| table.members.iter().any(|m| m.server == *id));
     assert_eq!(balancer.table_where("the new pool", has_new_pool).await.members.len(), 2);
 }
 
@@ -397,13 +397,13 @@ async fn lost_owners_are_announced_to_load_balancers() {
             tokio::time::sleep(STATE_INTERVAL).await;
         }
     });
-    let peers = async |balancer: &mut LoadBalancer, wanted: &[(&str, u8, bool)]| loop {
+    let peers = async |balancer: &mut LoadBalancer, expected: &[(&str, u8, bool)]| loop {
         let peers = balancer.configuration().await.load_balancers;
         let seen: Vec<_> = peers
             .iter()
             .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.alive))
             .collect();
-        if seen == wanted {
+        if seen == expected {
             break;
         }
     };

@@ -8,7 +8,7 @@ use coreward_api::types::{Health, HealthState, NewFleet};
 use coreward_etcd::local::Member;
 use coreward_http::tokens::token_file;
 use coreward_http::{Problem, ProblemKind};
-use coreward_wire::{TERM, v1};
+use coreward_wire::{TERM_HEADER, v1};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
@@ -119,8 +119,8 @@ impl Controller {
     /// Why the cookie keys are not changed.
     async fn rotate(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running.api);
-        let wanted = serde_json::json!({ "force": true });
-        let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&wanted);
+        let body = serde_json::json!({ "force": true });
+        let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
         in_time("an answer", request.send()).await.unwrap().json().await.unwrap()
     }
 
@@ -132,7 +132,9 @@ impl Controller {
                 let begun = self.running.client().await.load_balancer(ReceiverStream::new(receiver)).await;
                 drop(sender);
                 match begun {
-                    Ok(response) => return response.metadata().get(TERM).unwrap().to_str().unwrap().parse().unwrap(),
+                    Ok(response) => {
+                        return response.metadata().get(TERM_HEADER).unwrap().to_str().unwrap().parse().unwrap();
+                    }
                     Err(status) => assert_eq!(status.code(), Code::Unavailable, "{status}"),
                 }
                 tokio::time::sleep(std::time::Duration::from_millis(50)).await;

@@ -81,7 +81,7 @@ async fn term_is_read_from_the_stream() {
     let mut connection = connection(&[unused_port()]);
     let stream = |term: Option<u64>| {
         let mut response = Response::new(());
-        term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM, term.into())));
+        term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM_HEADER, term.into())));
         response
     };
     connection.accept_stream(stream(Some(7))).unwrap();

@@ -73,14 +73,14 @@ impl Blocks {
 
     /// Returns a free block of at least `bytes`; `None`: there is none.
     pub fn take(&mut self, bytes: u32) -> Option<Block> {
-        let wanted = order_of(bytes);
-        let order = (wanted..32).find(|order| !self.free[*order as usize].is_empty())?;
+        let needed = order_of(bytes);
+        let order = (needed..32).find(|order| !self.free[*order as usize].is_empty())?;
         let at = self.free[order as usize].pop_first()?;
         // The upper halves of a larger block stay free.
-        for half in wanted..order {
+        for half in needed..order {
             self.free[half as usize].insert(at + (1 << half));
         }
-        Some(Block { at, order: wanted })
+        Some(Block { at, order: needed })
     }
 
     /// Frees the block.
@@ -125,25 +125,25 @@ mod tests {
         fn blocks_never_overlap_and_nothing_is_lost(steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200)) {
             let mut blocks = Blocks::new(1 << 16, []);
             let all = blocks.clone();
-            let mut taken: Vec<(Block, u32)> = Vec::new();
+            let mut allocated: Vec<(Block, u32)> = Vec::new();
             for (bytes, free, which) in steps {
-                if free && !taken.is_empty() {
-                    blocks.free(taken.swap_remove(which.index(taken.len())).0);
+                if free && !allocated.is_empty() {
+                    blocks.free(allocated.swap_remove(which.index(allocated.len())).0);
                 } else if let Some(block) = blocks.take(bytes) {
                     prop_assert!(block.at > 0 && block.at + bytes <= 1 << 16 && 1 << block.order >= bytes);
                     let apart = |(other, _): &(Block, u32)| {
                         block.at + (1 << block.order) <= other.at || other.at + (1 << other.order) <= block.at
                     };
-                    prop_assert!(taken.iter().all(apart));
-                    taken.push((block, bytes));
+                    prop_assert!(allocated.iter().all(apart));
+                    allocated.push((block, bytes));
                 }
-                let used: u64 = taken.iter().map(|(block, _)| 1u64 << block.order).sum();
+                let used: u64 = allocated.iter().map(|(block, _)| 1u64 << block.order).sum();
                 prop_assert_eq!(blocks.free_bytes() + used, all.free_bytes());
             }
             // A process that takes over finds the same.
-            let again = Blocks::new(1 << 16, taken.iter().map(|(block, bytes)| (block.at, *bytes)));
+            let again = Blocks::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.at, *bytes)));
             prop_assert_eq!(&again, &blocks);
-            taken.into_iter().for_each(|(block, _)| blocks.free(block));
+            allocated.into_iter().for_each(|(block, _)| blocks.free(block));
             prop_assert_eq!(blocks, all);
         }
     }

@@ -126,11 +126,11 @@ fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
 pub(super) struct Occupancy {
     counted: u64,
     /// Entries that packets had taken by then.
-    taken: u64,
+    allocations: u64,
     freed: u64,
 }
 
-fn taken(maps: &Maps) -> u64 {
+fn allocations(maps: &Maps) -> u64 {
     let row = |row: usize| {
         let at = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
         maps.takes.load(at + offset_of!(intf::connection_takes_row, count))
@@ -141,13 +141,13 @@ fn taken(maps: &Maps) -> u64 {
 impl Occupancy {
     /// Reads the whole table.
     pub fn count(maps: &Maps) -> Self {
-        let taken = taken(maps);
-        Self { counted: recount(maps), taken, freed: 0 }
+        let allocations = allocations(maps);
+        Self { counted: recount(maps), allocations, freed: 0 }
     }
 
     fn now(&self, maps: &Maps) -> u64 {
         let entries = u64::from(maps.connections.size().entries());
-        (self.counted + taken(maps).saturating_sub(self.taken)).saturating_sub(self.freed).min(entries)
+        (self.counted + allocations(maps).saturating_sub(self.allocations)).saturating_sub(self.freed).min(entries)
     }
 }
 

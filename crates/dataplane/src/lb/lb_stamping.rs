@@ -201,7 +201,7 @@ impl LoadBalancer {
         let map = self.maps.lb_stamped_servers();
         for ((of, mac), _) in lb_stamped_servers(&self.maps)? {
             if services.contains(&of) {
-                map.delete(&key_of(of, mac)).context("forgetting a server's address")?;
+                map.delete(&clock_key(of, mac)).context("forgetting a server's address")?;
             }
         }
         Ok(())
@@ -214,7 +214,7 @@ impl LoadBalancer {
             (Some(((_, other), _)), Some(known)) => {
                 write(map, service, mac, &intf::lb_stamped_server { server_id: other.get(), ..known })
             }
-            _ => map.delete(&key_of(service, mac)).context("forgetting a server's old address"),
+            _ => map.delete(&clock_key(service, mac)).context("forgetting a server's old address"),
         }
     }
 
@@ -243,7 +243,7 @@ fn lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
 }
 
 fn read(map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<Option<intf::lb_stamped_server>> {
-    let value = map.lookup(&key_of(service, mac), MapFlags::ANY).context("reading a server's clock")?;
+    let value = map.lookup(&clock_key(service, mac), MapFlags::ANY).context("reading a server's clock")?;
     value
         .map(|value| intf::lb_stamped_server::read_from_bytes(&value).ok().context("a server's clock of another size"))
         .transpose()
@@ -255,9 +255,9 @@ fn write(
     mac: MacAddress,
     known: &intf::lb_stamped_server,
 ) -> anyhow::Result<()> {
-    map.update(&key_of(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
+    map.update(&clock_key(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
 }
 
-fn key_of(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
+fn clock_key(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {
     (mac.word() | u64::from(service.0) << intf::LB_STAMPED_SERVICE_SHIFT).to_ne_bytes()
 }

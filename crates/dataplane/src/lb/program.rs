@@ -259,18 +259,18 @@ impl Maps {
 
     /// Resizes the maps taken over in `directory`, if that is possible during operation. Fails when the connection
     /// table is in use.
-    pub fn resize(&mut self, directory: &Path, wanted: Sizes) -> anyhow::Result<()> {
-        if self.sizes.flow_sets != wanted.flow_sets {
+    pub fn resize(&mut self, directory: &Path, requested: Sizes) -> anyhow::Result<()> {
+        if self.sizes.flow_sets != requested.flow_sets {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
                 event = "flow-table-size-kept",
                 entries = entries(self.sizes.flow_sets),
-                expected = entries(wanted.flow_sets),
+                expected = entries(requested.flow_sets),
                 "the pinned flow table keeps its size: detach it to change that"
             );
         }
-        let (found, wanted) = (self.connections.size(), wanted.connection_table);
-        if found == wanted {
+        let (found, requested) = (self.connections.size(), requested.connection_table);
+        if found == requested {
             return Ok(());
         }
         let used = connection_memory::in_use(&self.connections);
@@ -280,13 +280,13 @@ impl Maps {
              detach first (forwarding stops)",
             directory.display(),
             found.entries(),
-            wanted.entries()
+            requested.entries()
         );
-        self.replace_array::<intf::connection>(directory, CONNECTIONS, wanted.entries())?;
-        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, wanted.partitions())?;
+        self.replace_array::<intf::connection>(directory, CONNECTIONS, requested.entries())?;
+        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, requested.partitions())?;
         let [entries, stacks] = [CONNECTIONS, CONNECTION_STACKS].map(|name| self.descriptor(name));
-        self.connections = connection_memory::map(entries, stacks, wanted)?;
-        self.sizes.connection_table = wanted;
+        self.connections = connection_memory::map(entries, stacks, requested)?;
+        self.sizes.connection_table = requested;
         self.connections.initialise();
         Ok(())
     }
@@ -440,10 +440,10 @@ fn advice(directory: &Path) -> String {
 fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
     let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
-    let wanted = (expected.map_type(), expected.key_size(), expected.value_size(), expected.max_entries());
+    let expected_layout = (expected.map_type(), expected.key_size(), expected.value_size(), expected.max_entries());
     ensure!(
-        found == wanted,
-        "{}: (type, key size, value size, entries) is {found:?}, expected {wanted:?}",
+        found == expected_layout,
+        "{}: (type, key size, value size, entries) is {found:?}, expected {expected_layout:?}",
         path.display()
     );
     Ok(map)

@@ -127,8 +127,8 @@ impl LoadBalancer {
     }
 
     /// Sets whether packets and bytes are counted by server, which costs each packet two additions. Off at first.
-    pub fn count_traffic(&mut self, wanted: bool) -> anyhow::Result<()> {
-        self.change_variant(Variant { traffic: wanted, ..self.variant })
+    pub fn count_traffic(&mut self, is_enabled: bool) -> anyhow::Result<()> {
+        self.change_variant(Variant { traffic: is_enabled, ..self.variant })
     }
 
     /// Returns the traffic to a server, for all services.

@@ -148,8 +148,8 @@ impl LoadBalancer {
 
         // The program must support a mode before the first service with it.
         let new_modes = modes.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
-        let wanted = in_use(&new_modes.collect());
-        self.change_variant(Variant { in_use: self.variant.in_use.and(wanted), ..self.variant })?;
+        let needed = in_use(&new_modes.collect());
+        self.change_variant(Variant { in_use: self.variant.in_use.and(needed), ..self.variant })?;
 
         let before = self.numbered();
         let stateful = self.stateful_places();

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::placement::{BucketCount, CountedTable, Member, PlacementTable, Rule};
+use coreward_model::placement::{BucketCount, CoreSlotIndex, Member, PlacementTable, Rule};
 use coreward_model::rss::{InputTransform, RssKey};
 
 use super::buddy_allocator::{Block, Blocks};
@@ -112,7 +112,7 @@ pub(super) struct Written {
     block: Block,
     /// Blocks of its groups' keys.
     sources: Vec<Block>,
-    counted: CountedTable,
+    counted: CoreSlotIndex,
     /// Bit of its rule; `None`: it has no members.
     pub rule: Option<u32>,
 }
@@ -243,7 +243,7 @@ impl Tables {
         let written = tables.iter().map(|(at, bytes, sources)| Written {
             block: Block::holding(*at, *bytes),
             sources: sources.clone(),
-            counted: CountedTable::default(),
+            counted: CoreSlotIndex::default(),
             rule: rule_bit(&self.memory, *at),
         });
         let written = written.collect();
@@ -346,7 +346,7 @@ impl Tables {
         self.write_lists(&header, table, counts);
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
         let sources = hashes.into_iter().map(|(source, _)| source).collect();
-        Ok(Written { block, sources, counted: CountedTable::of(table), rule })
+        Ok(Written { block, sources, counted: CoreSlotIndex::of(table), rule })
     }
 
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {

@@ -22,7 +22,7 @@ const OPTION_SOURCE_ADDRESS: u8 = 1;
 const OPTION_TARGET_ADDRESS: u8 = 2;
 
 /// Passes solicitations and advertisements alone: a server's other IPv6 packets would be copied.
-pub const FILTER: [libc::sock_filter; 9] = {
+pub const SOCKET_FILTER: [libc::sock_filter; 9] = {
     const fn step(code: u32, jt: u8, jf: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter { code: code as u16, jt, jf, k }
     }
@@ -102,23 +102,23 @@ pub fn sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if !is_discovery || frame[ICMP + 1] != 0 || checksum(frame) != 0 {
         return None;
     }
-    let (at, wanted) = match frame[ICMP] {
+    let (at, option_type) = match frame[ICMP] {
         SOLICITATION => (IP + 8, OPTION_SOURCE_ADDRESS),
         ADVERTISEMENT => (TARGET, OPTION_TARGET_ADDRESS),
         _ => return None,
     };
     let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[at..at + 16]).ok()?);
-    let mac = option(&frame[OPTIONS..], wanted)?;
+    let mac = option(&frame[OPTIONS..], option_type)?;
     let usable = !address.is_unspecified() && !address.is_multicast();
     (usable && !mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
 /// Returns the MAC address of the first option of this kind.
-fn option(mut options: &[u8], wanted: u8) -> Option<MacAddress> {
+fn option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
     while let [kind, length, ..] = *options {
         let bytes = usize::from(length) * 8;
         let option = options.get(..bytes).filter(|option| !option.is_empty())?;
-        if kind == wanted {
+        if kind == option_type {
             return Some(MacAddress(option.get(2..8)?.try_into().ok()?));
         }
         options = &options[bytes..];

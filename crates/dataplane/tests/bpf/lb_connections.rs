@@ -105,7 +105,7 @@ fn server_learns_the_index_at_any_option_offset() {
         let with = |tsecr: u32| {
             let options = [&before[..], &timestamp(rng.clone().next_u32(), tsecr), behind].concat();
             let tcp = Tcp { flags: SYN, options, ip_options: ip_options.clone(), ..Tcp::new(client, VIP) };
-            tcp.frame_with(77, 0)
+            tcp.frame_with_sequence(77, 0)
         };
         let (verdict, forwarded) = balancer.counted(&with(tsecr), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");

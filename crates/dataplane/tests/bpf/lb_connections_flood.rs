@@ -13,11 +13,11 @@ use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRIES: u32 = 16_384;
 /// A tenth of a second, as the daemon's.
-const BEAT: Duration = Duration::from_millis(100);
+const TICK: Duration = Duration::from_millis(100);
 /// The whole table is looked through in so many.
-const SWEEP_BEATS: u32 = 10;
+const TICKS_PER_SWEEP: u32 = 10;
 /// The whole table is read, and what is counted is set right, once in so many.
-const COUNT_BEATS: u32 = 100;
+const TICKS_PER_COUNT: u32 = 100;
 /// The flood would fill the table in two seconds.
 const FLOOD: u32 = ENTRIES / 20;
 const GENUINE: u32 = 10;
@@ -31,8 +31,8 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     let key = balancer.lb.connection_key();
     let shard = |address: Ipv4Addr| source_shard(&key, address.into());
     let (mut now, mut refused) = (Duration::from_secs(1000), 0);
-    for beat in 0..250u32 {
-        now += BEAT;
+    for tick in 0..250u32 {
+        now += TICK;
         balancer.lb.tick(now);
         balancer.lb.guard_connection_table();
         let reported = |client| {
@@ -41,7 +41,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
             number_of(&forwarded)
         };
         for n in 0..FLOOD {
-            let number = beat * FLOOD + n;
+            let number = tick * FLOOD + n;
             reported((Ipv4Addr::from(u32::from(prefix) + number % 256), (number / 256) as u16));
         }
         // Prefixes share counters by their hash: one in 4,096 is the flood's.
@@ -52,13 +52,13 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         }
         let in_use = balancer.lb.connections_in_use();
         assert_eq!(balancer.lb.occupancy(), in_use as u64, "the gauge is of now");
-        assert!(in_use < ENTRIES as usize * 3 / 10, "{in_use} entries in use after {beat} beats");
+        assert!(in_use < ENTRIES as usize * 3 / 10, "{in_use} entries in use after {tick} beats");
         let due: Vec<Connection> =
-            balancer.lb.due_connections(&timers, ENTRIES / SWEEP_BEATS).into_iter().map(|(due, _)| due).collect();
+            balancer.lb.due_connections(&timers, ENTRIES / TICKS_PER_SWEEP).into_iter().map(|(due, _)| due).collect();
         balancer.lb.free_connections(&due).unwrap();
         let clock = balancer.lb.clock();
         let oldest = balancer.lb.connections(balancer.services[0]).map(|held| clock.since(held.last_seen)).max();
-        assert!(oldest.is_none_or(|oldest| oldest <= timers.half_open + BEAT * (SWEEP_BEATS + 1)), "{oldest:?}");
+        assert!(oldest.is_none_or(|oldest| oldest <= timers.half_open + TICK * (TICKS_PER_SWEEP + 1)), "{oldest:?}");
     }
     assert_eq!(refused, 0, "of {} genuine connections", 250 * GENUINE);
     assert_eq!(balancer.events(0, "connection_table_full"), 0, "no partition was full");
@@ -72,21 +72,21 @@ fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f
     let (mut balancer, _) = balancer(ENTRIES.into(), &mut rng);
     let timers = Timers::default();
     let mut now = Duration::from_secs(1000);
-    for beat in 0..beats {
-        now += BEAT;
+    for tick in 0..beats {
+        now += TICK;
         balancer.lb.tick(now);
-        if beat % COUNT_BEATS == 0 {
+        if tick % TICKS_PER_COUNT == 0 {
             balancer.lb.count_connections();
         }
         balancer.lb.guard_connection_table();
-        for n in beat * per_beat..(beat + 1) * per_beat {
+        for n in tick * per_beat..(tick + 1) * per_beat {
             let client = (Ipv4Addr::from(0xc000_0200 + n % addresses), (n / addresses) as u16);
             let (_, forwarded) = balancer.run(&syn(client));
             if let Some(number) = number_of(&forwarded).filter(|_| is_slow) {
                 balancer.run(&established(&balancer, client, number));
             }
         }
-        let due = balancer.lb.due_connections(&timers, ENTRIES / SWEEP_BEATS);
+        let due = balancer.lb.due_connections(&timers, ENTRIES / TICKS_PER_SWEEP);
         let due: Vec<Connection> = due.into_iter().map(|(due, _)| due).collect();
         balancer.lb.free_connections(&due).unwrap();
     }

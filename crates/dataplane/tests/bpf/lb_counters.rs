@@ -45,9 +45,9 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
 
 /// Runs the program on one CPU so often on the same frame, which comes from receive queue 0.
 fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
-    let mut one = CpuSet::new();
-    one.set(cpu).unwrap();
-    sched_setaffinity(Pid::from_raw(0), &one).unwrap();
+    let mut cpu_set = CpuSet::new();
+    cpu_set.set(cpu).unwrap();
+    sched_setaffinity(Pid::from_raw(0), &cpu_set).unwrap();
     assert_eq!(test_run::run(program, frame, times).unwrap().verdict, XDP_TX);
 }
 

@@ -101,7 +101,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
 }
 
 fn table_of(balancer: &Balancer) -> PlacementTable {
-    balancer.installed.clone().expect("a table was installed")
+    balancer.newest_table.clone().expect("a table was installed")
 }
 
 #[test]

@@ -104,7 +104,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
         balancer.expect_broadcast_or(0, &error(3, quoted), KEPT, "drop_broadcast_rate_limited");
     }
     // Once a packet of the connection was seen, its server is known.
-    let chosen = balancer.installed.as_ref().unwrap().choose_consistent(&tuple()).unwrap();
+    let chosen = balancer.newest_table.as_ref().unwrap().choose_consistent(&tuple()).unwrap();
     balancer.counted(&Tcp { flags: ACK, ..Tcp::new(CLIENT, VIP) }.frame(), Some(0), "bucket_hash");
     for quoted in &quotes {
         balancer.expect_sent_to(0, &error(3, quoted), chosen, "icmp_error");

@@ -121,8 +121,8 @@ fn new_process_takes_over_while_packets_pass() {
         });
         // So many packets pass, however slow the machine is.
         let pass = |packets: u64| {
-            let until = sent.load(Ordering::Relaxed) + packets;
-            while sent.load(Ordering::Relaxed) < until && Instant::now() < limit {
+            let target = sent.load(Ordering::Relaxed) + packets;
+            while sent.load(Ordering::Relaxed) < target && Instant::now() < limit {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };

@@ -218,7 +218,7 @@ fn malformed_options_are_dropped_with_a_reason() {
         [&[8, 9][..], &time[2..9]].concat(),
         [&[8, 12][..], &time[2..], &[0, 0]].concat(),
     ];
-    let table = balancer.installed.as_ref().unwrap();
+    let table = balancer.newest_table.as_ref().unwrap();
     for (port, options) in (1..).zip(none) {
         let tuple = FourTuple::ipv4((CLIENT.0, port), VIP);
         let (consistent, before) = (table.choose_consistent(&tuple).unwrap(), before(table, &tuple));

@@ -37,8 +37,8 @@ fn exchange(bed: &Bed, listener: &TcpListener) {
         }
     }
     let frames = sniffer.received_from_vip();
-    for wanted in [SYN | ACK, ACK, FIN | ACK] {
-        assert!(frames.iter().any(|frame| flags(frame) == wanted), "no packet with flags {wanted:#x}");
+    for expected in [SYN | ACK, ACK, FIN | ACK] {
+        assert!(frames.iter().any(|frame| flags(frame) == expected), "no packet with flags {expected:#x}");
     }
     for frame in &frames {
         assert_eq!(cookie_of(frame), Cookie::Server(id()), "{frame:02x?}");
@@ -147,7 +147,7 @@ fn expect_stamped_answers_without_socket(family: Family) {
     let tsecr = word(&last, timestamp_offset(&last).unwrap());
     again.options = support::aligned_timestamp(word(&last, timestamp_offset(&last).unwrap() + 4), tsecr);
     let sequence = word(&last, tcp + 8).wrapping_sub(1);
-    let frame = again.frame_with(sequence, word(&last, tcp + 4));
+    let frame = again.frame_with_sequence(sequence, word(&last, tcp + 4));
     sniffer.send(&bed, &frame);
     let answers = sniffer.settled_from_vip(&bed);
     assert_eq!(answers.len(), 1, "TIME-WAIT answers");
@@ -198,12 +198,12 @@ fn expect_broadcast_at_connection(family: Family) {
     let mut other = reset.clone();
     other.source.set_port(1);
     other.flags = ACK;
-    sniffer.send(&bed, &other.frame_with(sequence, 1));
+    sniffer.send(&bed, &other.frame_with_sequence(sequence, 1));
     let answers = sniffer.settled_from_vip(&bed);
     assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_IGNORED), 1);
     assert_eq!(answers.len(), 0, "the server kept silent");
 
-    sniffer.send(&bed, &reset.frame_with(sequence, 0));
+    sniffer.send(&bed, &reset.frame_with_sequence(sequence, 0));
     assert_eq!(server.read(&mut [0]).unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
     assert_eq!(bed.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
 }

@@ -127,7 +127,7 @@ impl TestEnv {
         };
         site.set_timeouts(timeouts);
         site.attach();
-        site.until("all workers are found", |site| site.eligible() == workers);
+        site.wait_until("all workers are found", |site| site.eligible() == workers);
         site
     }
 
@@ -185,7 +185,7 @@ impl TestEnv {
         }
     }
 
-    fn until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
+    fn wait_until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
         let end = Instant::now() + LIMIT;
         while !holds(self) {
             assert!(Instant::now() < end, "{what}: not within {LIMIT:?}; {:?}", self.counts());
@@ -195,7 +195,7 @@ impl TestEnv {
 
     /// Nothing is outstanding any more, and what was dispatched is completed or was given up.
     fn settled(&mut self) -> Vec<WorkerCounts> {
-        self.until("nothing is outstanding", |site| site.counts().iter().all(|worker| worker.outstanding == 0));
+        self.wait_until("nothing is outstanding", |site| site.counts().iter().all(|worker| worker.outstanding == 0));
         let counts = self.counts();
         for worker in &counts {
             assert_eq!(worker.dispatched, worker.completed + worker.repaired, "{counts:?}");
@@ -229,7 +229,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
                     _ => ECHO,
                 });
             }
-            site.until("all responses are there", |site| site.answered.len() == 540);
+            site.wait_until("all responses are there", |site| site.answered.len() == 540);
             // The rest is never answered: given up soon from here on.
             site.set_timeouts(STALLS);
             site.attach();
@@ -276,13 +276,13 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         site.workers[0].signal(Signal::SIGCONT);
         site.workers.push(Worker::start());
         let all_back = |site: &TestEnv| site.eligible() == 4;
-        site.until("all workers are back", all_back);
+        site.wait_until("all workers are back", all_back);
         (0..300).for_each(|_| site.step(ECHO));
         let counts = site.settled();
         assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(site.sent), "{counts:?}");
         // Only requests of the killed worker are lost: the one in service and those in its queue.
         let all = site.sent as usize;
-        site.until("all others are answered", |site| site.answered.len() + had as usize >= all);
+        site.wait_until("all others are answered", |site| site.answered.len() + had as usize >= all);
         let lost = all - site.answered.len();
         assert!(lost as u64 <= total(&counts, |worker| worker.repaired), "{lost} lost, {counts:?}");
     });
@@ -298,13 +298,13 @@ fn detach_and_attach_under_load_lose_no_request() {
             site.detach();
             (0..60).for_each(|_| site.step(ECHO));
             site.attach();
-            site.until("all workers are found", |site| site.eligible() == 3);
+            site.wait_until("all workers are found", |site| site.eligible() == 3);
             // A new version takes over while requests are in flight.
             (0..60).for_each(|_| site.step(ECHO));
             site.attach();
         }
         let counts = site.settled();
         assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
-        site.until("all responses are there", |site| site.answered.len() == site.sent as usize);
+        site.wait_until("all responses are there", |site| site.answered.len() == site.sent as usize);
     });
 }

@@ -35,10 +35,10 @@ pub fn rights(facts: &Facts) -> Vec<Finding> {
     }
     let why = "loading and attaching BPF programs requires them: the daemon does not start";
     let names = facts.missing_rights.join(", ");
-    let ambient = facts.missing_rights.join(" ");
+    let capabilities = facts.missing_rights.join(" ");
     vec![
         Finding::fault(format!("missing: {names}"), why)
-            .remedy(format!("run as root, or in the systemd unit: AmbientCapabilities={ambient}")),
+            .remedy(format!("run as root, or in the systemd unit: AmbientCapabilities={capabilities}")),
     ]
 }
 

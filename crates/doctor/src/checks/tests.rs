@@ -358,11 +358,11 @@ fn native_xdp_is_checked() {
         facts.settings.xdp_mode = XdpMode::Native;
     };
     assert_eq!(lb(only_native), [("xdp", FAULT)]);
-    let wanted = |facts: &mut Facts| {
+    let configured = |facts: &mut Facts| {
         device(facts).xdp = Xdp { native_possible: Some(false), ..Xdp::default() };
         facts.settings.xdp_mode = XdpMode::Generic;
     };
-    assert_eq!(lb(wanted), []);
+    assert_eq!(lb(configured), []);
     let ena = |facts: &mut Facts| {
         device(facts).driver = "ena".to_owned();
         device(facts).channels = Some(Channels { receive: 4, receive_max: 4, transmit: 4 });

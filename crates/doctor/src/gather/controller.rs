@@ -78,7 +78,7 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
         let url = format!("{scheme}://{}", config.api).parse()?;
         // On this host any of its addresses will do.
-        let client = Client::for_controllers(vec![url], &Proof::Token { file, ca }, Host::Any)?;
+        let client = Client::with_controllers(vec![url], &Proof::Token { file, ca }, Host::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())
     };

@@ -22,7 +22,7 @@ fn service(vip: SocketAddr) -> Service<u32> {
     Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], paths: None }
 }
 
-fn until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {
+fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {
     let end = Instant::now() + Duration::from_secs(30);
     loop {
         let found = checker.results();
@@ -48,19 +48,19 @@ fn exhausted_file_descriptors_mark_no_server_down() {
     let address = listener.local_addr().unwrap();
     let checker = Checker::start().unwrap();
     checker.check(vec![service(address)]);
-    until(&checker, "a server that listens is up", |found| found.verdict() == Some(Verdict::Up));
+    wait_until(&checker, "a server that listens is up", |found| found.verdict() == Some(Verdict::Up));
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
-    let blind = until(&checker, "checks that cannot be made withdraw the verdict", |found| {
+    let blind = wait_until(&checker, "checks that cannot be made withdraw the verdict", |found| {
         found.verdict() != Some(Verdict::Up)
     });
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     assert_eq!((blind.verdict(), blind.failures), (None, 0), "{blind:?}");
     assert!(blind.error.contains("Too many open files"), "{blind:?}");
 
-    until(&checker, "with files it is up again", |found| found.verdict() == Some(Verdict::Up));
+    wait_until(&checker, "with files it is up again", |found| found.verdict() == Some(Verdict::Up));
     drop(listener);
-    let down = until(&checker, "no process listens", |found| found.verdict() == Some(Verdict::Down));
+    let down = wait_until(&checker, "no process listens", |found| found.verdict() == Some(Verdict::Down));
     assert!(down.failures >= 3 && down.error == "connection refused", "{down:?}");
 }

@@ -518,7 +518,7 @@ mod tests {
         config.queues[2].group = 1;
         let mut feo = backlogged(&config, 10);
         let order = popped(&mut feo, 0, 15);
-        let count = |wanted: u8| order.iter().filter(|service| **service == wanted).count();
+        let count = |number: u8| order.iter().filter(|service| **service == number).count();
         assert_eq!((count(0), count(1), count(2)), (10, 0, 5), "{order:?}");
         assert_eq!(popped(&mut feo, 0, 6).iter().filter(|service| **service == 1).count(), 4);
     }

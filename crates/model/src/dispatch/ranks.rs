@@ -15,8 +15,8 @@ pub struct Lambda(u16);
 #[error("lambda {0}: expected a number from 0 to 1")]
 pub struct LambdaOutOfRange(pub f64);
 
-/// Factor of a request of at least the same priority.
-const ONE: u32 = 1000;
+/// Rank of a request of at least the same priority: ranks are in thousandths.
+const RANK_OF_ONE_REQUEST: u32 = 1000;
 
 impl Lambda {
     /// RingLeader's setting (NSDI'23, Sect. 7.1).
@@ -25,7 +25,7 @@ impl Lambda {
     /// Rounded to thousandths. Fails when `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
         if (0.0..=1.0).contains(&value) {
-            Ok(Self((value * f64::from(ONE)).round() as u16))
+            Ok(Self((value * f64::from(RANK_OF_ONE_REQUEST)).round() as u16))
         } else {
             Err(LambdaOutOfRange(value))
         }
@@ -33,7 +33,7 @@ impl Lambda {
 
     /// Returns the factor.
     pub fn get(self) -> f64 {
-        f64::from(self.0) / f64::from(ONE)
+        f64::from(self.0) / f64::from(RANK_OF_ONE_REQUEST)
     }
 }
 
@@ -115,7 +115,7 @@ impl RankArrays {
             least: LeastTree::new(cores, 0),
         });
         let eligible = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
-        Self { bound: u32::from(depth.get()) * ONE, eligible, services: ranks.collect() }
+        Self { bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST, eligible, services: ranks.collect() }
     }
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that were
@@ -220,10 +220,10 @@ impl RankRule {
     /// Returns the count of a request of service `other` in the rank of service `own`, in thousandths.
     fn weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
         match self {
-            Self::Ranked if services[other].priority <= services[own].priority => ONE,
+            Self::Ranked if services[other].priority <= services[own].priority => RANK_OF_ONE_REQUEST,
             Self::Ranked => u32::from(services[own].lambda.0),
-            Self::Global => ONE,
-            Self::PerService => u32::from(own == other) * ONE,
+            Self::Global => RANK_OF_ONE_REQUEST,
+            Self::PerService => u32::from(own == other) * RANK_OF_ONE_REQUEST,
         }
     }
 }

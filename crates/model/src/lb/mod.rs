@@ -162,13 +162,13 @@ impl Service {
     }
 
     /// Whether a server of the placement table can take a new connection.
-    fn takes_first_packets(&self, id: ServerId) -> bool {
+    fn can_take_new_connections(&self, id: ServerId) -> bool {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
     }
 
     /// Whether a server that was found otherwise takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.takes_first_packets(id) && !self.is_down(id)
+        self.can_take_new_connections(id) && !self.is_down(id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {

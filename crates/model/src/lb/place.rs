@@ -111,7 +111,7 @@ impl Service {
         let mut recent = recent.filter(|_| placement.has_state());
         if let Some(recent) = &mut recent
             && let Some(id) = recent.find(hash, key)
-            && self.takes_first_packets(id)
+            && self.can_take_new_connections(id)
         {
             return Some(id);
         }
@@ -119,10 +119,11 @@ impl Service {
         let chosen = placement.table.choose_counted(
             &mut placement.state,
             |group| placement.hashes[group].hash(&bytes),
-            |id| self.takes_first_packets(id),
+            |id| self.can_take_new_connections(id),
         );
         self.round_robin = placement.state.round_robin;
-        let id = chosen.filter(|id| self.takes_first_packets(*id)).or_else(|| self.fallback(&placement.table, hash))?;
+        let id =
+            chosen.filter(|id| self.can_take_new_connections(*id)).or_else(|| self.fallback(&placement.table, hash))?;
         if let Some(recent) = recent {
             *recent.entry(hash) = key | u64::from(id.get());
         }
@@ -133,6 +134,6 @@ impl Service {
     fn fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = two_draws(mix(hash), table.members.len() as u32);
         let turns = table.members.iter().cycle().skip(start as usize).take(FALLBACK_MEMBERS.min(table.members.len()));
-        turns.map(|member| member.server).find(|id| self.takes_first_packets(*id))
+        turns.map(|member| member.server).find(|id| self.can_take_new_connections(*id))
     }
 }

@@ -135,7 +135,8 @@ mod tests {
         assert_eq!(taken(&mut bucket, 5000), 3);
     }
 
-    /// Ten thousand packets in a second from one source; one for each of a hundred others at each of ten services.
+    /// Returns the accepted packets of ten thousand in a second from one source, and of one from each of a hundred
+    /// others at each of ten services.
     fn accepted(junk: &[(Ipv4Addr, usize, Reason)], genuine: (usize, Reason)) -> usize {
         let rate = |per_second: u64, burst: u64| Rate {
             interval_ns: 1_000_000_000 / per_second,

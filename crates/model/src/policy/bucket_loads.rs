@@ -88,8 +88,8 @@ impl BucketLoads {
     /// Finds the least loaded again where too few are kept.
     fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
         let stride = self.columns.len();
-        let wanted = most.min(stride);
-        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < wanted) {
+        let limit = most.min(stride);
+        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < limit) {
             let loads = &self.loads[bucket as usize * stride..][..stride];
             let place = |((source, load), server): ((u32, &f64), &&PoolServer)| {
                 std::iter::once(RankedCore { load: *load, core: core_at(server, key, bucket), source })

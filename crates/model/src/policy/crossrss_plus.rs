@@ -100,8 +100,8 @@ impl Cost {
                     Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
                 };
                 *opened = Some(smoothed);
-                let filled = if pool.of_requests { pool.load() } else { FILL * deficit(pool, kept) };
-                filled / smoothed.max(1.0)
+                let load_to_assign = if pool.of_requests { pool.load() } else { FILL * deficit(pool, kept) };
+                load_to_assign / smoothed.max(1.0)
             }
         }
     }
@@ -128,13 +128,13 @@ struct RecentServer {
     recent: Vec<f64>,
     /// The last loads, and the mean over the last reports.
     newest: CoreLoads,
-    evened: CoreLoads,
+    levelled: CoreLoads,
 }
 
 impl RecentServer {
     /// Starts with the present loads.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
-        Self { id, recent: loads.to_vec(), newest: loads.clone(), evened: loads.clone() }
+        Self { id, recent: loads.to_vec(), newest: loads.clone(), levelled: loads.clone() }
     }
 
     /// Updates the loads; a new report if they are `fresh`.
@@ -145,35 +145,35 @@ impl RecentServer {
         // Cores may have been added or removed.
         self.recent.resize(loads.len(), 0.0);
         let alpha = if fresh { RECENT_ALPHA } else { 0.0 };
-        let even = |(load, recent): (&f64, &mut f64)| {
+        let level = |(load, recent): (&f64, &mut f64)| {
             *recent += alpha * (*load - *recent);
             (*load + *recent) / 2.0
         };
-        self.evened = loads.iter().zip(&mut self.recent).map(even).collect();
+        self.levelled = loads.iter().zip(&mut self.recent).map(level).collect();
         self.newest = loads.clone();
     }
 }
 
 impl RecentLoads {
     /// Updates the loads and returns the pool with the mean of newest and recent loads, as racks do.
-    fn evened<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
+    fn levelled<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         if !pool.totals().any_reports_here {
             self.of_servers.clear();
             return Cow::Borrowed(pool);
         }
-        let mut evened = pool.servers.clone();
+        let mut levelled = pool.servers.clone();
         let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
-        for server in &mut evened {
+        for server in &mut levelled {
             let Some(Loads::Local(loads)) = &mut server.loads else { continue };
             // Servers that left or do not report are forgotten.
             while before.next_if(|known| known.id < server.id).is_some() {}
             let known = before.next_if(|known| known.id == server.id);
             let mut known = known.unwrap_or_else(|| RecentServer::new(server.id, loads));
             known.update(loads, server.fresh);
-            *loads = known.evened.clone();
+            *loads = known.levelled.clone();
             self.of_servers.push(known);
         }
-        Cow::Owned(pool.with_loads_of(evened))
+        Cow::Owned(pool.with_loads_of(levelled))
     }
 }
 
@@ -193,7 +193,7 @@ impl Policy for CrossRssPlus {
     }
 
     fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
-        self.recent.evened(pool)
+        self.recent.levelled(pool)
     }
 
     fn max_candidates_per_bucket(&self, buckets: BucketCount) -> usize {

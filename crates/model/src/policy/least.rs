@@ -22,7 +22,7 @@ use crate::rss::{RssKey, seeded_rng, uniform_below};
 pub const NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cpu"];
 
 /// [`seeded_rng`]'s stream for the servers of each bucket.
-const PURPOSE_CANDIDATES: u64 = 7;
+const RNG_STREAM_CANDIDATES: u64 = 7;
 
 /// The policy, by one metric.
 pub struct Least {
@@ -137,7 +137,7 @@ impl Least {
             })
             .collect();
         let per_bucket = all.len().min(self.candidates);
-        let mut rng = seeded_rng(self.seed ^ table.generation, PURPOSE_CANDIDATES);
+        let mut rng = seeded_rng(self.seed ^ table.generation, RNG_STREAM_CANDIDATES);
         let joining = pool.eligible().any(|server| server.ramp < 1.0);
         for bucket in 0..table.bucket_count.get() {
             if per_bucket < all.len() {
@@ -165,7 +165,8 @@ fn is_candidate(pool: &Pool, id: ServerId, bucket: u32) -> bool {
 
 /// Replaces candidates that do not take part; without any that does, all stay.
 fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId) -> bool) {
-    let staying: Vec<Candidate> = candidates.iter().copied().filter(|one| is_candidate(one.server)).collect();
+    let staying: Vec<Candidate> =
+        candidates.iter().copied().filter(|candidate| is_candidate(candidate.server)).collect();
     if staying.is_empty() {
         return;
     }
@@ -250,7 +251,7 @@ mod tests {
                 .collect();
             let total = 1000 - open.iter().sum::<u32>();
             let after = after(&mut Least::new(1), &servers, total);
-            let near = after.iter().zip([100u32, 200, 700]).all(|(count, wanted)| count.abs_diff(wanted) <= 2);
+            let near = after.iter().zip([100u32, 200, 700]).all(|(count, expected)| count.abs_diff(expected) <= 2);
             assert!(near, "{open:?} became {after:?}");
         }
     }

@@ -105,7 +105,7 @@ mod tests {
 
     /// Checks that the kept cores are the beginning of all in order.
     fn expect_beginning(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
-        all.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
+        all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
         prop_assert_eq!(least.places(), &all[..least.places().len()]);
         Ok(())
     }
@@ -137,7 +137,7 @@ mod tests {
                     RankedCore { source: rack as u32, ..place(rack * 4 + at, f64::from(*twentieths) / 20.0) }
                 });
                 let mut list: Vec<RankedCore> = of_rack.collect();
-                list.sort_by(|one, other| one.load.total_cmp(&other.load).then(one.core.cmp(&other.core)));
+                list.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
                 list
             };
             let mut lists: Vec<Vec<RankedCore>> = (0..SERVERS / 4).map(|rack| list(rack, &[20; 4])).collect();

@@ -144,11 +144,11 @@ pub fn fixed_names() -> Vec<&'static str> {
 /// Returns the telemetry that the policy needs from load balancers, and by which its servers' reports are checked;
 /// nothing for an unknown name.
 pub fn telemetry_level(name: &str) -> TelemetryLevel {
-    let wanted = |policy: Box<dyn Policy>| {
+    let telemetry_of = |policy: Box<dyn Policy>| {
         let checked = if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
         policy.telemetry_level().max(checked)
     };
-    named(name, 0).map(wanted).unwrap_or_default()
+    named(name, 0).map(telemetry_of).unwrap_or_default()
 }
 
 /// Whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
@@ -163,12 +163,12 @@ pub fn named(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
 }
 
 /// [`seeded_rng`]'s stream for hash keys that are independent of every NIC's.
-const PURPOSE_INDEPENDENT_KEY: u64 = 2;
+const RNG_STREAM_INDEPENDENT_KEY: u64 = 2;
 
 /// Returns a hash key of the load balancer's own. A bucket from the hash of the servers' RSS would reach only some
 /// cores of each server and make `hash` look twice as bad as it is.
 fn independent_key(seed: u64) -> RssKey {
-    RssKey::random(&mut seeded_rng(seed, PURPOSE_INDEPENDENT_KEY))
+    RssKey::random(&mut seeded_rng(seed, RNG_STREAM_INDEPENDENT_KEY))
 }
 
 /// Returns a table with members and the consistent choice, and one group without candidates: the start of every policy.

@@ -76,11 +76,11 @@ mod tests {
             ..PoolServer::new(id.try_into().unwrap())
         };
         let servers = vec![server(1, 30, 100.0, 9.0), server(2, 60, 50.0, 18.0)];
-        let one = fixed_point(1.0);
-        assert_eq!(members(LoadMetric::Connections, servers.clone()), [(1, one / 2), (2, one)]);
-        assert_eq!(members(LoadMetric::Packets, servers.clone()), [(1, one), (2, one / 2)]);
-        assert_eq!(members(LoadMetric::Bytes, servers.clone()), [(1, one / 2), (2, one)]);
-        assert_eq!(members(LoadMetric::Cpu, servers), [(1, one / 4), (2, one / 2)]);
+        let full = fixed_point(1.0);
+        assert_eq!(members(LoadMetric::Connections, servers.clone()), [(1, full / 2), (2, full)]);
+        assert_eq!(members(LoadMetric::Packets, servers.clone()), [(1, full), (2, full / 2)]);
+        assert_eq!(members(LoadMetric::Bytes, servers.clone()), [(1, full / 2), (2, full)]);
+        assert_eq!(members(LoadMetric::Cpu, servers), [(1, full / 4), (2, full / 2)]);
     }
 
     #[test]
@@ -92,7 +92,7 @@ mod tests {
         };
         let members = members(LoadMetric::Connections, vec![server(1, 3), server(2, 1)]);
         assert_eq!(members.iter().filter(|(id, _)| *id == 1).count(), 3);
-        let load = |wanted: u16| members.iter().find(|(id, _)| *id == wanted).unwrap().1;
+        let load = |server: u16| members.iter().find(|(id, _)| *id == server).unwrap().1;
         assert_eq!((load(1), load(2)), (fixed_point(1.0 / 3.0), fixed_point(1.0)));
     }
 }

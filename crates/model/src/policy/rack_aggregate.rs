@@ -82,8 +82,8 @@ impl RackAggregate {
             }
         }
         self.count = racks.iter().flat_map(|rack| lists(rack, key)).map(|list| list.per_bucket).sum();
-        let wanted = most.min(self.count);
-        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < wanted) {
+        let limit = most.min(self.count);
+        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < limit) {
             let lists = racks
                 .iter()
                 .enumerate()

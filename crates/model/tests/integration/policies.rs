@@ -266,13 +266,13 @@ fn load_independent_policies_have_one_table_for_any_loads() {
     });
     for name in names() {
         let mut policy = named(name, 1).unwrap();
-        let [one, other] = pools.each_ref().map(|pool| {
+        let [left, right] = pools.each_ref().map(|pool| {
             let table = policy.place(pool, BucketCount::PUBLISHED, 1);
             let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
             let loads: Vec<u32> = table.members.iter().map(|member| member.load).collect();
             (table.candidates, members, if table.rule == Rule::PowerOfTwo { loads } else { Vec::new() })
         });
-        assert_eq!(one != other, policy.reads_loads(), "{name}");
+        assert_eq!(left != right, policy.reads_loads(), "{name}");
     }
 }
 

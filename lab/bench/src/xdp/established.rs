@@ -29,11 +29,11 @@ pub struct ByConnections {
 }
 
 pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
-    let one = |(done, connections): (usize, &usize)| {
+    let measure = |(done, connections): (usize, &usize)| {
         progress(done, CONNECTIONS.len());
         measure_with(*connections, args).with_context(|| format!("{connections} connections"))
     };
-    CONNECTIONS.iter().enumerate().map(one).collect()
+    CONNECTIONS.iter().enumerate().map(measure).collect()
 }
 
 fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections> {

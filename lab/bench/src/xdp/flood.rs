@@ -29,7 +29,7 @@ use memory::Memory;
 const CONNECTIONS: usize = 1 << 17;
 
 /// Goal for the cost that a flood adds, in percent.
-const MOST_MORE: Goal = Goal::AtMost(10.0);
+const FLOOD_COST_GOAL: Goal = Goal::AtMost(10.0);
 
 /// Program that meets the flood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -243,7 +243,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         let of_packet = more(&m.flooded[1], &m.quiet[1]);
         let [quiet, flooded] = [&m.quiet, &m.flooded].map(|of| above(&of[1], &of[0]));
         let above_empty = more(&flooded, &quiet);
-        let [goal, verdict] = goal_cells(Some(MOST_MORE), median_of(&of_packet));
+        let [goal, verdict] = goal_cells(Some(FLOOD_COST_GOAL), median_of(&of_packet));
         cost.row([
             m.victim.to_string().into(),
             median_of(&m.quiet[1]).into(),
@@ -297,6 +297,6 @@ fn topology(cpus: [usize; 2]) -> String {
     };
     let virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
     let note = if virtual_machine { " (by /sys; in a virtual machine that may be wrong)" } else { "" };
-    let [one, other] = cpus.map(siblings);
-    format!("CPU {} shares its core with CPUs {one}, CPU {} with {other}{note}", cpus[0], cpus[1])
+    let [left, right] = cpus.map(siblings);
+    format!("CPU {} shares its core with CPUs {left}, CPU {} with {right}{note}", cpus[0], cpus[1])
 }

@@ -36,7 +36,7 @@ fn limit(case: Case) -> Option<Limit> {
         Case::Established(Consistency::Stateful, PACKETS) => Some(Limit::MissAndReference(20.0)),
         Case::Established(Consistency::HashTable, 16384) => reference(90.0),
         Case::Established(Consistency::HashTable, 131072) => reference(190.0),
-        Case::First(first) => limit_of_first(first).map(Limit::Reference),
+        Case::First(first) => new_connection_limit(first).map(Limit::Reference),
         Case::Encapsulated(Forwarding::Gue, _) => reference(35.0),
         Case::EstablishedIpv6(connections) => {
             Some(Limit::Ipv6Of(Case::Established(Consistency::Stateless, connections)))
@@ -47,7 +47,7 @@ fn limit(case: Case) -> Option<Limit> {
 }
 
 /// ns on the machine of the goals.
-fn limit_of_first(first: First) -> Option<f64> {
+fn new_connection_limit(first: First) -> Option<f64> {
     match (first.consistency, first.rule, first.groups) {
         (Consistency::Stateful, ..) => Some(160.0),
         (Consistency::Stateless, Rule::Table, 1) => Some(45.0),

@@ -22,7 +22,7 @@ use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
 use crate::report::{Cell, Goal, Report, Table, goal_cells};
 use generator::{Floor, Generator, LIVE_PACKETS, Traffic};
-use wire::{NapiThread, Wire, Work, prefer};
+use wire::{NapiThread, NapiUsage, Wire, prefer};
 
 /// Length of the measurement.
 #[derive(Debug, Clone, clap::Args)]
@@ -174,12 +174,12 @@ impl Bed {
 
     fn take_turn(&self, frames: u32) -> anyhow::Result<Turn> {
         let counters = self.balancer.as_ref().map(Balancer::counters);
-        let (tested, sink) = (self.tested.work_when_idle()?, self.sink.work_when_idle()?);
+        let (tested, sink) = (self.tested.usage_when_idle()?, self.sink.usage_when_idle()?);
         let start = Instant::now();
         self.generator.send(frames)?;
-        let work = self.tested.work_when_idle()?.since(tested);
+        let work = self.tested.usage_when_idle()?.since(tested);
         let elapsed = start.elapsed().as_secs_f64();
-        let returned = self.sink.work_when_idle()?.since(sink);
+        let returned = self.sink.usage_when_idle()?.since(sink);
         if let (Some(before), Some(balancer)) = (counters, &self.balancer) {
             self.check(&work, &before, &balancer.counters())?;
             if self.lane.consistency == Consistency::Stateful {
@@ -196,7 +196,7 @@ impl Bed {
     }
 
     /// Each frame must have been forwarded, by the means of the lane's mode.
-    fn check(&self, work: &Work, before: &Counters, after: &Counters) -> anyhow::Result<()> {
+    fn check(&self, work: &NapiUsage, before: &Counters, after: &Counters) -> anyhow::Result<()> {
         let packets = |counter: usize| after.packets[counter] - before.packets[counter];
         let (first, open) = (packets(intf::LB_COUNTER_NEW_CONNECTION as usize), packets(self.lane.case().counter()));
         let name = self.lane.name;

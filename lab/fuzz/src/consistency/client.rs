@@ -24,8 +24,9 @@ const SYN_TSECR: usize = ETHERNET + 20 + 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// A packet that is not answered is sent again so often, then the client gives up.
 const ATTEMPTS: u32 = 25;
-/// One of this many packets takes another load balancer than the connection's others; one of this many answers is lost.
-const ASTRAY: usize = 50;
+/// On average one of this many packets takes another load balancer than its connection's others, and one of this many
+/// answers is lost.
+const PACKETS_PER_FAULT: usize = 50;
 /// One of this many connections has no timestamps.
 const WITHOUT_TIMESTAMPS: usize = 30;
 
@@ -258,7 +259,7 @@ impl Simulation {
     /// Sends a packet through one of the load balancers.
     fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<Delivery> {
         let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
-        let astray = self.rng.chance(1, ASTRAY);
+        let astray = self.rng.chance(1, PACKETS_PER_FAULT);
         let choice = self.connection(number).hash as usize + usize::from(astray);
         let first = alive[choice % alive.len()];
         self.report.packets += 1;
@@ -358,7 +359,7 @@ impl Simulation {
 
     /// The server's answer, which may be lost.
     fn answer(&mut self, number: u32, server: usize) {
-        let lost = self.rng.chance(1, ASTRAY);
+        let lost = self.rng.chance(1, PACKETS_PER_FAULT);
         let now = self.now;
         let connection = self.connection(number);
         // An answer to a second SYN by another server is not of this connection.

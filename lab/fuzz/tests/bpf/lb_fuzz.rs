@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
-use coreward_fuzz::campaign::{Campaign, Until};
+use coreward_fuzz::campaign::{Campaign, RunLimit};
 use coreward_fuzz::change::Change;
 use coreward_fuzz::epoch::Epoch;
 use coreward_fuzz::frame::{self, Ip, Tcp, timestamp};
@@ -26,7 +26,7 @@ fn bpf_program_equals_its_reference_model() {
     let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
     // Each has other services, servers and rules.
     for seed in 0..12 {
-        let campaign = Campaign { seed, first_epoch: 0, until: Until::Packets(20_000), threads: 1 };
+        let campaign = Campaign { seed, first_epoch: 0, limit: RunLimit::Packets(20_000), threads: 1 };
         let summary = campaign.run(|_| ()).unwrap();
         assert!(summary.failure.is_none(), "seed {seed}: {:?}", summary.failure);
         assert_eq!(summary.packets, 20_000);

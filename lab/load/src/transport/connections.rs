@@ -20,7 +20,7 @@ use crate::event_loop::{Epoll, Event, now_ns};
 use crate::receive::Receiver;
 use crate::workload::Demand;
 
-const PURPOSE_FLOWS: u64 = 0x6c6f_6103;
+const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
 /// A server that does not accept within this time is not there.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// Time after which a failed connection is opened again (ns).
@@ -110,7 +110,7 @@ impl<P: Protocol> Connections<P> {
             free: Vec::new(),
             waiting: VecDeque::new(),
             retries: VecDeque::new(),
-            rng: seeded_rng(seed, PURPOSE_FLOWS),
+            rng: seeded_rng(seed, RNG_STREAM_FLOWS),
             receiver: Receiver::default(),
             events: Vec::new(),
             buffer: vec![0; 65_536],

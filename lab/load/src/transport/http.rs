@@ -33,8 +33,8 @@ impl Protocol for Http {
     fn read(reader: &mut Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed> {
         reader.unread.extend_from_slice(bytes);
         let mut at = 0;
-        while let Some(taken) = reader.step(at, each)? {
-            at += taken;
+        while let Some(consumed) = reader.step(at, each)? {
+            at += consumed;
         }
         reader.unread.drain(..at);
         Ok(())
@@ -65,25 +65,25 @@ impl Reader {
     /// Parses the next piece of a response from `at` on and returns its length; `None`: it is incomplete.
     fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, Malformed> {
         let rest = &self.unread[at..];
-        let taken = match self.expected {
+        let consumed = match self.expected {
             Expected::Head => {
                 let Some((length, expected, reply)) = head(rest)? else { return Ok(None) };
                 (self.expected, self.reply) = (expected, reply);
                 length
             }
             Expected::Body(left) | Expected::Chunk(left) => {
-                let taken = left.min(rest.len() as u64);
-                if taken == 0 && left > 0 {
+                let consumed = left.min(rest.len() as u64);
+                if consumed == 0 && left > 0 {
                     return Ok(None);
                 }
                 let is_body = matches!(self.expected, Expected::Body(_));
-                self.expected = match left - taken {
+                self.expected = match left - consumed {
                     0 if is_body => Expected::Body(0),
                     0 => Expected::ChunkSize,
                     left if is_body => Expected::Body(left),
                     left => Expected::Chunk(left),
                 };
-                taken as usize
+                consumed as usize
             }
             Expected::ChunkSize => match httparse::parse_chunk_size(rest).map_err(|_| Malformed)? {
                 httparse::Status::Partial => return Ok(None),
@@ -108,7 +108,7 @@ impl Reader {
             self.expected = Expected::Head;
             each(self.reply);
         }
-        Ok(Some(taken))
+        Ok(Some(consumed))
     }
 }
 

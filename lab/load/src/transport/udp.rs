@@ -19,8 +19,8 @@ use crate::workload::Demand;
 
 /// Most bytes of responses that wait for a generator that is late.
 const RECEIVE_BUFFER: usize = 4 << 20;
-const PURPOSE_KEYS: u64 = 0x6c6f_6101;
-const PURPOSE_FLOWS: u64 = 0x6c6f_6102;
+const RNG_STREAM_KEYS: u64 = 0x6c6f_6101;
+const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 
 /// Keys and values of requests.
 #[derive(Debug, Clone, Copy)]
@@ -77,8 +77,8 @@ impl Udp {
             datagrams,
             last_id: 0,
             value: vec![b'v'; value_bytes.into()],
-            key_rng: seeded_rng(seed, PURPOSE_KEYS),
-            flow_rng: seeded_rng(seed, PURPOSE_FLOWS),
+            key_rng: seeded_rng(seed, RNG_STREAM_KEYS),
+            flow_rng: seeded_rng(seed, RNG_STREAM_FLOWS),
             receiver: Receiver::default(),
             datagram: Vec::new(),
             buffer: vec![0; 65_536],

@@ -208,7 +208,7 @@ impl Ratio {
                 _ => return None,
             },
         };
-        Some(taken(quotients, self.take))
+        Some(reduced(quotients, self.take))
     }
 
     /// Everything that is named, the nested quotient's too.
@@ -221,13 +221,14 @@ impl Ratio {
 impl Ascending {
     /// The quotient of each series and the one before it, at each point.
     fn steps(&self, table: &Table, of: Of) -> Option<Vec<f64>> {
-        let curves: Option<Vec<Vec<f64>>> = self.series.iter().map(|label| self.one(label).values(table, of)).collect();
+        let curves: Option<Vec<Vec<f64>>> =
+            self.series.iter().map(|label| self.quantity_of(label).values(table, of)).collect();
         let curves = curves?;
         let steps = curves.windows(2).flat_map(|pair| pair[1].iter().zip(&pair[0]).map(|(above, below)| above / below));
         Some(steps.collect())
     }
 
-    fn one(&self, label: &Spanned<String>) -> Quantity {
+    fn quantity_of(&self, label: &Spanned<String>) -> Quantity {
         Quantity {
             panel: self.panel.clone(),
             series: Some(label.clone()),
@@ -254,7 +255,7 @@ impl Quantity {
         for panel in panels {
             values.extend(self.panel_values(panel, of)?);
         }
-        Some(taken(values, self.take))
+        Some(reduced(values, self.take))
     }
 
     fn uses(&self, panel: &PanelTable) -> bool {
@@ -280,8 +281,8 @@ impl Quantity {
                 curve.cells.iter().map(|cell| Some((cell.x, of.value(cell)?))).collect();
             return crossing(&points?, height).map(|x| vec![x]);
         }
-        let wanted = curve.cells.iter().filter(|cell| self.uses_point(cell.x));
-        wanted.map(|cell| of.value(cell)).collect()
+        let used = curve.cells.iter().filter(|cell| self.uses_point(cell.x));
+        used.map(|cell| of.value(cell)).collect()
     }
 
     fn uses_point(&self, x: f64) -> bool {
@@ -291,14 +292,14 @@ impl Quantity {
     }
 }
 
-fn taken(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
-    let one = match take {
+fn reduced(values: Vec<f64>, take: Option<Take>) -> Vec<f64> {
+    let value = match take {
         None => return values,
         Some(Take::Least) => values.into_iter().reduce(f64::min),
         Some(Take::Greatest) => values.into_iter().reduce(f64::max),
         Some(Take::Mean) => coreward_model::statistics::mean(&values),
     };
-    one.into_iter().collect()
+    value.into_iter().collect()
 }
 
 /// Least and greatest; `None` without values, and where a quotient by zero is among them: JSON has no such number.

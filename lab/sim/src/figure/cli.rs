@@ -66,7 +66,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     let session = Session::begin()?;
     let mut page: Vec<(FigureResult, Scenario)> = Vec::new();
     for figure in asked {
-        let result = session.make(&figure)?;
+        let result = session.run(&figure)?;
         page.push((result, figure.scenario));
         let (result, scenario) = page.last().expect("just pushed");
         match &directory {

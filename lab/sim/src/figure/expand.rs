@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::axes::SweepAxis;
-use super::job::{Job, Wanted};
+use super::job::{Job, ValueQuery};
 use super::parameters::ParameterError;
 use super::scenario::{Panel, Scenario, Series};
 
@@ -29,7 +29,7 @@ pub struct PlotPoint {
     pub seed: u64,
     /// Index of the run.
     pub job: usize,
-    pub wanted: Wanted,
+    pub query: ValueQuery,
     /// Whether it gives a value for each moment rather than one.
     pub over_time: bool,
 }
@@ -55,7 +55,7 @@ impl Scenario {
                 let failed = |unfit| CannotExpand { panel: panel_index, series: series_index, unfit };
                 for (x, swept) in points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
-                        let Some((job, wanted)) = self.job(panel, series, swept, seed).map_err(failed)? else {
+                        let Some((job, query)) = self.job(panel, series, swept, seed).map_err(failed)? else {
                             continue;
                         };
                         let job = *known.entry(format!("{job:?}")).or_insert_with(|| {
@@ -64,7 +64,7 @@ impl Scenario {
                         });
                         let over_time = matches!(swept, Some((SweepAxis::Time, _)));
                         let place =
-                            PlotPoint { panel: panel_index, series: series_index, x, seed, job, wanted, over_time };
+                            PlotPoint { panel: panel_index, series: series_index, x, seed, job, query, over_time };
                         plan.places.push(place);
                     }
                 }
@@ -79,7 +79,7 @@ impl Scenario {
         series: &Series,
         swept: Option<(SweepAxis, f64)>,
         seed: u64,
-    ) -> Result<Option<(Job, Wanted)>, ParameterError> {
+    ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let measure = *panel.measure.get_ref();
         /// Lays series over panel over scenario, and the swept value over all.
         macro_rules! parameters {

@@ -19,8 +19,9 @@ pub enum Job {
     Path(path::Config),
 }
 
+/// Selection of a value in a run's result.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Wanted {
+pub struct ValueQuery {
     pub measure: Metric,
     /// Highest throughput that something outside of the simulated cores lets pass.
     pub at_most: Option<f64>,
@@ -30,7 +31,7 @@ pub struct Wanted {
     pub seed: u64,
 }
 
-impl Wanted {
+impl ValueQuery {
     /// A measure of the first seed only.
     pub fn of(measure: Metric) -> Self {
         Self { measure, at_most: None, policy: None, seed: 1 }
@@ -64,18 +65,18 @@ impl Job {
 
 impl Outcome {
     /// Returns the value; `None` when the run has none (a policy without peak, a class without requests).
-    pub fn value(&self, wanted: &Wanted) -> Option<f64> {
+    pub fn value(&self, query: &ValueQuery) -> Option<f64> {
         match self {
-            Self::Rpc(outcome) => request_metric(outcome, wanted.measure),
+            Self::Rpc(outcome) => request_metric(outcome, query.measure),
             Self::Peak(peak, full) => {
-                let most = wanted.at_most.unwrap_or(f64::INFINITY);
+                let most = query.at_most.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full).min(most);
-                Some(if wanted.measure == Metric::PeakLoad { throughput / full } else { throughput })
+                Some(if query.measure == Metric::PeakLoad { throughput / full } else { throughput })
             }
             Self::Lb(outcome, seeds) => {
-                let policy = outcome.policies.iter().find(|policy| Some(&policy.policy) == wanted.policy.as_ref())?;
-                let measured = policy.seeds.get(seeds.iter().position(|seed| *seed == wanted.seed)?)?;
-                match wanted.measure {
+                let policy = outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
+                let measured = policy.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
+                match query.measure {
                     Metric::ServerVariancePct => Some(measured.server_variance_pct),
                     Metric::CoreVariancePct => Some(measured.core_variance_pct),
                     Metric::ServedPct => Some(100.0 - measured.dropped_pct),
@@ -83,8 +84,8 @@ impl Outcome {
                 }
             }
             Self::Pcc(outcome) => {
-                let run = run_of(outcome, wanted.seed)?;
-                match wanted.measure {
+                let run = run_of(outcome, query.seed)?;
+                match query.measure {
                     Metric::BrokenPct => Some(run.broken_pct()),
                     Metric::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
                     _ => None,
@@ -93,7 +94,7 @@ impl Outcome {
             // A run is of one combination and one seed: every spread is that value.
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
-                let spread = match wanted.measure {
+                let spread = match query.measure {
                     Metric::P99 => combination.p99,
                     Metric::Mean => combination.mean,
                     Metric::ServerVariancePct => combination.server_variance_pct,
@@ -105,13 +106,13 @@ impl Outcome {
         }
     }
 
-    pub fn time_series(&self, wanted: &Wanted) -> Option<Vec<(f64, f64)>> {
+    pub fn time_series(&self, query: &ValueQuery) -> Option<Vec<(f64, f64)>> {
         match self {
-            Self::Rpc(outcome) if wanted.measure == Metric::P99 => {
+            Self::Rpc(outcome) if query.measure == Metric::P99 => {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
-                let of_second: fn(&pcc::Second) -> f64 = match wanted.measure {
+                let of_second: fn(&pcc::Second) -> f64 = match query.measure {
                     Metric::BrokenPct => pcc::Second::broken_pct,
                     Metric::PoolServers => |second| second.servers as f64,
                     Metric::CompletedPerSecond => |second| second.completed as f64,
@@ -119,7 +120,7 @@ impl Outcome {
                 };
                 // The value of a second is known at its end.
                 let ends = (1..).map(f64::from);
-                Some(ends.zip(run_of(outcome, wanted.seed)?.seconds.iter().map(of_second)).collect())
+                Some(ends.zip(run_of(outcome, query.seed)?.seconds.iter().map(of_second)).collect())
             }
             _ => None,
         }

@@ -95,8 +95,8 @@ fn put(table: &mut Table, part: Table) {
 
 fn place(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
     let panel = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel)?;
-    let wanted = scenario.series_of(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
-    let series = scenario.series.iter().position(|series| std::ptr::eq(series, wanted))?;
+    let shown = scenario.series_of(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
+    let series = scenario.series.iter().position(|series| std::ptr::eq(series, shown))?;
     (1..=*scenario.seeds.get_ref()).contains(&sample.run).then_some((panel, series))
 }
 

@@ -74,10 +74,10 @@ pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Val
 fn values_of(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
     let PlotPoint { x, seed, over_time, .. } = *place;
     if over_time {
-        let series = outcome.time_series(&place.wanted).unwrap_or_default();
+        let series = outcome.time_series(&place.query).unwrap_or_default();
         return series.into_iter().map(|(x, y)| Value { x: x * x_scale, seed, y }).collect();
     }
-    outcome.value(&place.wanted).map(|y| Value { x, seed, y }).into_iter().collect()
+    outcome.value(&place.query).map(|y| Value { x, seed, y }).into_iter().collect()
 }
 
 /// Groups values by x. A point that not every seed has is left out: its median would be over the lucky ones.

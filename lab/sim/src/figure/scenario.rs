@@ -158,7 +158,7 @@ pub struct Sweep {
     /// Label of the axis, with its unit.
     pub label: String,
     /// A value is shown (and named by claims and published points) times this.
-    #[serde(default = "one")]
+    #[serde(default = "default_scale")]
     pub scale: f64,
     /// Logarithmic.
     #[serde(default)]
@@ -171,7 +171,7 @@ pub struct Axis {
     /// With its unit.
     pub label: String,
     /// Every measured value is multiplied by this.
-    #[serde(default = "one")]
+    #[serde(default = "default_scale")]
     pub scale: f64,
     /// Logarithmic.
     #[serde(default)]
@@ -230,7 +230,7 @@ impl From<PublishedNumbers> for PublishedPoint {
     }
 }
 
-fn one() -> f64 {
+fn default_scale() -> f64 {
     1.0
 }
 

@@ -111,8 +111,8 @@ impl Cores {
     /// Each core's busy time so far (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.entered.len()).map(move |core| {
-            let taken = (self.entered[core] - self.dropped[core]) as f64;
-            (taken * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
+            let accepted = (self.entered[core] - self.dropped[core]) as f64;
+            (accepted * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
         })
     }
 }
@@ -158,9 +158,9 @@ mod tests {
             assert_eq!(cores.served(now).next(), Some(reference.served), "step {step}");
         }
         assert!(reference.dropped > 1_000 && reference.served > 10_000);
-        let taken = reference.served + reference.departures.len() as u64;
-        assert_eq!(cores.bytes(), taken * 100);
-        assert_eq!(cores.busy_ns(now).next(), Some(taken * 50 - (reference.last - now)));
+        let accepted = reference.served + reference.departures.len() as u64;
+        assert_eq!(cores.bytes(), accepted * 100);
+        assert_eq!(cores.busy_ns(now).next(), Some(accepted * 50 - (reference.last - now)));
     }
 
     #[test]

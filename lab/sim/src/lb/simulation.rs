@@ -15,7 +15,7 @@ use crate::names::UnknownName;
 use crate::trace::{Batch, Packet};
 
 /// [`seeded_rng`]'s stream for server ids and the fleet's RSS key.
-const PURPOSE_FLEET: u64 = 21;
+const RNG_STREAM_SERVERS: u64 = 21;
 
 /// In a pause that is longer than this many reports the rest of them is left out: all loads are 0 by then (0.5^1000),
 /// and no report changes anything. A capture with a hole of a year would otherwise take a day.
@@ -70,7 +70,7 @@ pub struct Simulation {
 impl Simulation {
     /// Fails when there is no such policy.
     pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
-        let mut rng = seeded_rng(seed, PURPOSE_FLEET);
+        let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
         let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");

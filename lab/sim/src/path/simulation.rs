@@ -16,10 +16,10 @@ use crate::rpc::ticks::{NEVER, Tick, ticks};
 use crate::rpc::{Policy, Sampler};
 
 /// [`seeded_rng`]'s streams.
-const PURPOSE_FLEET: u64 = 0x7061_7411;
-const PURPOSE_SERVICES: u64 = 0x7061_7412;
-const PURPOSE_HASHES: u64 = 0x7061_7413;
-const PURPOSE_CIRCUMSTANCES: u64 = 0x7061_7414;
+const RNG_STREAM_SERVERS: u64 = 0x7061_7411;
+const RNG_STREAM_SERVICES: u64 = 0x7061_7412;
+const RNG_STREAM_HASHES: u64 = 0x7061_7413;
+const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 
 /// A fleet, its servers, and their traffic.
 pub struct Simulation<'a> {
@@ -115,7 +115,7 @@ impl<S: Sink> WithServer<S> for Boxed {
 impl<'a> Simulation<'a> {
     /// `policy`: of the load balancer. `dispatch`: inside the servers.
     pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
-        let mut rng = seeded_rng(seed, PURPOSE_FLEET);
+        let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
         let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
@@ -124,7 +124,7 @@ impl<'a> Simulation<'a> {
         }
         let unknown = |_| UnknownName::new("policy", policy, policy::names());
         let classes = config.service.class_times().len();
-        let mut rng = seeded_rng(seed, PURPOSE_CIRCUMSTANCES);
+        let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
         let report = config.in_ticks(config.report_ms / 1e3);
         let mut reading = |_| {
             let next = match config.readings {
@@ -148,8 +148,8 @@ impl<'a> Simulation<'a> {
             servers: (0..usize::from(config.servers)).map(server).collect(),
             traffic: Traffic::new(config, seed),
             sampler: config.service.sampler(),
-            services: seeded_rng(seed, PURPOSE_SERVICES),
-            hashes: seeded_rng(seed, PURPOSE_HASHES),
+            services: seeded_rng(seed, RNG_STREAM_SERVICES),
+            hashes: seeded_rng(seed, RNG_STREAM_HASHES),
             answers: Answers {
                 recorder: Recorder::new(classes, None),
                 connections: Vec::new(),

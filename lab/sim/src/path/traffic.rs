@@ -49,8 +49,8 @@ pub struct Traffic {
     requests: Xoshiro256PlusPlus,
 }
 
-const PURPOSE_CONNECTIONS: u64 = 0x7061_7401;
-const PURPOSE_REQUESTS: u64 = 0x7061_7402;
+const RNG_STREAM_CONNECTIONS: u64 = 0x7061_7401;
+const RNG_STREAM_REQUESTS: u64 = 0x7061_7402;
 
 /// The service that all connections are for.
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
@@ -67,8 +67,8 @@ impl Traffic {
             next_connection: 0,
             next_requests: BinaryHeap::new(),
             rests: Vec::new(),
-            connections: seeded_rng(seed, PURPOSE_CONNECTIONS),
-            requests: seeded_rng(seed, PURPOSE_REQUESTS),
+            connections: seeded_rng(seed, RNG_STREAM_CONNECTIONS),
+            requests: seeded_rng(seed, RNG_STREAM_REQUESTS),
         };
         traffic.next_connection = traffic.interval();
         traffic

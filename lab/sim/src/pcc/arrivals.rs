@@ -11,7 +11,7 @@ use super::mix::Mix;
 use crate::random::exponential;
 
 /// [`seeded_rng`]'s stream for arrivals: the same for every method, so that all meet the same connections.
-const PURPOSE_ARRIVALS: u64 = 200;
+const RNG_STREAM_ARRIVALS: u64 = 200;
 
 /// The load that clients offer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -66,7 +66,7 @@ pub struct Source {
 impl Source {
     /// A wave starts with the end of the warm-up.
     pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
-        let rng = seeded_rng(seed, PURPOSE_ARRIVALS);
+        let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source = Self { arrivals, mix: mix.clone(), rng, next: 0, warm_up, waiting: VecDeque::new() };
         if let Arrivals::Recycled { clients, .. } = arrivals {
             let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.every().to_vec()).collect();

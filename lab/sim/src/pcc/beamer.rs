@@ -21,7 +21,7 @@ use super::connections::Connection;
 use super::hashed::bucket_count;
 
 /// [`seeded_rng`]'s stream for which buckets move.
-const PURPOSE_MOVES: u64 = 204;
+const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
 /// State of a server in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl Beamer {
     pub fn new(control: Option<Control>, config: &Config, seed: u64) -> Self {
         let buckets = bucket_count(config.servers, config.buckets_per_server);
         let table = BucketTable::new(buckets, true, config.by_second);
-        let rng = seeded_rng(seed, PURPOSE_MOVES);
+        let rng = seeded_rng(seed, RNG_STREAM_BUCKET_MOVES);
         Self { table, standing: Vec::new(), own: Vec::new(), borrowed: Vec::new(), control, rng }
     }
 
@@ -72,8 +72,8 @@ impl Beamer {
         self.standing[usize::from(server)] == standing
     }
 
-    fn servers_that_are(&self, wanted: impl Fn(EntryState) -> bool) -> Vec<u16> {
-        (0..self.standing.len() as u16).filter(|server| wanted(self.standing[usize::from(*server)])).collect()
+    fn servers_that_are(&self, matches: impl Fn(EntryState) -> bool) -> Vec<u16> {
+        (0..self.standing.len() as u16).filter(|server| matches(self.standing[usize::from(*server)])).collect()
     }
 
     /// A number of buckets by which servers are compared, equals in random order.

@@ -48,7 +48,7 @@ pub struct BucketTable {
 }
 
 impl BucketTable {
-    /// No bucket has a server yet.
+    /// Returns a table whose buckets have no server yet.
     pub fn new(buckets: usize, daisy_chaining: bool, keeps_history: bool) -> Self {
         Self {
             buckets: vec![Bucket { current: NOBODY, previous: NOBODY }; buckets],

@@ -16,8 +16,8 @@ use super::connections::Connection;
 use super::{Config, LoadInfo};
 
 /// [`seeded_rng`]'s streams for the fleet's keys.
-const PURPOSE_RSS_KEY: u64 = 202;
-const PURPOSE_COOKIE_KEYS: u64 = 203;
+const RNG_STREAM_RSS_KEY: u64 = 202;
+const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 
 /// Entries of each server's indirection table.
 const INDIRECTION_ENTRIES: usize = 128;
@@ -54,13 +54,13 @@ impl Cheetah {
             false => policy::named(name, seed).expect("a method's policy exists"),
         };
         let buckets = if by_counts { one_bucket() } else { config.buckets };
-        let rss_key = RssKey::random(&mut seeded_rng(seed, PURPOSE_RSS_KEY));
+        let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
         let rss = |server: usize| Rss {
             key: rss_key.clone(),
             indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRIES, config.cores)
                 .expect("a power of two"),
         };
-        let mut rng = seeded_rng(seed, PURPOSE_COOKIE_KEYS);
+        let mut rng = seeded_rng(seed, RNG_STREAM_COOKIE_KEYS);
         let keys = [(); 2].map(|()| CookieKey::random(&mut rng));
         Self {
             policy,

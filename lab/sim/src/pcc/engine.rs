@@ -133,7 +133,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn change(&mut self) {
         let servers_before = self.cluster.members().len();
-        match self.schedule.make(&mut self.cluster) {
+        match self.schedule.apply_next(&mut self.cluster) {
             None => return,
             Some(Change::AddServer | Change::RemoveServer) => self.balancer.servers_changed(&self.cluster),
             Some(Change::AddLoadBalancer | Change::RemoveLoadBalancer) => {

@@ -17,7 +17,7 @@ pub fn bucket_count(servers: usize, per_server: u32) -> usize {
 }
 
 /// Maglev's paper (NSDI'16, Sect. 5.3) asks for a table of more than 100 times the servers.
-const MAGLEV_PER_SERVER: usize = 100;
+const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 
 /// Maglev's larger size (its paper's Sect. 5.3), for pools that the usual one is too small for.
 const MAGLEV_LARGE_SIZE: usize = 655_373;
@@ -27,7 +27,7 @@ impl HashLayout {
     pub fn size(self, servers: usize, per_server: u32) -> usize {
         match self {
             HashLayout::Striped | HashLayout::Ring => bucket_count(servers, per_server),
-            HashLayout::Maglev if servers * MAGLEV_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
+            HashLayout::Maglev if servers * MAGLEV_BUCKETS_PER_SERVER <= MAGLEV_PUBLISHED_SIZE => MAGLEV_PUBLISHED_SIZE,
             HashLayout::Maglev => MAGLEV_LARGE_SIZE,
         }
     }

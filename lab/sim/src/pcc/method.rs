@@ -168,9 +168,9 @@ impl FromStr for Method {
                 Ok(Method::HashIndex { bits, tag_bits, layout })
             }
             ("cheetah", None) => Err(MethodError::NoPolicy),
-            ("cheetah", Some(wanted)) => {
-                let known = policy::names().into_iter().find(|name| *name == wanted);
-                let policy = known.ok_or_else(|| UnknownName::new("policy", wanted, policy::names()))?;
+            ("cheetah", Some(requested)) => {
+                let known = policy::names().into_iter().find(|name| *name == requested);
+                let policy = known.ok_or_else(|| UnknownName::new("policy", requested, policy::names()))?;
                 Ok(Method::Cheetah { policy })
             }
             (name, parameter) => match (HashLayout::named(name), parameter) {

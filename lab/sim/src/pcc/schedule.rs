@@ -8,7 +8,7 @@ use super::cluster::{Change, Cluster};
 use crate::random::{exponential, unit};
 
 /// [`seeded_rng`]'s stream for changes.
-const PURPOSE_CHANGES: u64 = 201;
+const RNG_STREAM_CHANGES: u64 = 201;
 
 /// Changes over time.
 #[derive(Debug, Clone, PartialEq)]
@@ -45,7 +45,7 @@ impl Schedule {
     /// For a cluster that has its nominal size.
     pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal = (cluster.members().len(), cluster.load_balancers().len());
-        let rng = seeded_rng(seed, PURPOSE_CHANGES);
+        let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
         let mut schedule = Self { updates: updates.clone(), rng, next: None, position: 0, nominal, warm_up };
         schedule.find_next(0);
         schedule
@@ -57,7 +57,7 @@ impl Schedule {
     }
 
     /// Makes the change that is due. What could not be made (an addition when no server is left) is left out.
-    pub fn make(&mut self, cluster: &mut Cluster) -> Option<Change> {
+    pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<Change> {
         let change = match &self.updates {
             Updates::At(list) => list[self.position].1,
             Updates::PerMinute { servers, load_balancers } => {
@@ -109,7 +109,7 @@ mod tests {
         let (mut of_servers, mut of_load_balancers) = (0, 0);
         while schedule.next().unwrap() < from_seconds(6_000.0) {
             cluster.advance(schedule.next().unwrap());
-            match schedule.make(&mut cluster) {
+            match schedule.apply_next(&mut cluster) {
                 Some(Change::AddServer | Change::RemoveServer) => of_servers += 1,
                 Some(_) => of_load_balancers += 1,
                 None => panic!("a random change can be made"),
@@ -128,10 +128,10 @@ mod tests {
             Updates::At(vec![(1.0, Change::AddServer), (1.0, Change::AddServer), (2.5, Change::RemoveServer)]);
         let mut schedule = Schedule::new(&updates, &cluster, from_seconds(10.0), 1);
         assert_eq!(schedule.next(), Some(11_000_000_000));
-        assert_eq!(schedule.make(&mut cluster), Some(Change::AddServer));
-        assert_eq!(schedule.make(&mut cluster), None);
+        assert_eq!(schedule.apply_next(&mut cluster), Some(Change::AddServer));
+        assert_eq!(schedule.apply_next(&mut cluster), None);
         assert_eq!(schedule.next(), Some(12_500_000_000));
-        assert_eq!(schedule.make(&mut cluster), Some(Change::RemoveServer));
+        assert_eq!(schedule.apply_next(&mut cluster), Some(Change::RemoveServer));
         assert_eq!(schedule.next(), None);
     }
 }

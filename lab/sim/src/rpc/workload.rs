@@ -24,26 +24,26 @@ pub struct Workload {
     hashes: Xoshiro256PlusPlus,
 }
 
-const PURPOSE_ARRIVALS: u64 = 0x7270_6301;
-const PURPOSE_SERVICES: u64 = 0x7270_6302;
-const PURPOSE_HASHES: u64 = 0x7270_6303;
-const PURPOSE_CONNECTIONS: u64 = 0x7270_6304;
+const RNG_STREAM_ARRIVALS: u64 = 0x7270_6301;
+const RNG_STREAM_SERVICES: u64 = 0x7270_6302;
+const RNG_STREAM_HASHES: u64 = 0x7270_6303;
+const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 
 impl Workload {
     /// Requests at `load` times what the cores of `config` could serve.
     pub fn new(config: &Config, load: f64) -> Self {
-        let connections = config
-            .connections
-            .map(|count| Connections::new(count.get(), config.skew, &mut seeded_rng(config.seed, PURPOSE_CONNECTIONS)));
+        let connections = config.connections.map(|count| {
+            Connections::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
+        });
         Self {
             mean_gap: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
             sampler: config.service.sampler(),
             connections,
             priorities: config.policy.priorities(),
             next_arrival: 0,
-            arrivals: seeded_rng(config.seed, PURPOSE_ARRIVALS),
-            services: seeded_rng(config.seed, PURPOSE_SERVICES),
-            hashes: seeded_rng(config.seed, PURPOSE_HASHES),
+            arrivals: seeded_rng(config.seed, RNG_STREAM_ARRIVALS),
+            services: seeded_rng(config.seed, RNG_STREAM_SERVICES),
+            hashes: seeded_rng(config.seed, RNG_STREAM_HASHES),
         }
     }
 

@@ -79,7 +79,7 @@ const SLICE_NS: u64 = 20_000_000;
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
 /// [`seeded_rng`]'s stream for this generator.
-const PURPOSE_CAMPUS: u64 = 20;
+const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
 /// Parameters of the generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -340,7 +340,7 @@ impl Draw {
         });
         let parts = parts.collect();
         let rate = LogNormal::new(0.0, RATE_SIGMA).expect("a constant above 0");
-        Self { rng: seeded_rng(seed, PURPOSE_CAMPUS), rate, parts }
+        Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate, parts }
     }
 
     /// Packets of a flow: a whole number from 1 to [`MAX_FLOW_PACKETS`].

@@ -129,9 +129,9 @@ fn equal_seeds_give_equal_figures_on_any_number_of_threads() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build().unwrap();
         serde_json::to_string(&pool.install(|| run(&config)).unwrap()).unwrap()
     };
-    let one = threads(1);
-    assert_eq!(one, threads(3));
-    let json: serde_json::Value = serde_json::from_str(&one).unwrap();
+    let single_threaded = threads(1);
+    assert_eq!(single_threaded, threads(3));
+    let json: serde_json::Value = serde_json::from_str(&single_threaded).unwrap();
     for key in ["server_variance_pct", "core_variance_pct", "max_over_mean", "dropped_pct"] {
         assert!(
             json["policies"][0][key]["median"].is_number() && json["policies"][0][key]["high"].is_number(),

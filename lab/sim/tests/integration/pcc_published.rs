@@ -125,13 +125,13 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| run(&config).unwrap())
     };
-    let (one, three) = (on(1), on(3));
-    assert_eq!(one, three);
-    assert_eq!(one.printed(Format::Json), three.printed(Format::Json));
+    let (with_one, with_three) = (on(1), on(3));
+    assert_eq!(with_one, with_three);
+    assert_eq!(with_one.printed(Format::Json), with_three.printed(Format::Json));
     // Seeds are independent of how many there are, and differ.
     let fewer = run(&Config { seeds: 2, ..config.clone() }).unwrap();
-    assert_eq!(fewer.methods[0].runs, one.methods[0].runs[..2]);
-    assert_ne!(one.methods[0].runs[0], one.methods[0].runs[1]);
+    assert_eq!(fewer.methods[0].runs, with_one.methods[0].runs[..2]);
+    assert_ne!(with_one.methods[0].runs[0], with_one.methods[0].runs[1]);
 }
 
 #[test]

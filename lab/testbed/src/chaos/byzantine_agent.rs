@@ -21,7 +21,7 @@ use tonic::transport::Endpoint;
 use crate::namespace::Namespace;
 
 /// [`seeded_rng`]'s stream for false reports.
-const PURPOSE_LIES: u64 = 0x6368_6103;
+const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
 /// A hundred times as many reports as an agent sends.
 const REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
@@ -69,7 +69,7 @@ impl ByzantineAgent {
         machine.within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
-                let mut rng = seeded_rng(self.server.into(), PURPOSE_LIES);
+                let mut rng = seeded_rng(self.server.into(), RNG_STREAM_FALSE_REPORTS);
                 while !done.load(Ordering::Relaxed) {
                     let to = self.controllers[uniform_below(&mut rng, self.controllers.len() as u32) as usize];
                     let _ = self.turn(to, &tls, &mut rng, false_reports, done).await;

@@ -10,7 +10,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use crate::addresses::{rack_name, server_address};
 
 /// [`seeded_rng`]'s stream for what changes.
-const PURPOSE_CHANGES: u64 = 0x6368_6102;
+const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
 /// Least number of active servers, whatever else changes.
 const ACTIVE_MIN: usize = 2;
 const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
@@ -20,12 +20,12 @@ const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least",
 struct Entry {
     draining: bool,
     weight: u32,
-    /// Its agent may speak through no rack.
-    by_itself: bool,
+    /// Its agent must connect to a controller directly.
+    is_direct: bool,
 }
 
 /// State at the beginning.
-const ACTIVE: Entry = Entry { draining: false, weight: 1, by_itself: false };
+const ACTIVE: Entry = Entry { draining: false, weight: 1, is_direct: false };
 
 /// The newest document and the next.
 #[derive(Debug, Clone)]
@@ -50,7 +50,7 @@ impl Documents {
         racks_of: BTreeMap<u16, Vec<u16>>,
     ) -> Self {
         Self {
-            rng: seeded_rng(seed, PURPOSE_CHANGES),
+            rng: seeded_rng(seed, RNG_STREAM_CHANGES),
             policies: vec![POLICIES[0]; services.len()],
             services,
             servers: servers.iter().map(|number| (*number, Some(ACTIVE))).collect(),
@@ -66,13 +66,13 @@ impl Documents {
         let racks: BTreeSet<u16> = self.racks_of.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", names(&racks));
         for (number, entry) in &self.servers {
-            let Some(Entry { draining, weight, by_itself }) = entry else { continue };
+            let Some(Entry { draining, weight, is_direct }) = entry else { continue };
             let (address, state) = (server_address(*number), if *draining { "draining" } else { "active" });
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
-            let racks = self.racks_of.get(number).into_iter().flatten().filter(|_| !by_itself);
+            let racks = self.racks_of.get(number).into_iter().flatten().filter(|_| !is_direct);
             let _ = writeln!(text, "racks = {:?}", names(racks));
         }
         for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {
@@ -125,7 +125,7 @@ impl Documents {
             0 if may_go => None,
             1 if may_go => Some(Entry { draining: true, ..ACTIVE }),
             2 => Some(Entry { weight: 1 + self.below(4), ..ACTIVE }),
-            3 => Some(Entry { by_itself: true, ..ACTIVE }),
+            3 => Some(Entry { is_direct: true, ..ACTIVE }),
             _ => Some(ACTIVE),
         };
         self.servers.insert(number, entry);

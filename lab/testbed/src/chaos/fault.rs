@@ -105,7 +105,7 @@ pub enum Fault {
 const LASTS_MS: Range<u32> = 300..6_000;
 /// Duration of a fault that loses clients' packets: TCP must send them again before the client's timeout, after
 /// 10 s.
-const LASTS_WITH_LOSS_MS: Range<u32> = 200..2_500;
+const LOSS_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {
     pub fn kind(&self) -> FaultKind {
@@ -128,7 +128,7 @@ impl Fault {
             Self::Upgrade(_) => 0..1,
             Self::Partition { from, to, .. } if is_control(from) || is_control(to) => LASTS_MS,
             Self::Link(port) if is_control(port) => LASTS_MS,
-            Self::Partition { .. } | Self::Link(_) => LASTS_WITH_LOSS_MS,
+            Self::Partition { .. } | Self::Link(_) => LOSS_DURATION_MS,
             _ => LASTS_MS,
         }
     }

@@ -293,7 +293,7 @@ pub struct ResourceUsage {
 }
 
 /// Present resources of a process. Fails when it has ended.
-pub fn taken(pid: u32) -> anyhow::Result<ResourceUsage> {
+pub fn resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));
     let memory_kb = memory.with_context(|| format!("process {pid} has ended"))?.trim().parse()?;

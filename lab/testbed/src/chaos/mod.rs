@@ -162,7 +162,7 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
     let site = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;
-    Run::new(&testbed, site, options)?.make(documents)
+    Run::new(&testbed, site, options)?.run(documents)
 }
 
 /// A run under way.
@@ -176,7 +176,7 @@ struct Run<'a> {
     recoveries: Vec<Recovery>,
     violations: Vec<String>,
     pins: usize,
-    taken: BTreeMap<String, ResourceUsage>,
+    resource_usage: BTreeMap<String, ResourceUsage>,
 }
 
 impl<'a> Run<'a> {
@@ -194,12 +194,12 @@ impl<'a> Run<'a> {
             recoveries: Vec::new(),
             violations: Vec::new(),
             pins: count_files(&testbed.pin_directory()),
-            taken: site.taken()?,
+            resource_usage: site.resource_usage()?,
             site,
         })
     }
 
-    fn make(mut self, documents: Documents) -> anyhow::Result<Outcome> {
+    fn run(mut self, documents: Documents) -> anyhow::Result<Outcome> {
         let (traffic, writer, watch) = (
             Traffic::start(self.testbed, self.options.seconds, self.options.seed)?,
             Writer::new(self.testbed, self.options.controllers),
@@ -223,7 +223,7 @@ impl<'a> Run<'a> {
             self.wait_until_converged(&["kill"], &watch)?;
             writer.compare_again(&mut written)?;
             let byzantine_share = self.byzantine_share(&writer, &mut written)?;
-            Ok::<_, anyhow::Error>((self.site.taken()?, byzantine_share))
+            Ok::<_, anyhow::Error>((self.site.resource_usage()?, byzantine_share))
         })?;
         self.check_growth(&busiest);
         let mut outcome = Outcome {
@@ -236,8 +236,8 @@ impl<'a> Run<'a> {
             writes: writer.writes(),
             watched: watch.watched(),
             seen: traffic.finish()?,
-            taken_before: std::mem::take(&mut self.taken),
-            taken_after: busiest,
+            usage_before: std::mem::take(&mut self.resource_usage),
+            usage_after: busiest,
             violations: std::mem::take(&mut self.violations),
         };
         outcome.violations.append(&mut self.site.violations);
@@ -273,7 +273,7 @@ impl<'a> Run<'a> {
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
                 writes.acknowledged,
-                seen.well(),
+                seen.good(),
                 seen.broken(),
             ));
         }
@@ -362,7 +362,7 @@ impl<'a> Run<'a> {
         if pins != self.pins {
             self.violations.push(format!("{pins} objects are pinned, {} at the beginning", self.pins));
         }
-        for (name, before) in &self.taken {
+        for (name, before) in &self.resource_usage {
             let Some(after) = after.get(name) else { continue };
             if after.memory_kb > before.memory_kb + MEMORY_GROWTH_KB || after.files > before.files + FILES_GROWTH {
                 self.violations.push(format!("{name} has grown: {before:?}, then {after:?}"));

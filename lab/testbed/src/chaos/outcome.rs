@@ -32,10 +32,10 @@ pub struct Outcome {
     pub watched: Observations,
     /// The clients' counts.
     pub seen: TrafficCounts,
-    /// Resources of the daemons at the beginning.
-    pub taken_before: BTreeMap<String, ResourceUsage>,
-    /// And at the end.
-    pub taken_after: BTreeMap<String, ResourceUsage>,
+    /// Resource usage of the daemons at the start.
+    pub usage_before: BTreeMap<String, ResourceUsage>,
+    /// Resource usage at the end.
+    pub usage_after: BTreeMap<String, ResourceUsage>,
     /// All that did not hold, in words.
     pub violations: Vec<String>,
 }
@@ -92,7 +92,7 @@ impl fmt::Display for Outcome {
             ("kept", seen.kept),
             ("streams", seen.streams),
         ] {
-            writeln!(f, "  {name:<12} {} well, {} broken", count.well, count.broken)?;
+            writeln!(f, "  {name:<12} {} good, {} broken", count.good, count.broken)?;
         }
         writeln!(
             f,
@@ -125,9 +125,9 @@ impl fmt::Display for Outcome {
                 writeln!(f, "               then last: {waited_for}")?;
             }
         }
-        for (name, before) in &self.taken_before {
-            if let Some(after) = self.taken_after.get(name) {
-                let [memory, memory_after] = [before, after].map(|taken| taken.memory_kb as f64 / 1024.0);
+        for (name, before) in &self.usage_before {
+            if let Some(after) = self.usage_after.get(name) {
+                let [memory, memory_after] = [before, after].map(|usage| usage.memory_kb as f64 / 1024.0);
                 let (files, files_after) = (before.files, after.files);
                 writeln!(
                     f,

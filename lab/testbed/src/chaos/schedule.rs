@@ -14,7 +14,7 @@ use crate::addresses::{load_balancer_name, rack_name};
 use crate::fleet::{CONTROLLER, agent_name, controller_name};
 
 /// [`seeded_rng`]'s stream for what goes wrong.
-const PURPOSE_FAULTS: u64 = 0x6368_6101;
+const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const FAULTS_MAX: u32 = 3;
 /// A round's faults begin within this time (ms).
 const BEGIN_MS: u32 = 2_000;
@@ -54,7 +54,7 @@ pub struct Schedule {
 impl Schedule {
     /// `kinds`: at least one that there can be.
     pub fn new(seed: u64, kinds: &[FaultKind], parts: Parts) -> Self {
-        Self { rng: seeded_rng(seed, PURPOSE_FAULTS), kinds: kinds.to_vec(), turns: Vec::new(), parts }
+        Self { rng: seeded_rng(seed, RNG_STREAM_FAULTS), kinds: kinds.to_vec(), turns: Vec::new(), parts }
     }
 
     /// The faults of the next round, at least one; no two of them concern the same part.

@@ -15,7 +15,7 @@ use super::byzantine_agent::{ByzantineAgent, FalseReportKind, FalseReports};
 use super::disk::Disk;
 use super::etcd::Etcd;
 use super::fault::Fault;
-use super::invariants::{ResourceUsage, taken};
+use super::invariants::{ResourceUsage, resource_usage};
 use super::network::Network;
 use crate::fleet::{
     CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs,
@@ -149,9 +149,9 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Present resources of each daemon, by name. Fails when one has ended.
-    pub fn taken(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
+    pub fn resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemons().into_iter();
-        daemons.map(|name| Ok((name.clone(), taken(self.fleet.daemon(&name)?.pid())?))).collect()
+        daemons.map(|name| Ok((name.clone(), resource_usage(self.fleet.daemon(&name)?.pid())?))).collect()
     }
 
     fn controllers(&self) -> Vec<String> {

@@ -65,7 +65,7 @@ pub struct TrafficCounts {
 /// Counts of one kind of client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Count {
-    pub well: u64,
+    pub good: u64,
     pub broken: u64,
 }
 
@@ -77,9 +77,9 @@ impl TrafficCounts {
     }
 
     /// All kinds together.
-    pub fn well(&self) -> u64 {
+    pub fn good(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
-        [downloads, requests, short, kept, streams].iter().map(|count| count.well).sum()
+        [downloads, requests, short, kept, streams].iter().map(|count| count.good).sum()
     }
 }
 
@@ -144,7 +144,7 @@ impl<'a> Traffic<'a> {
         if let Some(streams) = self.streams.take() {
             let report = streams.finish(STREAMS_LIMIT)?;
             let total = report.total();
-            seen.streams = Count { well: total.completed + report.open_at_end, broken: total.broken.total() };
+            seen.streams = Count { good: total.completed + report.open_at_end, broken: total.broken.total() };
             seen.streams_broken = total.broken;
             for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total() > 0) {
                 self.report_failure(
@@ -164,7 +164,7 @@ impl<'a> Traffic<'a> {
     fn count(&self, of: CountOf, what: &str, outcome: anyhow::Result<()>) {
         let mut seen = self.seen.lock().expect("no client panics");
         match outcome {
-            Ok(()) => of(&mut seen).well += 1,
+            Ok(()) => of(&mut seen).good += 1,
             Err(error) => {
                 of(&mut seen).broken += 1;
                 self.report_failure(&mut seen.failures, self.start.elapsed(), format!("{what}: {error:#}"));
@@ -187,7 +187,7 @@ impl<'a> Traffic<'a> {
         match outcome.and_then(|output| parse_wrk(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
                 let mut seen = self.seen.lock().expect("no client panics");
-                seen.requests.well += requests;
+                seen.requests.good += requests;
                 seen.requests.broken += errors;
                 if errors > 0 {
                     self.report_failure(&mut seen.failures, self.start.elapsed(), format!("wrk: {errors} errors"));

@@ -70,7 +70,7 @@ fn simulate_draw(
     let all: Vec<Variances> = logs.iter().enumerate().map(of_log).collect();
     let median_of =
         |value: fn(&Variances) -> f64| median(&all.iter().map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN);
-    Variances { core_pct: median_of(|one| one.core_pct), server_pct: median_of(|one| one.server_pct) }
+    Variances { core_pct: median_of(|run| run.core_pct), server_pct: median_of(|run| run.server_pct) }
 }
 
 /// Changes of the pool while the log at this position of the demo's is replayed. Servers wait and join in a circle; the

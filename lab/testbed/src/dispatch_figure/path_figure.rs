@@ -48,7 +48,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         }
     }
     points::samples(scenario, &plan, |place, job| match job {
-        Job::Path(config) => found(&measured, config)?.value(place.wanted.measure),
+        Job::Path(config) => found(&measured, config)?.value(place.query.measure),
         other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
     })
 }

@@ -51,7 +51,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         dispatcher.stop()?;
     }
     points::samples(scenario, &plan, |place, job| match job {
-        Job::Rpc(config) => found(&measured, config)?.value(place.wanted.measure),
+        Job::Rpc(config) => found(&measured, config)?.value(place.query.measure),
         Job::Peak(search) => {
             let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
             let curve = configs.iter().filter(|config| is_same_series(config, &of_seed));

@@ -14,7 +14,7 @@ use crate::counters::{self, Counters};
 /// Everything at one moment.
 #[derive(Debug)]
 pub struct Reading {
-    books: Value,
+    ledger: Value,
     client: Counters,
     server: Counters,
     purged: u64,
@@ -26,7 +26,7 @@ impl Reading {
     /// Now. Fails when something cannot be read.
     pub fn take(site: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
-            books: site.ledger()?,
+            ledger: site.ledger()?,
             client: counters::read(site.testbed().client())?,
             server: counters::read(site.testbed().server(1)?)?,
             purged: site.purged()?,
@@ -39,13 +39,13 @@ impl Reading {
         let mut found = Vec::new();
         let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
         if outstanding != 0 || queued != 0 {
-            found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.books));
+            found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.ledger));
         }
-        let eligible = eligible(&self.books);
+        let eligible = eligible(&self.ledger);
         if eligible != Some(WORKERS) {
-            found.push(format!("{eligible:?} workers are eligible: {}", self.books));
+            found.push(format!("{eligible:?} workers are eligible: {}", self.ledger));
         }
-        for worker in self.books["workers"].as_array().into_iter().flatten() {
+        for worker in self.ledger["workers"].as_array().into_iter().flatten() {
             let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
             if count("dispatched") != count("completed").saturating_add(count("repaired")) {
                 found.push(format!("dispatched, but neither completed nor repaired: {worker}"));
@@ -56,12 +56,12 @@ impl Reading {
 
     /// Sum over all workers.
     fn sum(&self, count: &str) -> u64 {
-        let workers = self.books["workers"].as_array().into_iter().flatten();
+        let workers = self.ledger["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[count].as_u64()).sum()
     }
 
     fn counter(&self, name: &str) -> u64 {
-        self.books["counters"][name].as_u64().unwrap_or(0)
+        self.ledger["counters"][name].as_u64().unwrap_or(0)
     }
 
     fn server(&self, name: &str) -> u64 {
@@ -79,7 +79,7 @@ pub struct Segment {
     /// From 0.
     pub number: u32,
     /// Faults that were made.
-    pub troubles: FaultCounts,
+    pub faults: FaultCounts,
     /// Datagrams that the client sent to the service.
     pub sent: u64,
     /// Requests that workers read.
@@ -95,7 +95,7 @@ pub struct Segment {
     /// Responses that workers sent.
     pub responses: u64,
     /// The ledger; `None` after a restart of it.
-    pub books: Option<RequestLedger>,
+    pub ledger: Option<RequestLedger>,
     pub load_requests: u64,
     /// Requests without a response.
     pub load_lost: u64,
@@ -136,7 +136,7 @@ impl Segment {
         let began_anew = made.detachments + made.restarts > 0;
         let mut segment = Self {
             number,
-            troubles: made.clone(),
+            faults: made.clone(),
             sent: after.client("UdpOutDatagrams") - before.client("UdpOutDatagrams"),
             read,
             dropped: server("UdpRcvbufErrors") + server("UdpMemErrors"),
@@ -144,14 +144,14 @@ impl Segment {
             purged: after.purged - before.purged,
             killed_in_service: read as i64 - responses as i64 - refused as i64,
             responses,
-            books: (!began_anew).then(|| RequestLedger::new(before, after, made)),
+            ledger: (!began_anew).then(|| RequestLedger::new(before, after, made)),
             load_requests: of_load("requests"),
             load_lost: of_load("lost"),
             violations: Vec::new(),
         };
         at_once.describe_unfinished().into_iter().for_each(|violation| segment.violated(&violation));
         segment.check_datagrams();
-        segment.books_agree(before, after);
+        segment.check_ledger(before, after);
         segment
     }
 
@@ -178,7 +178,7 @@ impl Segment {
     /// Every datagram is accounted for, and was lost only where something was done that loses datagrams.
     fn check_datagrams(&mut self) {
         let known = self.read + self.dropped + self.nobody + self.purged;
-        let (sent, made) = (self.sent, self.troubles.clone());
+        let (sent, made) = (self.sent, self.faults.clone());
         let (dropped, nobody, purged) = (self.dropped, self.nobody, self.purged);
         let killed = made.kills + made.restarts * WORKERS;
         // One may arrive while the socket is being closed.
@@ -195,12 +195,12 @@ impl Segment {
         self.must(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
     }
 
-    fn books_agree(&mut self, before: &Reading, after: &Reading) {
-        let Some(books) = &self.books else { return };
-        let (dispatched, answers) = (books.dispatched, books.completed + books.unmatched);
-        let (arrived, made) = (self.read + self.dropped + self.purged, self.troubles.clone());
+    fn check_ledger(&mut self, before: &Reading, after: &Reading) {
+        let Some(ledger) = &self.ledger else { return };
+        let (dispatched, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
+        let (arrived, made) = (self.read + self.dropped + self.purged, self.faults.clone());
         let given = self.responses + made.spoofed + made.answered_by_others;
-        let (repaired, late) = (books.repaired, books.late);
+        let (repaired, late) = (ledger.repaired, ledger.late);
         let uncounted = ["untracked", "no_worker"].map(|name| after.counter(name) - before.counter(name));
         let agree = (arrived..=arrived + made.kills).contains(&dispatched);
         self.must(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));

@@ -88,20 +88,20 @@ impl<'a> FaultInjector<'a> {
         self.site
     }
 
-    /// Until `end`. Fails when something cannot be done, or a signal came.
-    pub fn make(&mut self, end: Instant) -> anyhow::Result<()> {
+    /// Injects faults until `end`. Fails when a fault cannot be injected, or a signal came.
+    pub fn inject_until(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
             let pause = self.within(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
             std::thread::sleep(pause);
             interrupt::check()?;
             let now = Instant::now();
-            let (due, still): (Vec<_>, Vec<_>) = self.stopped.drain(..).partition(|(_, until)| *until <= now);
+            let (due, still): (Vec<_>, Vec<_>) = self.stopped.drain(..).partition(|(_, resume_at)| *resume_at <= now);
             self.stopped = still;
             due.into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
             if now >= end {
                 return Ok(());
             }
-            self.one()?;
+            self.inject_one()?;
         }
     }
 
@@ -111,7 +111,7 @@ impl<'a> FaultInjector<'a> {
         Ok(self.made)
     }
 
-    fn one(&mut self) -> anyhow::Result<()> {
+    fn inject_one(&mut self) -> anyhow::Result<()> {
         match uniform_below(self.rng, if self.anew { 8 } else { 6 }) {
             0 => self.kill_worker(),
             1 => self.stop_worker(),
@@ -164,11 +164,11 @@ impl<'a> FaultInjector<'a> {
 
     fn stop_worker(&mut self) {
         let Some(pid) = self.any_worker() else { return };
-        let until = Instant::now() + self.within(STOPPED_MS);
+        let resume_at = Instant::now() + self.within(STOPPED_MS);
         // Two at once at most: half of the workers carry the load.
         if self.stopped.len() < 2 && self.stopped.iter().all(|(stopped, _)| *stopped != pid) {
             self.signal(pid, Signal::SIGSTOP);
-            self.stopped.push((pid, until));
+            self.stopped.push((pid, resume_at));
             self.made.stops += 1;
         }
     }

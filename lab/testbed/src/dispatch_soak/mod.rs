@@ -24,7 +24,7 @@ use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
 /// [`seeded_rng`]'s stream for what goes wrong when.
-const PURPOSE_TROUBLE: u64 = 0x6469_7301;
+const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SEGMENT: Duration = Duration::from_secs(50);
 /// Late responses of stopped workers arrive within this time, and the ledger does not count them as outstanding.
 const MIN_SETTLE: Duration = Duration::from_secs(1);
@@ -51,7 +51,7 @@ pub struct Outcome {
     /// Segment by segment.
     pub segments: Vec<Segment>,
     /// All that was done.
-    pub troubles: FaultCounts,
+    pub faults: FaultCounts,
     /// Requests and other datagrams that were sent to the service.
     pub sent: u64,
     /// Requests of the load alone, and those of them that were not answered.
@@ -75,19 +75,19 @@ pub fn main(options: Options) -> anyhow::Result<()> {
 /// what did not hold is in the outcome.
 pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut site = TestEnv::start(instance)?;
-    let mut rng = seeded_rng(options.seed, PURPOSE_TROUBLE);
+    let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total = Duration::from_secs(options.seconds.into());
     let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;
     let length = (total / count).max(MIN_SEGMENT);
     let mut segments = Vec::new();
-    let mut troubles = FaultCounts::default();
+    let mut faults = FaultCounts::default();
     for number in 0..count {
-        let mut trouble = FaultInjector::new(&mut site, &mut rng, number % 2 == 1)?;
-        let before = Reading::take(trouble.site())?;
-        let load = trouble.site().start_load(length, options.seed.wrapping_add(number.into()))?;
+        let mut injector = FaultInjector::new(&mut site, &mut rng, number % 2 == 1)?;
+        let before = Reading::take(injector.site())?;
+        let load = injector.site().start_load(length, options.seed.wrapping_add(number.into()))?;
         let end = Instant::now() + length;
-        trouble.make(end).with_context(|| format!("segment {number}"))?;
-        let made = trouble.finish()?;
+        injector.inject_until(end).with_context(|| format!("segment {number}"))?;
+        let made = injector.finish()?;
         let end = Instant::now() + Duration::from_millis(options.settle_ms.into());
         std::thread::sleep(MIN_SETTLE);
         let mut at_once = Reading::take(&site)?;
@@ -98,7 +98,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
         let report = site.load_report(load)?;
         let segment = Segment::new(number, &before, &at_once, &Reading::take(&site)?, &made, &report);
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
-        troubles.add(&made);
+        faults.add(&made);
         segments.push(segment);
     }
     let sum = |of: fn(&Segment) -> u64| segments.iter().map(of).sum();
@@ -107,7 +107,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
         load_requests: sum(|segment| segment.load_requests),
         load_lost: sum(|segment| segment.load_lost),
         violations: segments.iter().flat_map(|segment| segment.violations.iter().cloned()).collect(),
-        troubles,
+        faults,
         segments,
     })
 }

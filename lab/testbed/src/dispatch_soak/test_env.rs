@@ -97,14 +97,14 @@ impl TestEnv {
         self.daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
         let started = Instant::now();
         loop {
-            let books = self.ledger().unwrap_or_default();
+            let ledger = self.ledger().unwrap_or_default();
             // Books that were there before may have been read by another process.
-            let looked = books["since_last_look_ms"].as_u64();
+            let looked = ledger["since_last_look_ms"].as_u64();
             let by_this = looked.is_some_and(|looked| u128::from(looked) < started.elapsed().as_millis());
-            if by_this && eligible(&books) >= Some(workers) {
+            if by_this && eligible(&ledger) >= Some(workers) {
                 return Ok(());
             }
-            ensure!(started.elapsed() < *TIMEOUT, "coreward dispatch has no {workers} workers in time: {books}");
+            ensure!(started.elapsed() < *TIMEOUT, "coreward dispatch has no {workers} workers in time: {ledger}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -159,8 +159,8 @@ impl TestEnv {
 }
 
 /// Number of workers that get requests.
-pub fn eligible(books: &Value) -> Option<u64> {
-    let workers = books["workers"].as_array()?;
+pub fn eligible(ledger: &Value) -> Option<u64> {
+    let workers = ledger["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
 }
 

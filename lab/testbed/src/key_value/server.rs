@@ -114,7 +114,7 @@ struct Server<'a> {
 
 impl<'a> Server<'a> {
     fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
-        let store = Store::filled(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
+        let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIRS);
         let pace = if args.paced {
             let more = args.service_us.clone().unwrap_or_default();
             Pace::Clock(ServiceTimes::turbo(args.multiplier)?.with(&more))

@@ -19,7 +19,7 @@ pub(crate) struct Store {
 
 impl Store {
     /// A store with the keys that [`key_value::key_name`] gives the numbers below `keys`, each with a value of this length.
-    pub(crate) fn filled(keys: u32, value_length: usize, pairs_max: usize) -> Self {
+    pub(crate) fn with_keys(keys: u32, value_length: usize, pairs_max: usize) -> Self {
         let pair = |number: u32| {
             let value: Box<[u8]> = (0..value_length).map(|index| (number as usize + index) as u8).collect();
             (key_value::key_name(number).into_bytes().into_boxed_slice(), value)
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn stored_value_is_returned() {
-        let store = Store::filled(3, 4, 4);
+        let store = Store::with_keys(3, 4, 4);
         assert_eq!(ask(&store, "GET", b"new", b""), (Status::NotFound as u8, vec![]));
         assert_eq!(ask(&store, "PUT", b"new", b"first"), (Status::Done as u8, vec![]));
         assert_eq!(ask(&store, "PUT", b"new", b"second"), (Status::Done as u8, vec![]));
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn scan_returns_keys_in_order() {
-        let store = Store::filled(1_000, 100, 1_001);
+        let store = Store::with_keys(1_000, 100, 1_001);
         ask(&store, "PUT", format!("{}x", key_name(500)).as_bytes(), b"between");
         let (status, pairs) = ask(&store, "SCAN105", key_name(499).as_bytes(), b"");
         let mut expected: Vec<Vec<u8>> = (499..603).map(|number| key_name(number).into_bytes()).collect();
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn longest_pairs_fit() {
-        let store = Store::filled(0, 0, 200);
+        let store = Store::with_keys(0, 0, 200);
         for number in 0..127 {
             assert_eq!(ask(&store, "PUT", &[number; KEY_MAX], &[number; VALUE_MAX]).0, Status::Done as u8);
         }

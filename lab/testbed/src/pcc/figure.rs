@@ -36,7 +36,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     // Seed by seed, so that disturbances of the machine affect all methods.
     for seed in 1..=seeds {
         for method in &methods {
-            let run = Run::make(*method, &Streams { seed, ..streams.clone() }, &tick)?;
+            let run = Run::measure(*method, &Streams { seed, ..streams.clone() }, &tick)?;
             eprintln!("{}", run.line());
             for panel in &scenario.panel {
                 let shown = scenario.series_of(panel).any(|series| series.label.get_ref() == method.name);

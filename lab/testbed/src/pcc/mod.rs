@@ -33,7 +33,7 @@ pub struct PccArgs {
 /// start, or when interrupted; nothing is left behind.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let run = Run::make(args.method, &args.streams, &|| ())?;
+    let run = Run::measure(args.method, &args.streams, &|| ())?;
     println!("{}", serde_json::to_string_pretty(&run)?);
     Ok(())
 }

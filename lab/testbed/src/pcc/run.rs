@@ -53,7 +53,7 @@ pub struct Run {
 impl Run {
     /// Makes the run. `tick` is called once a second. Fails without root, when something does not start or ends early,
     /// when the machine is too busy, or when interrupted.
-    pub fn make(method: Method, streams: &Streams, tick: &dyn Fn()) -> anyhow::Result<Self> {
+    pub fn measure(method: Method, streams: &Streams, tick: &dyn Fn()) -> anyhow::Result<Self> {
         if let Some(missing) = missing_privilege() {
             anyhow::bail!(missing);
         }

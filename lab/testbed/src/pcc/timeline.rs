@@ -3,7 +3,7 @@
 use coreward_model::rss::{seeded_rng, uniform_below};
 
 /// [`seeded_rng`]'s stream for the servers that go.
-const PURPOSE_SERVERS_THAT_GO: u64 = 6;
+const RNG_STREAM_REMOVED_SERVERS: u64 = 6;
 
 /// Servers in the pool at the start.
 pub const SERVERS: u16 = 24;
@@ -58,7 +58,7 @@ pub fn servers_after(second: u64) -> u16 {
 
 /// The server of these that goes as number `turn`: the same under every method.
 pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
-    let mut rng = seeded_rng(seed << 8 | turn, PURPOSE_SERVERS_THAT_GO);
+    let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_REMOVED_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]
 }
 

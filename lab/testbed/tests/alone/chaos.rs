@@ -23,5 +23,5 @@ fn faults_break_no_connection_and_lose_no_change() {
     assert!(outcome.writes.acknowledged > 10 && outcome.watched.statuses > 3, "{outcome}");
     assert!(outcome.writes.drains > 0, "{outcome}");
     let seen = &outcome.seen;
-    assert!([seen.downloads, seen.requests, seen.short, seen.kept, seen.streams].iter().all(|count| count.well > 0));
+    assert!([seen.downloads, seen.requests, seen.short, seen.kept, seen.streams].iter().all(|count| count.good > 0));
 }

@@ -65,8 +65,8 @@ async fn connect() -> anyhow::Result<Client> {
     }
 }
 
-/// Until the script gives true.
-async fn until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
+/// Waits until the script returns true.
+async fn wait_until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
     let end = tokio::time::Instant::now() + TIMEOUT;
     loop {
         if client.execute(&format!("return {script};"), Vec::new()).await? == Value::Bool(true) {
@@ -112,37 +112,37 @@ async fn complaints(client: &Client) -> anyhow::Result<Vec<String>> {
 async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
     let client = connect().await?;
     client.goto(DASHBOARD).await?;
-    until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
+    wait_until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
     ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
-    until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
+    wait_until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
     // The browser logs a 401: expected here, twice.
     let expected = complaints(&client).await?;
     ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
 
     log_in(&client, &token).await?;
-    until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
+    wait_until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
     let cores = usize::from(SERVERS * CORES);
     let under = format!(
         "document.getElementById('under').textContent.startsWith('{SERVERS} servers, {cores} cores; loads of {SERVERS}')"
     );
-    until(&client, "the loads of every core", &under).await?;
+    wait_until(&client, "the loads of every core", &under).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
-        until(&client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
+        wait_until(&client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
     }
     let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
     let reporting = format!("document.querySelector('#tiles .tile b').textContent === '{SERVERS} of {SERVERS}'");
-    until(&client, "reports of every server", &reporting).await?;
+    wait_until(&client, "reports of every server", &reporting).await?;
     // Loads are drawn: the newest column has a colour per core, and not all the same.
     let colours = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
         const seen = new Set(); for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
         return seen.size > 3; })()";
-    until(&client, "colours of different loads", colours).await?;
+    wait_until(&client, "colours of different loads", colours).await?;
     let flow = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
-    until(&client, "new connections", flow).await?;
+    wait_until(&client, "new connections", flow).await?;
 
     if let Ok(picture) = std::env::var("COREWARD_SCREENSHOT") {
         tokio::time::sleep(POSE).await;
@@ -154,10 +154,12 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     }
     let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
         row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
-    until(&client, "the server that drains", draining).await?;
+    wait_until(&client, "the server that drains", draining).await?;
     // Agents resolve that server's MAC address for a moment, and report it.
-    until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')").await?;
-    until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')").await?;
+    wait_until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
+        .await?;
+    wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
+        .await?;
     // Nothing comes from anywhere else.
     let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new URL(entry.name).origin))].join();";
     let origins = client.execute(origins, Vec::new()).await?;
@@ -166,7 +168,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
 
     by_id(&client, "logout").await?.click().await?;
-    until(
+    wait_until(
         &client,
         "the form again",
         "document.getElementById('page').hidden && !document.getElementById('login').hidden",

@@ -9,7 +9,7 @@ fn outstanding_counts_stay_exact() {
     let outcome = run("dsoak", Options { seconds: 24, seed: 2, settle_ms: 60_000 }).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.violations.is_empty(), "{:#?}", outcome.violations);
-    let made = &outcome.troubles;
+    let made = &outcome.faults;
     assert!(made.kills > 0 && made.floods > 0 && made.spoofed > 0, "{made:?}");
     assert!(made.upgrades > 0 && made.detachments + made.restarts > 0, "{made:?}");
     assert!(outcome.load_requests > 10_000, "{}", outcome.load_requests);

@@ -19,8 +19,8 @@ use nix::sys::signal::Signal;
 
 use crate::support::{eventually, pause, unbroken};
 
-/// Until another controller leads: a multiple of the lease, for slow machines.
-const TAKEN_OVER: Duration = Duration::from_secs(90);
+/// Time limit until another controller leads: a multiple of the lease, for slow machines.
+const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 
 /// The fields are dropped in this order: the testbed last.
 struct Datacentre {
@@ -90,7 +90,7 @@ fn document(servers: u16) -> String {
 /// Asks until there is an answer: no controller and no member of etcd need lead at a given moment.
 fn eventually_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
     let mut answer = None;
-    eventually(TAKEN_OVER, what, || {
+    eventually(TAKEOVER_LIMIT, what, || {
         answer = ask();
         answer.is_some()
     });
@@ -116,8 +116,8 @@ impl Datacentre {
         let file = testbed.directory().join("applied.toml");
         fs::write(&file, &document).unwrap();
         let applied = || coreward(&testbed, [1], &["apply", "--yes", &file.display().to_string()]);
-        eventually(TAKEN_OVER, "the first document is in force", || applied().is_ok());
-        first.terminate(TAKEN_OVER).unwrap();
+        eventually(TAKEOVER_LIMIT, "the first document is in force", || applied().is_ok());
+        first.terminate(TAKEOVER_LIMIT).unwrap();
         let options = FleetOptions {
             load: LoadSource::PacedServer,
             steer: false,
@@ -137,7 +137,7 @@ impl Datacentre {
         let document = document(3).replacen("name = \"s1\"", &weight, 1);
         let file: PathBuf = self.testbed.directory().join("applied.toml");
         fs::write(&file, &document).unwrap();
-        let end = Instant::now() + TAKEN_OVER;
+        let end = Instant::now() + TAKEOVER_LIMIT;
         let mut refusals = Vec::new();
         while Instant::now() < end {
             for number in 1..=3 {
@@ -151,7 +151,7 @@ impl Datacentre {
             }
             pause(100);
         }
-        panic!("no controller took a change within {TAKEN_OVER:?}: {refusals:#?}");
+        panic!("no controller took a change within {TAKEOVER_LIMIT:?}: {refusals:#?}");
     }
 
     fn signal(&mut self, number: u16, signal: Signal) {
@@ -252,11 +252,11 @@ fn acknowledged_changes_survive_leader_changes() {
     let member = eventually_some("one of three members leads", || site.etcd_leader());
     let mut killed = site.etcd[member].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
-    killed.wait(TAKEN_OVER).unwrap();
+    killed.wait(TAKEOVER_LIMIT).unwrap();
     site.apply();
     site.etcd[member] = Some(start_member(&site.testbed, &site.members, member));
 
-    eventually(TAKEN_OVER, "agents and load balancers are back", || site.everybody_is_back());
+    eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || site.everybody_is_back());
     let shown = eventually_some("a controller leads", || coreward(&site.testbed, 1..=3, &["fleet", "show"]).ok());
     // After a line with its generation.
     assert!(shown.trim().ends_with(site.document.trim()), "{shown}");

@@ -17,8 +17,8 @@ use nix::sys::signal::Signal;
 
 use crate::support::eventually;
 
-/// Until another controller leads: a multiple of the lease, for slow machines.
-const TAKEN_OVER: Duration = Duration::from_secs(90);
+/// Time limit until another controller leads: a multiple of the lease, for slow machines.
+const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 /// For a process to end, which may write to etcd first: only a safety net.
 const ENDED: Duration = Duration::from_secs(60);
 const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
@@ -181,7 +181,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
 
     // One controller, and from there to several.
     let mut single = site.start_controller(&alone);
-    eventually(TAKEN_OVER, "the document is in force", || site.apply(&[1], DOCUMENT).is_ok());
+    eventually(TAKEOVER_LIMIT, "the document is in force", || site.apply(&[1], DOCUMENT).is_ok());
     site.ask(&[1], &["drain", "s1", "--force"]).unwrap();
     assert_eq!(site.drained(&[1]).unwrap(), ["s1"]);
     assert!(single.terminate(ENDED).unwrap().success());
@@ -189,12 +189,12 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
     assert!(copied.contains("2 servers, 1 services"), "{copied}");
 
     let mut controllers: Vec<Option<Process>> = files.iter().map(|file| Some(site.start_controller(file))).collect();
-    eventually(TAKEN_OVER, "the drain came along", || site.drained(&all) == Some(vec!["s1".to_owned()]));
-    eventually(TAKEN_OVER, "s2 is drained", || site.ask(&all, &["drain", "s2", "--force"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "the drain came along", || site.drained(&all) == Some(vec!["s1".to_owned()]));
+    eventually(TAKEOVER_LIMIT, "s2 is drained", || site.ask(&all, &["drain", "s2", "--force"]).is_ok());
 
     // The others name the one that leads, and where its API is.
     let mut leader = 0;
-    eventually(TAKEN_OVER, "the others name the leader", || {
+    eventually(TAKEOVER_LIMIT, "the others name the leader", || {
         let Some((found, refusals)) = site.leader(&all) else { return false };
         leader = found;
         let named = format!("{} (API: {}) does", controller_address_of(leader), api_of(leader));
@@ -212,26 +212,26 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
     };
     let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("on the deny list"));
     reported(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
-    eventually(TAKEN_OVER, "it is refused", refused);
+    eventually(TAKEOVER_LIMIT, "it is refused", refused);
     reported(&text);
-    eventually(TAKEN_OVER, "it is no longer rejected", || !refused());
+    eventually(TAKEOVER_LIMIT, "it is no longer rejected", || !refused());
 
     // It dies without a word.
     let mut killed = controllers[usize::from(leader) - 1].take().unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
     killed.wait(ENDED).unwrap();
     let weighed = DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
-    eventually(TAKEN_OVER, "the next one takes a change", || site.apply(&all, &weighed).is_ok());
+    eventually(TAKEOVER_LIMIT, "the next one takes a change", || site.apply(&all, &weighed).is_ok());
     // `None` without a leader; a leader's answers are compared.
     let mut drained = None;
-    eventually(TAKEN_OVER, "a leader answers", || {
+    eventually(TAKEOVER_LIMIT, "a leader answers", || {
         drained = site.drained(&all);
         drained.is_some()
     });
     assert_eq!(drained.unwrap(), ["s1", "s2"]);
-    eventually(TAKEN_OVER, "s2 is undrained", || site.ask(&all, &["undrain", "s2"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "s2 is undrained", || site.ask(&all, &["undrain", "s2"]).is_ok());
     let rest: Vec<u16> = all.into_iter().filter(|number| *number != leader).collect();
-    eventually(TAKEN_OVER, "one of the others leads", || site.leader(&rest).is_some());
+    eventually(TAKEOVER_LIMIT, "one of the others leads", || site.leader(&rest).is_some());
 
     // And back to one.
     let in_use = site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
@@ -241,7 +241,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
     }
     site.run(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
     let _single = site.start_controller(&alone);
-    eventually(TAKEN_OVER, "the drain is there still", || site.drained(&[1]) == Some(vec!["s1".to_owned()]));
+    eventually(TAKEOVER_LIMIT, "the drain is there still", || site.drained(&[1]) == Some(vec!["s1".to_owned()]));
     let shown = site.ask(&[1], &["fleet", "show"]).unwrap();
     assert!(shown.trim().ends_with(weighed.trim()), "{shown}");
 
@@ -274,7 +274,7 @@ fn controller_rejected_by_etcd_reports_the_reason() {
             let log = log();
             log.contains("event=\"leader-unknown\"") && log.contains(&endpoint) && log.contains(expected)
         };
-        eventually(TAKEN_OVER, expected, says);
+        eventually(TAKEOVER_LIMIT, expected, says);
         assert!(controller.terminate(ENDED).unwrap().success(), "{}", log());
         let doctor = site.doctor(&file);
         assert!(doctor.contains(expected), "{doctor}");
@@ -283,8 +283,8 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let file = site.write_together("renewed", 1, &Files { ca: own.ca.clone(), ..foreign.clone() });
     let _controller = site.start_controller(&file);
     let log = || fs::read_to_string(file.with_extension("log")).unwrap();
-    eventually(TAKEN_OVER, "it is refused", || log().contains("etcd refuses our certificate"));
+    eventually(TAKEOVER_LIMIT, "it is refused", || log().contains("etcd refuses our certificate"));
     fs::copy(&own.certificate, &foreign.certificate).unwrap();
     fs::copy(&own.key, &foreign.key).unwrap();
-    eventually(TAKEN_OVER, "it leads", || site.ask(&[1], &["fleet", "show"]).is_ok());
+    eventually(TAKEOVER_LIMIT, "it leads", || site.ask(&[1], &["fleet", "show"]).is_ok());
 }

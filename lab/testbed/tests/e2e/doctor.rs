@@ -163,21 +163,23 @@ impl TestEnv {
 struct Patient {
     host: Namespace,
     config: PathBuf,
-    well: DoctorReport,
+    baseline: DoctorReport,
 }
 
 impl Patient {
     fn new(site: &TestEnv, host: &Namespace, config: PathBuf) -> Self {
-        let well = site.doctor(host, &config, How::Plain, &[]);
-        assert!(well.fit, "{}: {well:?}", config.display());
-        Self { host: host.clone(), config, well }
+        let baseline = site.doctor(host, &config, How::Plain, &[]);
+        assert!(baseline.fit, "{}: {baseline:?}", config.display());
+        Self { host: host.clone(), config, baseline }
     }
 
     /// Exactly `check` is found in addition, and not before or after.
     fn has(&self, site: &TestEnv, what: &str, check: &str, how: How, more: &[&str]) {
         let printed = site.doctor(&self.host, &self.config, how, more);
-        let new: Vec<&String> = printed.found.keys().filter(|name| !self.well.found.contains_key(*name)).collect();
-        site.expect(new == [check], || format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.well));
+        let new: Vec<&String> = printed.found.keys().filter(|name| !self.baseline.found.contains_key(*name)).collect();
+        site.expect(new == [check], || {
+            format!("{what}: expected {check} alone: {printed:?}; before: {:?}", self.baseline)
+        });
         println!("{what}: {check}, {:?}", printed.found.get(check));
     }
 
@@ -190,13 +192,13 @@ impl Patient {
         }
         let config = self.config.with_extension("other.toml");
         fs::write(&config, format!("{more}{text}")).unwrap();
-        Self { host: self.host.clone(), config, well: self.well.clone() }
+        Self { host: self.host.clone(), config, baseline: self.baseline.clone() }
     }
 
     fn is_passed(&self, site: &TestEnv, after: &str) {
         let printed = site.doctor(&self.host, &self.config, How::Plain, &[]);
         let names = |printed: &DoctorReport| printed.found.keys().cloned().collect::<Vec<_>>();
-        site.expect(names(&printed) == names(&self.well), || format!("after {after}: {printed:?}"));
+        site.expect(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
     }
 
     /// Injected by a shell script, found, undone.

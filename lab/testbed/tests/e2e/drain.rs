@@ -124,8 +124,8 @@ fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
     assert_answered(&mut staying);
     assert!(waiting.process.try_wait().unwrap().is_none(), "{}", waiting.printed());
     leaving.clear();
-    let (well, printed) = waiting.ends();
-    assert!(well && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
+    let (is_success, printed) = waiting.ends();
+    assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
 
     // A certificate for one service's drain cannot drain the other.
     let refused = site.coreward(&["drain", "s2"]).unwrap_err();
@@ -145,25 +145,25 @@ fn ended_wait_leaves_the_server_drained() {
     // The agent has counted: the short timeout below has only to ask.
     interrupted.says(&format!(" {} connections remain\n", of_1.len()));
     interrupted.process.signal(Signal::SIGINT).unwrap();
-    let (well, printed) = interrupted.ends();
+    let (is_success, printed) = interrupted.ends();
     assert!(
-        !well && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
+        !is_success && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
         "{printed}"
     );
     let mut impatient = site.begin("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
-    let (well, printed) = impatient.ends();
+    let (is_success, printed) = impatient.ends();
     let end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
         of_1.len()
     );
-    assert!(!well && printed.ends_with(&end), "{printed}");
+    assert!(!is_success && printed.ends_with(&end), "{printed}");
     // No agent counts.
     site.fleet.kill("agent-s1").unwrap();
     eventually(*TIMEOUT, "the report of s1 is stale", || site.known_server("s1")["reports"] != "fresh");
     let mut uncounted = site.begin("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
-    let (well, printed) = uncounted.ends();
+    let (is_success, printed) = uncounted.ends();
     assert!(
-        !well && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
+        !is_success && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
         "{printed}"
     );
     assert_eq!(site.state("s1"), "draining");
@@ -241,10 +241,13 @@ fn apply_waits_until_every_part_has_the_document() {
     apply(&site, "buckets = 256\n", "1m").unwrap();
     let status = site.fleet.status(&site.testbed).unwrap();
     let generation = &status["configuration_generation"];
-    let balancers =
-        status["load_balancers"].as_array().unwrap().iter().map(|one| &one["state"]["configuration_generation"]);
-    let servers = status["servers"].as_array().unwrap().iter().map(|one| &one["configuration_generation"]);
-    assert!(balancers.chain(servers).all(|one| one == generation), "{status}");
+    let balancers = status["load_balancers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|balancer| &balancer["state"]["configuration_generation"]);
+    let servers = status["servers"].as_array().unwrap().iter().map(|server| &server["configuration_generation"]);
+    assert!(balancers.chain(servers).all(|acknowledged| acknowledged == generation), "{status}");
     // A load balancer that cannot answer is named.
     site.fleet.kill("lb1").unwrap();
     let missing = || apply(&site, "buckets = 64\n", "2s").unwrap_err();

@@ -66,11 +66,11 @@ impl TestEnv {
 
 /// Opens connections over several of the load balancer's choices, one a second.
 fn open_slowly(testbed: &Testbed, count: usize) -> Open {
-    let one = |_| {
+    let request = |_| {
         pause(3000 / count as u64);
         open(testbed, 1)
     };
-    (0..count).flat_map(one).collect()
+    (0..count).flat_map(request).collect()
 }
 
 fn counts(connections: &Open) -> [usize; 3] {

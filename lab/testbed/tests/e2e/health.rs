@@ -49,9 +49,9 @@ impl TestEnv {
     }
 
     /// Whether the server reports itself healthy.
-    fn set_healthy(&self, number: u16, well: bool) {
+    fn set_healthy(&self, number: u16, is_healthy: bool) {
         let file = health_file(&self.testbed, number);
-        if well { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
+        if is_healthy { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
     }
 
     fn status(&self) -> Value {
@@ -87,12 +87,12 @@ impl TestEnv {
 
     fn open(&self, count: usize) -> Vec<(Connection, u16)> {
         let open = || {
-            let one = |_| {
+            let request = |_| {
                 let mut connection = Connection::open(None)?;
                 let server = connection.query_worker()?.server;
                 Ok((connection, server))
             };
-            (0..count).map(one).collect()
+            (0..count).map(request).collect()
         };
         self.testbed.client().within(open).unwrap()
     }
@@ -125,7 +125,7 @@ impl TestEnv {
     }
 
     /// Length of both load balancers' logs.
-    fn log_lengths(&self) -> [usize; 2] {
+    fn log_offsets(&self) -> [usize; 2] {
         [1, 2].map(|number| self.log(number).len())
     }
 
@@ -256,8 +256,9 @@ fn assert_masked_in_time(site: &TestEnv, died: SystemTime) {
 
 /// Servers that answer so many new connections; `None`: one is refused or not answered.
 fn served_by(site: &TestEnv) -> Vec<Option<u16>> {
-    let one = || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
-    site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| one()).collect())).unwrap()
+    let request =
+        || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
+    site.testbed.client().within(|| Ok((0..AT_EVERY_SERVER).map(|_| request()).collect())).unwrap()
 }
 
 /// Waits until new connections go to these servers and none fails.
@@ -302,7 +303,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
     connections.retain(|(_, server)| *server != 2);
     site.assert_answered(&mut connections);
     // All are down: none is masked, as the load balancer may be at fault.
-    let before = site.log_lengths();
+    let before = site.log_offsets();
     (1..=3).for_each(|number| site.set_healthy(number, false));
     site.wait_for_log(before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(LIMIT, "s1 and s3 get new connections", || {

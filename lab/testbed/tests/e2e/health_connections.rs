@@ -26,7 +26,7 @@ const PROBES: [(u16, &str, bool); 5] = [
     (8005, "check = \"https\"\nverify = false", false),
 ];
 /// Checks at the server's own address: at its port + this.
-const AT_SERVER: u16 = 100;
+const SERVER_PORT_OFFSET: u16 = 100;
 const CHECKS: usize = 4;
 
 /// A TCP segment that the server got from the load balancer.
@@ -108,7 +108,7 @@ fn start_nginx(testbed: &Testbed) -> Process {
     Authority::init(&certificates(testbed), &fleet, 30 * DAY).unwrap();
     issue(testbed, Role::Agent, "s1", &fleet, Validity::from_now(DAY)).unwrap();
     let Files { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
-    let listen = |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + AT_SERVER);
+    let listen = |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + SERVER_PORT_OFFSET);
     let listens = [listen(8001, ""), listen(8002, ""), listen(8003, " ssl")].concat();
     let configuration = directory.join("nginx.conf");
     let (errors, pid) = (directory.join("start.log"), directory.join("pid"));
@@ -131,7 +131,7 @@ fn start_nginx(testbed: &Testbed) -> Process {
 
 fn listen_silently(testbed: &Testbed) -> Vec<Socket> {
     let silent = PROBES.iter().filter(|(_, _, answers)| !answers);
-    let ports = silent.flat_map(|(port, _, _)| [*port, port + AT_SERVER]);
+    let ports = silent.flat_map(|(port, _, _)| [*port, port + SERVER_PORT_OFFSET]);
     let listen = |port: u16| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.bind(&std::net::SocketAddr::from(([0, 0, 0, 0], port)).into())?;
@@ -149,8 +149,9 @@ fn services() -> String {
              at = \"{at}\"\ninterval = \"100ms\"\ntimeout = \"500ms\"\n"
         )
     };
-    let both =
-        |(port, check, _): (u16, &str, bool)| service(port, check, "vip") + &service(port + AT_SERVER, check, "server");
+    let both = |(port, check, _): (u16, &str, bool)| {
+        service(port, check, "vip") + &service(port + SERVER_PORT_OFFSET, check, "server")
+    };
     PROBES.map(both).concat()
 }
 
@@ -165,7 +166,7 @@ fn open_at_server(testbed: &Testbed) -> Vec<String> {
 
 /// Every port that is checked, and the address at which it is.
 fn checked() -> impl Iterator<Item = (u16, Ipv4Addr)> {
-    PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + AT_SERVER, server_address(1))])
+    PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
 /// Waits for so many more connections at every port, whatever comes of them.
@@ -193,7 +194,7 @@ fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
     for (port, address) in checked() {
         let connections = sniffer.connections(port);
         // A server that has closed its end answers TLS's last record with a reset of its own.
-        let may_reset_itself = port % AT_SERVER == 3;
+        let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
         let is_reset =
             |probed: &Probed| probed.reset_at == Some(address) || probed.reset_at.is_none() && may_reset_itself;
         let others: Vec<&Probed> =

@@ -286,13 +286,13 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
 }
 
 /// Kills, ends, stops and continues the processes of three groups of cores.
-struct Disturbance<'s> {
+struct FaultInjector<'s> {
     setup: &'s Setup,
     servers: Vec<Option<Running>>,
     generator: Xoshiro256PlusPlus,
 }
 
-impl Disturbance<'_> {
+impl FaultInjector<'_> {
     const CORES: [&'static str; 3] = ["0", "1,2", "3"];
     const ASSIGNMENTS: [&'static str; 3] = ["share", "dedicated", "hybrid"];
 
@@ -336,23 +336,23 @@ fn every_request_has_one_fate_while_workers_die() -> anyhow::Result<()> {
     let setup = Setup::new()?;
     let orchestrator = setup.orchestrator()?;
     let (servers, generator) = ([None, None, None].into(), seeded_rng(1, 0));
-    let mut disturbance = Disturbance { setup: &setup, servers, generator };
-    (0..3).try_for_each(|group| disturbance.start(group))?;
+    let mut fault_injector = FaultInjector { setup: &setup, servers, generator };
+    (0..3).try_for_each(|group| fault_injector.start(group))?;
     let mut client = Client::new(&setup)?;
     // Some assignments run GET on no core.
     eventually(*TIMEOUT, "a core answers", || client.send("SCAN18", 0).is_ok() && client.receive().is_some());
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;
     for _ in 0..24 {
-        disturbance.step()?;
+        fault_injector.step()?;
         for number in 0..20 {
             (0..10).try_for_each(|_| client.send(["GET", "SCAN18"][number % 2], 50).map(drop))?;
             client.discard_responses();
         }
     }
-    disturbance.continue_all();
+    fault_injector.continue_all();
     client.socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
     client.discard_responses();
-    disturbance.servers.drain(..).flatten().try_for_each(|server| server.end().map(drop))?;
+    fault_injector.servers.drain(..).flatten().try_for_each(|server| server.end().map(drop))?;
     client.discard_responses();
     let report = orchestrator.end()?;
     // A full socket buffer drops requests before they are received.

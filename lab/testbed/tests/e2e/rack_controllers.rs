@@ -207,7 +207,7 @@ fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
     let status = site.fleet.status(&site.testbed).unwrap();
     let racks = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
     assert_eq!(racks("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
-    assert_eq!(racks("may_speak_for"), [Value::from(3), Value::from(3)]);
+    assert_eq!(racks("permitted_servers"), [Value::from(3), Value::from(3)]);
     let text = site.coreward(&["status"]);
     assert!(
         text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),

@@ -111,12 +111,12 @@ impl TestEnv {
     }
 
     fn open(&self, count: usize) -> anyhow::Result<Vec<(Connection, u16)>> {
-        let one = |_| {
+        let request = |_| {
             let mut connection = Connection::open(None)?;
             let server = connection.query_worker()?.server;
             Ok((connection, server))
         };
-        self.testbed.client().within(|| (0..count).map(one).collect())
+        self.testbed.client().within(|| (0..count).map(request).collect())
     }
 
     /// Ends a server; asserts that every load balancer masks it in the time that its checks take.

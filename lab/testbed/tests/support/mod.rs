@@ -141,11 +141,11 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
         else {
             return false;
         };
-        let wanted = status["configuration_generation"].as_u64();
+        let expected = status["configuration_generation"].as_u64();
         let of_agents = servers.iter().filter(|_| fleet.options().agents);
         let of_servers = of_agents.map(|server| &server["configuration_generation"]);
         let of_balancers = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
-        of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= wanted)
+        of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= expected)
     });
 }
 

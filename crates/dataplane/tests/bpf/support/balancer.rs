@@ -69,7 +69,7 @@ pub struct Balancer {
     pub macs: HashMap<(usize, ServerId), MacAddress>,
     /// The counter of rule ROUND_ROBIN.
     pub turns: u64,
-    pub installed: Option<PlacementTable>,
+    pub newest_table: Option<PlacementTable>,
 }
 
 impl Balancer {
@@ -91,7 +91,7 @@ impl Balancer {
         let services = lb.set_services(services).unwrap();
         let none = CookieKey { k0: 0, k1: 0 };
         let keys = FleetKeys { keys: [none; 2], current: KeyIndex::First };
-        let mut balancer = Self { lb, services, keys, macs: HashMap::new(), turns: 0, installed: None };
+        let mut balancer = Self { lb, services, keys, macs: HashMap::new(), turns: 0, newest_table: None };
         balancer.new_keys(rng);
         balancer
     }
@@ -127,7 +127,7 @@ impl Balancer {
 
     pub fn install(&mut self, service: usize, table: &PlacementTable) {
         self.lb.install_table(self.services[service], table).unwrap();
-        self.installed = Some(table.clone());
+        self.newest_table = Some(table.clone());
     }
 
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>) {

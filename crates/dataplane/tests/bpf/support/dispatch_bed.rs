@@ -18,8 +18,8 @@ pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::L
 /// Runs `test` in a network namespace of its own. One test at a time: the child that another one starts has this one's
 /// sockets until it execs, and a worker that is dropped meanwhile would live on.
 pub fn in_namespace(test: impl FnOnce() + Send) {
-    static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock();
+    static ONE_TEST_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _lock = ONE_TEST_AT_A_TIME.lock();
     in_another_namespace(test);
 }
 

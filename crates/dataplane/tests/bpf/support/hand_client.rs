@@ -68,7 +68,7 @@ impl<'bed> HandClient<'bed> {
         if self.timestamps {
             packet.options = aligned_timestamp(self.own_time, tsecr);
         }
-        packet.frame_with(self.sequence, self.acknowledgement)
+        packet.frame_with_sequence(self.sequence, self.acknowledgement)
     }
 
     pub fn send(&mut self, frame: &[u8]) {

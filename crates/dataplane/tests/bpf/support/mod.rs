@@ -97,11 +97,11 @@ impl Tcp {
 
     /// The frame, with right lengths and checksums.
     pub fn frame(&self) -> Vec<u8> {
-        self.frame_with(0x0102_0304, 0x0506_0708)
+        self.frame_with_sequence(0x0102_0304, 0x0506_0708)
     }
 
     /// The frame with the given sequence and acknowledgement numbers.
-    pub fn frame_with(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
+    pub fn frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let ipv4 = self.ipv4_frame(sequence, acknowledgement);
         let Some(addresses) = self.ipv6 else { return ipv4 };
         let mut frame = with_ipv6_header(&ipv4, addresses, &self.extension_headers);

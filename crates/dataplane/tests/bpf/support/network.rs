@@ -22,12 +22,12 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// stamped a millisecond is 65,536 ticks (4,096 with timestamps = "lb"), and the older one counts in PAWSEstab, and is
 /// dropped.
 pub fn on_one_cpu() {
-    let (mut one, this) = (CpuSet::new(), Pid::from_raw(0));
+    let (mut cpu_set, this) = (CpuSet::new(), Pid::from_raw(0));
     let allowed = sched_getaffinity(this).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap()).collect();
     // Test processes that run at once spread over the CPUs.
-    one.set(cpus[std::process::id() as usize % cpus.len()]).unwrap();
-    sched_setaffinity(this, &one).unwrap();
+    cpu_set.set(cpus[std::process::id() as usize % cpus.len()]).unwrap();
+    sched_setaffinity(this, &cpu_set).unwrap();
 }
 
 /// A device's MAC address in the calling thread's network namespace.

@@ -234,11 +234,11 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
         }
 }
 
-/// "Who has `wanted`?", asked by the host with that MAC address (RFC 826), which has an address of the client's network.
-fn arp_request(asking: [u8; 6], wanted: Ipv4Addr) -> Vec<u8> {
+/// "Who has `target`?", asked by the host with that MAC address (RFC 826), which has an address of the client's network.
+fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
     const ASKING: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
     let ethernet = [&[0xff; 6][..], &asking, &[8, 6]].concat();
-    let addresses = [&asking[..], &ASKING.octets(), &[0; 6], &wanted.octets()].concat();
+    let addresses = [&asking[..], &ASKING.octets(), &[0; 6], &target.octets()].concat();
     [&ethernet[..], &[0, 1, 8, 0, 6, 4, 0, 1], &addresses].concat()
 }
 

@@ -19,16 +19,16 @@ pub struct Wire {
     pub tested_end: String,
 }
 
-/// Work of a NAPI thread since its device exists.
+/// Frames and CPU time of a NAPI thread since the creation of its device.
 #[derive(Debug, Clone, Copy)]
-pub struct Work {
+pub struct NapiUsage {
     /// Frames that its device has received.
     pub frames: u64,
     /// CPU time of the thread, ns.
     pub time: u64,
 }
 
-impl Work {
+impl NapiUsage {
     /// Since `before`.
     pub fn since(self, before: Self) -> Self {
         Self { frames: self.frames - before.frames, time: self.time - before.time }
@@ -81,14 +81,14 @@ impl NapiThread {
 
     /// Waits until the thread sleeps, so that it has received all frames. Then what it has done. Fails when the thread
     /// or the device is gone.
-    pub fn work_when_idle(&self) -> anyhow::Result<Work> {
+    pub fn usage_when_idle(&self) -> anyhow::Result<NapiUsage> {
         while self.state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
         }
         let path = format!("/proc/{}/schedstat", self.process);
         let text = fs::read_to_string(&path).with_context(|| path.clone())?;
         let time = text.split_whitespace().next().and_then(|time| time.parse().ok());
-        Ok(Work { frames: received(&self.device)?, time: time.with_context(|| format!("{path}: {text:?}"))? })
+        Ok(NapiUsage { frames: received(&self.device)?, time: time.with_context(|| format!("{path}: {text:?}"))? })
     }
 
     fn state(&self) -> anyhow::Result<String> {

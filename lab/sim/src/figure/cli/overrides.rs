@@ -106,16 +106,16 @@ impl Overrides {
                 return Err(UnknownName::new("series", label, labels).into());
             }
         }
-        let wanted = |label: &Spanned<String>| self.series.contains(label.get_ref());
+        let is_selected = |label: &Spanned<String>| self.series.contains(label.get_ref());
         for panel in &mut scenario.panel {
             if panel.series.is_empty() {
                 panel.series = scenario.series.iter().map(|series| series.label.clone()).collect();
             }
-            panel.series.retain(&wanted);
+            panel.series.retain(&is_selected);
         }
         scenario.panel.retain(|panel| !panel.series.is_empty());
-        scenario.series.retain(|series| wanted(&series.label));
-        scenario.published.retain(|published| wanted(&published.series));
+        scenario.series.retain(|series| is_selected(&series.label));
+        scenario.published.retain(|published| is_selected(&published.series));
         Ok(())
     }
 }

@@ -51,7 +51,7 @@ impl Session {
     }
 
     /// Simulates or measures a figure and judges its claims. Fails with the error of the simulation or the machine.
-    pub fn make(&self, figure: &Asked) -> anyhow::Result<FigureResult> {
+    pub fn run(&self, figure: &Asked) -> anyhow::Result<FigureResult> {
         let began = Instant::now();
         let bar = ProgressBar::new(0).with_prefix(figure.name.clone());
         // A template is wrong only if this text is.

@@ -68,11 +68,11 @@ impl Legend {
 }
 
 fn remark(scenario: &Scenario, table: &Table) -> String {
-    let (made, one, several) =
+    let (verb, singular, plural) =
         if scenario.live.is_some() { ("measured", "run", "runs") } else { ("simulated", "seed", "seeds") };
     let mut remark = match table.seeds {
-        1 => format!("filled: {made} here (one {one})"),
-        count => format!("filled: {made} here, median of {count} {several}, lowest to highest as whiskers or band"),
+        1 => format!("filled: {verb} here (one {singular})"),
+        count => format!("filled: {verb} here, median of {count} {plural}, lowest to highest as whiskers or band"),
     };
     if scenario.series.iter().any(|series| series.simulated) {
         remark += "; open, dashed: simulated";

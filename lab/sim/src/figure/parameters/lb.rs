@@ -5,7 +5,7 @@ use serde::Deserialize;
 
 use super::{ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, Wanted};
+use crate::figure::job::{Job, ValueQuery};
 use crate::lb::Config;
 use crate::trace::Source;
 
@@ -67,7 +67,7 @@ impl Lb {
         seed: u64,
         seeds: u64,
         policies: &[String],
-    ) -> Result<Option<(Job, Wanted)>, ParameterError> {
+    ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let policy = self.policy.clone().ok_or(missing("policy"))?;
         let default = Config::default();
@@ -95,6 +95,6 @@ impl Lb {
         if !measured {
             return Err(ParameterError::NotMeasured { kind: KIND, measure });
         }
-        Ok(Some((Job::Lb(config), Wanted { policy: Some(policy), seed, ..Wanted::of(measure) })))
+        Ok(Some((Job::Lb(config), ValueQuery { policy: Some(policy), seed, ..ValueQuery::of(measure) })))
     }
 }

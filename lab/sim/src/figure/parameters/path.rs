@@ -2,7 +2,7 @@
 
 use super::{ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, Wanted};
+use crate::figure::job::{Job, ValueQuery};
 use crate::path::{Config, Readings};
 use crate::rpc::{Policy, Service};
 
@@ -64,7 +64,7 @@ impl Path {
     }
 
     /// Returns the run for this metric and these parameters, and the part of its outcome that counts.
-    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, ParameterError> {
+    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
             return Err(ParameterError::NotMeasured { kind: KIND, measure });
@@ -89,6 +89,6 @@ impl Path {
             ..default
         };
         config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
-        Ok(Some((Job::Path(config), Wanted { seed, ..Wanted::of(measure) })))
+        Ok(Some((Job::Path(config), ValueQuery { seed, ..ValueQuery::of(measure) })))
     }
 }

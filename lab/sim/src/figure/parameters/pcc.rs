@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::{Choice, ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, Wanted};
+use crate::figure::job::{Job, ValueQuery};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
 /// The name of this kind in scenario files.
@@ -64,7 +64,7 @@ impl Pcc {
 
     /// Returns the run for this metric and these parameters, and the part of its outcome that counts. One run has all
     /// seeds.
-    pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, Wanted)>, ParameterError> {
+    pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         if !matches!(
             measure,
@@ -94,7 +94,7 @@ impl Pcc {
             seeds,
             ..base
         };
-        Ok(Some((Job::Pcc(config), Wanted { seed, ..Wanted::of(measure) })))
+        Ok(Some((Job::Pcc(config), ValueQuery { seed, ..ValueQuery::of(measure) })))
     }
 }
 

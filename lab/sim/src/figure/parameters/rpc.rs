@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 
 use super::{Choice, ParameterError, Text, parameters, whole};
 use crate::figure::axes::{Metric, SweepAxis};
-use crate::figure::job::{Job, Wanted};
+use crate::figure::job::{Job, ValueQuery};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
 use coreward_model::dispatch::Lambda;
 
@@ -61,7 +61,7 @@ impl Rpc {
 
     /// Returns the run for this metric and these parameters, and the part of its outcome that counts. `None` if the
     /// offered load exceeds the policy's capacity: latency has no bound there, so there is no point to draw.
-    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, Wanted)>, ParameterError> {
+    pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
         let config = Config {
@@ -100,7 +100,7 @@ impl Rpc {
             }
             _ => return Err(ParameterError::NotMeasured { kind: KIND, measure }),
         };
-        Ok(Some((job, Wanted { at_most: self.dispatcher_limit, seed, ..Wanted::of(measure) })))
+        Ok(Some((job, ValueQuery { at_most: self.dispatcher_limit, seed, ..ValueQuery::of(measure) })))
     }
 }
 

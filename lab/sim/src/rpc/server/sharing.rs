@@ -18,7 +18,7 @@ pub struct ProcessorSharing {
     arriving: DelayLine<Request>,
     leaving: DelayLine<Request>,
     jobs: BinaryHeap<Reverse<Job>>,
-    /// Virtual time at `as_of`, in [`ONE`]s of a tick.
+    /// Virtual time at `as_of`, in [`FIXED_POINT_ONE`]s of a tick.
     virtual_now: u128,
     as_of: Tick,
     /// Virtual time per tick.
@@ -31,7 +31,7 @@ pub struct ProcessorSharing {
 }
 
 /// One tick in virtual time: 32 bits of fraction keep the rate exact to 1e-9 for any number of requests that fits memory.
-const ONE: u128 = 1 << 32;
+const FIXED_POINT_ONE: u128 = 1 << 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
@@ -62,7 +62,7 @@ impl ProcessorSharing {
             jobs: BinaryHeap::new(),
             virtual_now: 0,
             as_of: 0,
-            rate: ONE,
+            rate: FIXED_POINT_ONE,
             next_end: NEVER,
             came: 0,
             busy: 0,
@@ -82,7 +82,11 @@ impl ProcessorSharing {
     /// After the number of jobs changed.
     fn set_rate(&mut self) {
         let jobs = self.jobs.len() as u128;
-        self.rate = if jobs <= u128::from(self.cores) { ONE } else { u128::from(self.cores) * ONE / jobs };
+        self.rate = if jobs <= u128::from(self.cores) {
+            FIXED_POINT_ONE
+        } else {
+            u128::from(self.cores) * FIXED_POINT_ONE / jobs
+        };
         self.next_end = self.jobs.peek().map_or(NEVER, |Reverse(first)| {
             self.as_of + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.rate) as Tick
         });
@@ -110,7 +114,7 @@ impl Cores for ProcessorSharing {
             self.leaving.send(now, ended.request);
         } else {
             let (_, request) = self.arriving.receive()?;
-            let virtual_end = self.virtual_now + u128::from(request.work) * ONE;
+            let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;
             self.jobs.push(Reverse(Job { virtual_end, came: self.came, request }));
             self.came += 1;
         }

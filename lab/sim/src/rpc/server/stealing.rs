@@ -20,7 +20,7 @@ pub struct StealingCores {
 #[derive(Debug, Clone, Default)]
 struct Core {
     serves: Option<Request>,
-    until: Tick,
+    busy_until: Tick,
     queue: VecDeque<Request>,
     /// Time spent on all requests begun here, and on stealing them.
     busy: Tick,
@@ -34,10 +34,10 @@ impl StealingCores {
 
     fn serve(&mut self, now: Tick, core: u16, request: Request, cost: Tick, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
-        entry.until = now + cost + request.work;
+        entry.busy_until = now + cost + request.work;
         entry.busy += cost + request.work;
         entry.serves = Some(request);
-        timers.set(core, entry.until);
+        timers.set(core, entry.busy_until);
         self.policy.set_busy(core, true);
     }
 
@@ -79,6 +79,6 @@ impl Discipline for StealingCores {
     }
 
     fn busy(&self, now: Tick) -> Vec<Tick> {
-        self.cores.iter().map(|core| core.busy - core.until.saturating_sub(now)).collect()
+        self.cores.iter().map(|core| core.busy - core.busy_until.saturating_sub(now)).collect()
     }
 }

@@ -126,8 +126,8 @@ impl Read for ZstdReader {
                 }
             }
             if self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
-                let wanted = BlockDecodingStrategy::UptoBytes(buffer.len());
-                let decoded = self.decoder.decode_blocks(&mut self.source, wanted);
+                let strategy = BlockDecodingStrategy::UptoBytes(buffer.len());
+                let decoded = self.decoder.decode_blocks(&mut self.source, strategy);
                 decoded.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             }
             let read = self.decoder.read(buffer)?;

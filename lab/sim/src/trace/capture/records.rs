@@ -90,7 +90,7 @@ pub struct Recorder {
     latest_ns: u64,
     /// Packets of the file so far.
     number: u64,
-    taken: u64,
+    recorded: u64,
     cut_off: u64,
     first_cut_off: Option<CaptureError>,
 }
@@ -104,7 +104,7 @@ impl Recorder {
             first_ns: None,
             latest_ns: 0,
             number: 0,
-            taken: 0,
+            recorded: 0,
             cut_off: 0,
             first_cut_off: None,
         }
@@ -164,7 +164,7 @@ impl Recorder {
                 (self.records.ipv6.len() as u64 - 1, FLAG_IPV6)
             }
         };
-        self.taken += 1;
+        self.recorded += 1;
         self.records.packets.push(Record {
             time_ns,
             addresses,
@@ -189,7 +189,7 @@ impl Recorder {
 
     /// A few truncated packets (long chains of IPv6 headers) are skipped; a mostly truncated capture is an error.
     fn check_cut_off(&mut self) -> Result<(), Stop> {
-        if self.cut_off > self.taken
+        if self.cut_off > self.recorded
             && let Some(error) = self.first_cut_off.take()
         {
             return Err(error.into());
