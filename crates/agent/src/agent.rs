@@ -350,7 +350,7 @@ impl Agent {
         }
         if verdict == Verdict::NotInForce {
             return Some(format!(
-                "the RSS table that {} shows is not in force: {mismatched} of {} SYNs came by another receive queue",
+                "the RSS table that {} shows is not in force: {mismatched} of {} SYNs arrived on another receive queue",
                 self.config.interface,
                 matched + mismatched
             ));

@@ -68,10 +68,7 @@ impl DaisyChain {
         let missing = self.ids.keys().filter(|address| !self.found.contains_key(address));
         let missing: Vec<String> = missing.map(IpAddr::to_string).collect();
         (!missing.is_empty()).then(|| {
-            format!(
-                "no MAC address of {}: packets of connections that may be there are not handed on",
-                missing.join(", ")
-            )
+            format!("no MAC address of {}: packets of older connections there are not forwarded", missing.join(", "))
         })
     }
 }

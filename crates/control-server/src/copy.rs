@@ -22,7 +22,8 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let (source, target) = (source?, target?);
     ensure!(source != target, "{} and {} name the same store: expected two", from.display(), to.display());
     let (source, mut target) = (Opened::open(&source)?, Opened::open(&target)?);
-    let mut records = source.store.load()?.with_context(|| format!("nothing is on record by {}", from.display()))?;
+    let mut records =
+        source.store.load()?.with_context(|| format!("the store of {} has no records", from.display()))?;
     if let Some(before) = target.store.load()? {
         ensure!(
             replace,

@@ -225,7 +225,7 @@ impl KnownRss {
         if reported.is_some() {
             *self = Self { generation: Some(generation), reported, problem: None };
         } else if self.problem.is_none() && self.generation != Some(generation) {
-            self.forget(format!("its RSS of generation {generation} was announced but has not come"));
+            self.forget(format!("its RSS of generation {generation} was announced but not received"));
         }
     }
 

@@ -175,7 +175,7 @@ impl Case<'_> {
     fn verdict(&self, table: &PlacementTable) -> Verdict {
         if table.members.is_empty() {
             let count = self.view.pool.servers().len();
-            return (None, format!("none of the {count} servers takes new connections: the first packet is dropped"));
+            return (None, format!("none of the {count} servers takes new connections: the new connection is dropped"));
         }
         match table.rule {
             Rule::Table => self.by_table(table),
@@ -199,8 +199,10 @@ impl Case<'_> {
                     self.core_words(table, candidate)
                 )
             }
-            _ if self.view.pool.has_loads() => format!("{bucket} goes to {name}, a fixed choice, whatever the loads"),
-            _ => format!("{bucket} goes to {name}, a fixed choice: no loads are known"),
+            _ if self.view.pool.has_loads() => {
+                format!("{bucket} goes to {name} by the bucket alone, independent of loads")
+            }
+            _ => format!("{bucket} goes to {name} by the bucket alone: no loads are known"),
         };
         (Some(chosen), reason)
     }
@@ -250,7 +252,7 @@ impl Case<'_> {
         };
         let list = turns.iter().map(words).collect::<Vec<_>>().join(", ");
         let order = match weighted {
-            true => format!("have so many of {} turns, evenly spread", table.members.len()),
+            true => format!("have these shares of {} turns, evenly spread", table.members.len()),
             false => "have their turns in this order".to_owned(),
         };
         let servers = turns.len();
@@ -294,7 +296,7 @@ impl Case<'_> {
         let own_key = self.rss_key(chosen).filter(|key| table.groups.contains(key));
         let (key, whose) = match own_key {
             Some(key) => (key, ""),
-            None => (&table.groups[0], " by a hash of the load balancers' own"),
+            None => (&table.groups[0], " by a hash that only load balancers use"),
         };
         let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes()));
         format!("bucket {bucket} of {}{whose}", table.bucket_count.get())
@@ -313,7 +315,7 @@ impl Case<'_> {
     fn core_words(&self, table: &PlacementTable, candidate: Candidate) -> String {
         let load = shown_load(candidate.load);
         if !self.names_core(table, candidate) {
-            let why = if self.rss_key(candidate.server).is_none() { ", its RSS not being known," } else { "" };
+            let why = if self.rss_key(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
             return format!("the whole server{why} with load {load:.3} in the table");
         }
         format!("core {} with load {load:.3} in the table", table.core_slots[usize::from(candidate.core_slot)].core)

@@ -232,7 +232,7 @@ fn silent_load_balancers_are_lost() {
     assert!(refused.ends_session());
     assert_eq!(
         refused.to_string(),
-        "load balancer \"lb1\" is connected already, last message 2000 ms ago: expected a name of its own for each"
+        "load balancer \"lb1\" is connected already, last message 2000 ms ago: expected a unique name"
     );
     let newer = harness.controller.register_load_balancer("lb1", at(20)).unwrap();
     assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");

@@ -32,7 +32,7 @@ pub enum Rejection {
     },
     /// Two load balancers with one name, and so one owner number.
     #[error(
-        "load balancer {name:?} is connected already, last message {} ms ago: expected a name of its own for each",
+        "load balancer {name:?} is connected already, last message {} ms ago: expected a unique name",
         silence.as_millis()
     )]
     DuplicateLoadBalancer {
@@ -41,7 +41,7 @@ pub enum Rejection {
         silence: Duration,
     },
     #[error(
-        "rack {name:?} is connected already, last message {} ms ago: expected a name of its own for each",
+        "rack {name:?} is connected already, last message {} ms ago: expected a unique name",
         silence.as_millis()
     )]
     DuplicateRack {

@@ -23,7 +23,7 @@ pub enum RotationError {
     TooYoung { age: Duration, expected: Duration },
     /// Some peers may not have the keys in force, or stamp with the other one.
     #[error(
-        "{} not confirmed configuration {generation}, which brought the keys in force: expected everybody to (--force goes on \
+        "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force continues \
          without those that are not connected: their connections may break)",
         have(who)
     )]

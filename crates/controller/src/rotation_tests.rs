@@ -343,7 +343,7 @@ fn missing_acknowledgements_are_named() {
         refused.to_string(),
         format!(
             "load balancer lb1, the agent of s2 have not confirmed configuration {generation}, which brought the keys in \
-             force: expected everybody to (--force goes on without those that are not connected: their connections may \
+             force: expected all to (--force continues without those that are not connected: their connections may \
              break)"
         )
     );

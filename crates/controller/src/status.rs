@@ -221,7 +221,7 @@ impl Controller {
             );
         }
         if pool.eligible().next().is_none() {
-            warnings.push("no server takes new connections: their first packets are dropped".to_owned());
+            warnings.push("no server takes new connections: they are dropped".to_owned());
         }
         if let Some(other) = service.fleet().other_balancer {
             warnings.push(match other.handed_over {

@@ -281,7 +281,7 @@ fn malformed_rss_invalidates_the_old_one() {
     let status = harness.status_of("s0", at(500));
     assert_eq!(
         (status.rss, status.warnings),
-        (None, vec!["its RSS of generation 4 was announced but has not come".to_owned()])
+        (None, vec!["its RSS of generation 4 was announced but not received".to_owned()])
     );
 }
 
@@ -316,11 +316,11 @@ fn pool_without_eligible_server_gives_an_empty_table_and_a_warning() {
     assert!(table.members.is_empty() && table.candidates.is_empty());
     assert_eq!(
         harness.controller.status(at(0)).services[0].warnings,
-        ["no server takes new connections: their first packets are dropped"]
+        ["no server takes new connections: they are dropped"]
     );
     assert_eq!(
         harness.explain(1, at(0)).reason,
-        "none of the 2 servers takes new connections: the first packet is dropped"
+        "none of the 2 servers takes new connections: the new connection is dropped"
     );
 }
 
@@ -398,7 +398,7 @@ fn explanations_name_the_decision_and_its_reason() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
     assert_eq!(harness.explain(port, at(0)).reason, "no table has been made yet");
     harness.table(at(0));
-    assert!(harness.explain(port, at(0)).reason.ends_with("a fixed choice: no loads are known"));
+    assert!(harness.explain(port, at(0)).reason.ends_with("by the bucket alone: no loads are known"));
     harness.report_loads(&loads);
     harness.table(at(100));
     let reply = harness.explain(port, at(100));
@@ -444,7 +444,7 @@ fn explanations_name_the_decision_and_its_reason() {
     harness.table(at(100));
     assert_eq!(
         harness.explain(port, at(100)).reason,
-        "the 3 servers that take new connections (s0 13, s1 10, s2 8) have so many of 31 turns, evenly spread, counted by \
+        "the 3 servers that take new connections (s0 13, s1 10, s2 8) have these shares of 31 turns, evenly spread, counted by \
          the load balancer"
     );
 
@@ -458,8 +458,8 @@ fn explanations_name_the_decision_and_its_reason() {
     harness.report_loads(&loads);
     harness.table(at(100));
     let reason = harness.explain(port, at(100)).reason;
-    assert!(reason.contains(" of 128 by a hash of the load balancers' own goes to s"), "{reason}");
-    assert!(reason.ends_with("a fixed choice, whatever the loads"), "{reason}");
+    assert!(reason.contains(" of 128 by a hash that only load balancers use goes to s"), "{reason}");
+    assert!(reason.ends_with("by the bucket alone, independent of loads"), "{reason}");
 
     let mut harness = Harness::new(&ACTIVE, "pow2");
     harness.report_loads(&loads);

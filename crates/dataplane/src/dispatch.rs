@@ -96,7 +96,7 @@ impl Dispatch {
             workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_DISPATCH_WORKERS),
             sockets: (&loaded.maps.sockets).try_into()?,
             ledger,
-            queues: loaded.progs.queues.attach().context("attaching the look at the queues (iter/udp)")?,
+            queues: loaded.progs.queues.attach().context("attaching the queue iterator (iter/udp)")?,
             _responses: responses,
             _drops: drops,
             policy: options.policy,

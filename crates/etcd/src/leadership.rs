@@ -97,7 +97,7 @@ impl Candidate {
         match self.attempt(&cluster).await? {
             Attempt::Won(leadership) => Ok(leadership),
             Attempt::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
-            Attempt::Nobody => Err(EtcdError::Deposed("others want to lead at this moment".to_owned())),
+            Attempt::Nobody => Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned())),
         }
     }
 

@@ -298,7 +298,7 @@ impl ConnectionAcceptor {
         for connection in self.connections().tracked.values().filter(|connection| !connection.is_closed()) {
             let is_revoked = protection.revoked.contains(&connection.fingerprint);
             if is_revoked || connection.not_after < now {
-                let why = if is_revoked { "is on the deny list" } else { "has expired" };
+                let why = if is_revoked { "is revoked" } else { "has expired" };
                 let peer = &connection.identity;
                 tracing::warn!(event = "connection-closed", %peer, "the certificate {why}");
                 connection.close();

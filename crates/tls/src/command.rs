@@ -128,9 +128,11 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             let authority = Authority::open(&folder.directory)?;
             authority.roll_over(*step, days(*length))?;
             let next = match step {
-                RollOver::Begin => "give every part the new ca.crt, or `coreward certs renew` them all; then `switch`",
-                RollOver::Switch => "`coreward certs renew` every part; then `finish`",
-                RollOver::Finish => "give every part the new ca.crt, or renew it when its time comes",
+                RollOver::Begin => {
+                    "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
+                }
+                RollOver::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
+                RollOver::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
             };
             Ok(format!("{}: {next}", authority.ca().display()))
         }

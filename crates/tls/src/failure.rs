@@ -91,7 +91,7 @@ pub enum AcceptError {
     WrongRole { identity: Identity, expected: Vec<Role> },
     #[error("its certificate is for {identity} at {}: expected one for {expected}", hosts_of(hosts))]
     OtherHost { identity: Identity, hosts: Vec<String>, expected: String },
-    #[error("the certificate of {0} is on the deny list")]
+    #[error("the certificate of {0} is revoked")]
     Revoked(Identity),
 }
 
@@ -193,7 +193,7 @@ fn refusal(alert: AlertDescription) -> String {
         }
         AlertDescription::UnknownCA | AlertDescription::DecryptError => "its signer is not in the peer's `ca`",
         AlertDescription::CertificateUnknown | AlertDescription::AccessDenied => {
-            "wrong fleet, role or name, or on the deny list; the peer's log has the reason"
+            "wrong fleet, role or name, or revoked; the peer's log has the reason"
         }
         _ => return format!("the peer ended the handshake with the alert {alert:?}"),
     };

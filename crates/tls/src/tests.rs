@@ -313,7 +313,7 @@ async fn revocation_ends_open_connections() {
     let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
     let error = listening.meet(&agent).await.unwrap_err();
-    assert!(error.contains("or on the deny list"), "{error}");
+    assert!(error.contains("or revoked"), "{error}");
     listening.failed(Reason::Revoked).await;
 }
 

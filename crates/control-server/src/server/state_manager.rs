@@ -131,7 +131,7 @@ pub enum ApplyError {
         controller.display()
     )]
     ManagedByFile { file: PathBuf, controller: PathBuf },
-    #[error("generation {0} is in force, not {1}, with which this was compared: expected a new look at the difference")]
+    #[error("generation {0} is in force, not {1}, with which this was compared: expected a comparison with it")]
     GenerationConflict(u64, u64),
     #[error(transparent)]
     Wrong(#[from] Diagnostics),

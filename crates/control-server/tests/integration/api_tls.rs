@@ -226,7 +226,7 @@ async fn revoked_certificate_is_rejected() {
     std::fs::write(home.config(), format!("revoked_certificates = [\"{fingerprint}\"]\n{text}")).unwrap();
     let site = TestEnv { running: home.start().await, home, authority };
     let error = site.client(Proof::Certificate(lost)).status(false).await.unwrap_err().to_string();
-    assert!(error.contains("deny list"), "{error}");
+    assert!(error.contains("revoked"), "{error}");
 }
 
 /// Without `[tls]` a token would pass the network in clear.

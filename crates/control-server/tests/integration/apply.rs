@@ -135,7 +135,7 @@ async fn apply_to_an_old_generation_is_rejected() {
     assert_eq!(controller.apply(&home, &early).await, Ok(2));
     assert_eq!(
         apply(late).await.unwrap_err(),
-        "generation 2 is in force, not 1, with which this was compared: expected a new look at the difference"
+        "generation 2 is in force, not 1, with which this was compared: expected a comparison with it"
     );
     assert_eq!(controller.document().await, Fleet { generation: 2, text: early, file: None });
 }

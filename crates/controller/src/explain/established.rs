@@ -31,7 +31,7 @@ impl Case<'_> {
             Consistency::None => self.placement_verdict(table),
             Consistency::HashTable => (None, self.hash_table_words()),
             Consistency::Beamer => {
-                self.by_bucket(table, "if the load balancer's flow table does not know the connection, it goes by")
+                self.by_bucket(table, "without an entry in the load balancer's flow table it follows")
             }
             Consistency::Stateless | Consistency::Stateful => match cookie {
                 Some(tsecr) if mode.timestamps == Timestamps::LoadBalancer => self.by_lb_stamped_cookie(tsecr),
@@ -50,15 +50,15 @@ impl Case<'_> {
     fn placement_verdict(&self, table: Option<&PlacementTable>) -> Verdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
         let (chosen, reason) = self.verdict(table);
-        (chosen, format!("nothing is remembered (consistency \"none\"), so it goes as a first packet would: {reason}"))
+        (chosen, format!("no state is stored (consistency \"none\"), so it is placed like a new connection: {reason}"))
     }
 
     fn hash_table_words(&self) -> String {
         let unknown = match self.view.service.address.protocol {
-            Protocol::Tcp => "what it does not know goes as a first packet would",
-            Protocol::Udp => "what it does not know is placed as the first datagram of its flow",
+            Protocol::Tcp => "without an entry it is placed like a new connection",
+            Protocol::Udp => "without an entry it is placed like the first datagram of a flow",
         };
-        format!("the flow table of the load balancer that it comes to decides; {unknown}")
+        format!("the flow table of the load balancer that it reaches decides; {unknown}")
     }
 
     fn by_bucket(&self, table: Option<&PlacementTable>, first: &str) -> Verdict {
@@ -72,7 +72,7 @@ impl Case<'_> {
         let before = match table.consistent_before.get(bucket).copied().flatten() {
             Some(before) if before != server => {
                 format!(
-                    "; {name} hands it to {}, which had the bucket before, if it has no such connection",
+                    "; without such a connection {name} forwards it to {}, the bucket's previous server",
                     self.name(before)
                 )
             }
@@ -96,17 +96,17 @@ impl Case<'_> {
     /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
     fn by_lb_stamped_cookie(&self, tsecr: u32) -> Verdict {
         let id = lb_stamping::recognise(&self.view.cookie_keys, &self.tuple, tsecr);
-        let first = "if the load balancer's flow table does not know the connection, its cookie counts:";
+        let first = "without an entry in the load balancer's flow table its cookie decides:";
         if self.view.service.members.contains_key(&id) {
             return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));
         }
-        (None, format!("{first} it names server id {}, which is in no use, and the packet is dropped", id.get()))
+        (None, format!("{first} it names server id {}, which no server has, and the packet is dropped", id.get()))
     }
 
     fn unknown_words(&self, key: u32, id: ServerId) -> String {
         format!(
-            "its cookie, read with key {key}, names server id {}, which is in no use: it is forged, damaged, or of a key \
-             that was replaced; it goes to all servers, at a limited rate, and the one with the connection takes it",
+            "its cookie, read with key {key}, names server id {}, which no server has: it is forged, damaged, or of a \
+             replaced key; the packet is broadcast at a limited rate, and the server with the connection accepts it",
             id.get()
         )
     }
@@ -115,7 +115,7 @@ impl Case<'_> {
         if self.view.service.mode.consistency != Consistency::Stateful {
             return format!(
                 "its cookie, read with key {key}, names an entry of a connection table, which this service does not have: \
-                 it goes to all servers, at a limited rate"
+                 the packet is broadcast at a limited rate"
             );
         }
         let (owner, slot) = owner_and_slot(number);
@@ -127,7 +127,7 @@ impl Case<'_> {
             ),
             None => format!(
                 "its cookie, read with key {key}, names slot {slot} in the connection table of owner {owner}, which no \
-                 load balancer is: it goes to all servers, and the one with the connection takes it"
+                 load balancer has: the packet is broadcast, and the server with the connection accepts it"
             ),
         }
     }

@@ -112,7 +112,7 @@ impl Capture {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let pins = program::active_pins(&options.pin_directory)?;
         let Some(link) = XdpLink::pinned(&pins.join("link"))? else {
-            bail!("{}: no load balancer is at work here", options.pin_directory.display());
+            bail!("{}: no load balancer is attached here", options.pin_directory.display());
         };
         let maps = Maps::take_over(&pins)?;
         let services = services_of(&maps);

@@ -80,13 +80,13 @@ impl ServerClock {
     /// Returns the reason why the server's new connections are not stamped, with the expectation; `None`: they are, or
     /// it is too early.
     pub fn problem(&self) -> Option<String> {
-        const INSTEAD: &str = "its connections stand in the flow table";
+        const INSTEAD: &str = "its connections use the flow table";
         match self.state() {
             ClockState::Known | ClockState::Learning => None,
             ClockState::Unseen => (self.opened >= u64::from(AGREEING)).then(|| {
                 format!(
-                    "{} first packets went to it, but no answer of it passes here: expected its route to the clients to \
-                     lead over this load balancer",
+                    "{} new connections went to it, but none of its replies passes here: expected its route to the clients \
+                     to lead through this load balancer",
                     self.opened
                 )
             }),
@@ -95,7 +95,7 @@ impl ServerClock {
                 self.syn_acks
             )),
             ClockState::Differs => Some(format!(
-                "{} of its {} SYN-ACKs do not show the clock of the one before, so {INSTEAD}: expected \
+                "{} of its {} SYN-ACKs have another clock than the one before, so {INSTEAD}: expected \
                  net.ipv4.tcp_timestamps = 2 there (with 1 each connection has a random offset, which is lost)",
                 self.disagreed, self.with_timestamps
             )),

@@ -210,7 +210,7 @@ impl Maps {
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
         let constants = constants_of(like)?;
         // The constants of another version of coreward have another meaning.
-        let same = "the program at work was not loaded by this version of coreward: restart the daemon first";
+        let same = "the attached program was not loaded by this version of coreward: restart the daemon first";
         skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
         let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
         constants.capture_in_use = true;
@@ -401,7 +401,7 @@ fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
             return constants.context("the program's constants are empty");
         }
     }
-    anyhow::bail!("the program at work has no constants: it is not ours")
+    anyhow::bail!("the attached program has no constants: it is not coreward's")
 }
 
 fn position(name: &str) -> usize {

@@ -23,7 +23,7 @@ fn ruleset() -> Result<Vec<Chain>, String> {
         .into_iter()
         .map(|nft| Command::new(nft).args(["--json", "list", "ruleset"]).output());
     let Some(output) = found.flatten().next() else {
-        return Err("nft is not there to ask (Debian package nftables)".to_owned());
+        return Err("nft is not installed (Debian package nftables)".to_owned());
     };
     if !output.status.success() {
         return Err(format!("nft: {}", String::from_utf8_lossy(&output.stderr).trim()));

@@ -210,7 +210,7 @@ fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
         fs::write(file, text).unwrap();
         controller.as_ref().unwrap().signal(Signal::SIGHUP).unwrap();
     };
-    let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("on the deny list"));
+    let refused = || site.ask(&[follower], &["status"]).is_err_and(|error| error.contains("revoked"));
     reported(&format!("revoked_certificates = [\"{lost}\"]\n{text}"));
     eventually(TAKEOVER_LIMIT, "it is refused", refused);
     reported(&text);
