@@ -55,7 +55,7 @@ fn fuzzer_finds_a_different_reference_model() {
 }
 
 #[test]
-fn state_that_no_packet_shows_is_compared_too() {
+fn state_invisible_to_packets_is_compared() {
     skip_if!(missing_bpf_rights());
     let vip = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let id = ServerId::try_from(7).unwrap();

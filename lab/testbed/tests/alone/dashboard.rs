@@ -181,7 +181,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
 }
 
 #[test]
-fn a_browser_shows_every_core_and_what_changes() {
+fn browser_shows_every_core_and_changes() {
     skip_if!(missing_testbed_rights());
     let options =
         TestbedOptions { instance: "tdash".to_owned(), servers: SERVERS, cores: CORES, ..TestbedOptions::default() };

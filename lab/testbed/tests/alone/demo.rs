@@ -86,7 +86,7 @@ fn signalled(signal: Signal) -> anyhow::Result<String> {
 }
 
 #[test]
-fn interrupted_or_killed_it_leaves_nothing_behind() -> anyhow::Result<()> {
+fn interrupted_or_killed_demo_leaves_nothing() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let instance = signalled(Signal::SIGINT)?;
     assert_eq!(remains(&instance), Vec::<PathBuf>::new());
@@ -101,7 +101,7 @@ fn interrupted_or_killed_it_leaves_nothing_behind() -> anyhow::Result<()> {
 }
 
 #[test]
-fn bad_options_are_refused_before_anything_is_made() -> anyhow::Result<()> {
+fn invalid_options_are_rejected_before_setup() -> anyhow::Result<()> {
     let out = tempfile::tempdir()?;
     for (arguments, expected) in [
         (["--policy", "crosrss"], "crossrss-plus"),

@@ -29,7 +29,7 @@ fn assert_whole(result: &FigureResult, panels: usize, series: &[&str], least: f6
 }
 
 #[test]
-fn requests_at_one_server() -> anyhow::Result<()> {
+fn request_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
@@ -46,7 +46,7 @@ fn requests_at_one_server() -> anyhow::Result<()> {
 }
 
 #[test]
-fn service_classes_at_one_server() -> anyhow::Result<()> {
+fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let result = figure(&["ringleader-classes-live", "--seconds", "0.5", "--series", "jbsrq,jbsrq (simulated)"])?;
     assert_whole(&result, 3, &["jbsrq", "jbsrq (simulated)"], 1.0);

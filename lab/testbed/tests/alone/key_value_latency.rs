@@ -5,7 +5,7 @@ use coreward_testbed::{missing_testbed_rights, skip_if};
 use crate::support::load::{report, start_load, testbed};
 
 #[test]
-fn latency_counts_from_when_a_request_was_due() -> anyhow::Result<()> {
+fn latency_starts_at_the_due_time() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvdue")?;
     let options = ["--workers", "1", "--paced", "--service-us", "GET=2000", "--receive-buffer", "16000000"];

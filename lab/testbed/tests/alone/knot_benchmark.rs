@@ -9,7 +9,7 @@ use coreward_testbed::knot_benchmark::knot;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
-fn a_stock_server_answers_every_query_that_is_dispatched() -> anyhow::Result<()> {
+fn knot_answers_every_dispatched_query() -> anyhow::Result<()> {
     let knot = || format!("{} is missing (Debian package knot)", knot::PROGRAM);
     skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::PROGRAM).exists()).then(knot)), Ok(()));
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];

@@ -107,13 +107,13 @@ fn flooded(instance: &str, consistency: Consistency) {
 }
 
 #[test]
-fn connections_begin_and_last_in_a_flood_of_syns() {
+fn connections_open_and_last_during_a_syn_flood() {
     skip_if!(missing_testbed_rights());
     flooded("flood", Consistency::Stateless);
 }
 
 #[test]
-fn with_a_connection_table_they_do_so_too() {
+fn stateful_connections_open_and_last_during_a_syn_flood() {
     skip_if!(missing_testbed_rights());
     flooded("floodfull", Consistency::Stateful);
 }

@@ -131,7 +131,7 @@ const ADOPT: &str = "migrate_from = \"10.1.0.5\"\n";
 const HAND_OVER: &str = "migrate_to = \"10.1.0.5\"\n";
 
 #[test]
-fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
+fn live_pool_migrates_from_a_director_and_back() {
     skip_if!(missing_testbed_rights());
     let (director, site) = TestEnv::behind(Kind::Director, "adoptdr");
     let wrk = site.wrk(9);
@@ -186,7 +186,7 @@ fn a_live_pool_is_taken_over_from_a_director_and_given_back() {
 }
 
 #[test]
-fn a_vip_is_taken_over_from_haproxy_and_given_back() {
+fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
     let (_haproxy, site) = TestEnv::behind(Kind::Proxy, "adoptproxy");
     let mut theirs = site.connect(40);

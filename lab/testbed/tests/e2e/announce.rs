@@ -64,7 +64,7 @@ fn next_hops(site: &TestEnv) -> Vec<u16> {
 }
 
 #[test]
-fn announced_load_balancers_come_and_go_and_no_connection_breaks() {
+fn announced_load_balancers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "announce".to_owned(),

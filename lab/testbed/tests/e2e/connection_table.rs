@@ -40,7 +40,7 @@ fn connections(site: &TestEnv) -> usize {
 }
 
 #[test]
-fn a_silent_connection_stays_and_those_that_are_gone_are_freed() {
+fn silent_connection_stays_and_ended_ones_are_freed() {
     skip_if!(missing_testbed_rights());
     let site = site("silent");
     let mut silent = connect(&site);

@@ -69,7 +69,7 @@ impl Containers {
 }
 
 #[test]
-fn new_connections_to_containers_live_after_a_bucket_changed_hands() {
+fn container_connections_survive_a_bucket_change() {
     skip_if!(missing_testbed_rights());
     let mut containers = Containers::start("dnat", FleetOptions::default());
     for timestamps in ["0", "1"] {

@@ -168,7 +168,7 @@ impl TestEnv {
 }
 
 #[test]
-fn commands_find_the_leader_and_drains_outlive_it_and_move_with_the_store() {
+fn commands_find_the_leader_and_drains_survive_it() {
     skip_if!(missing_testbed_rights());
     let site = TestEnv::start("ctltls");
     let all = [1, 2, 3];

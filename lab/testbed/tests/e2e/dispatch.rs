@@ -32,7 +32,7 @@ fn eligible(dispatched: &Value) -> usize {
 }
 
 #[test]
-fn the_agent_dispatches_as_its_file_says() -> anyhow::Result<()> {
+fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tdispatch")?;
     let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];

@@ -102,7 +102,7 @@ fn answered_by(connections: Open, server: u16) -> (Open, Open) {
 }
 
 #[test]
-fn a_drain_waits_for_the_last_connection_whatever_becomes_of_the_controller() {
+fn drain_ends_when_last_connection_closes() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("drained");
     let (mut leaving, mut staying) = answered_by(open_at_each(&site.testbed, &[1, 2], 2), 1);
@@ -225,7 +225,7 @@ fn changes_are_reported_as_json_in_the_audit_and_in_the_log() {
 }
 
 #[test]
-fn apply_waits_until_every_part_has_the_document() {
+fn apply_waits_until_every_daemon_has_the_document() {
     skip_if!(missing_testbed_rights());
     let document = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\n\
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";

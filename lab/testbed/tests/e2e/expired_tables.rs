@@ -78,7 +78,7 @@ fn counts(connections: &Open) -> [usize; 3] {
 }
 
 #[test]
-fn load_balancer_counts_itself_when_its_table_has_expired() {
+fn load_balancer_places_by_own_counts_after_table_expiry() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
     env.wait_for_expired_tables(0.0);

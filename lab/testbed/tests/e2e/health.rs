@@ -148,7 +148,7 @@ fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
 }
 
 #[test]
-fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
+fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     skip_if!(missing_testbed_rights());
     // `joining` for so long that a look each half second finds it.
     let mut site = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
@@ -203,7 +203,7 @@ fn server_that_is_down_gets_no_new_connections_and_has_a_slow_start() {
 }
 
 #[test]
-fn when_all_are_down() {
+fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("alldown", 1, CHECK);
     site.wait_until_checked();
@@ -272,7 +272,7 @@ fn until_served_by(site: &TestEnv, servers: &[u16]) {
 }
 
 #[test]
-fn without_a_controller_servers_that_are_down_get_no_new_connections() {
+fn down_server_gets_no_new_connections_without_a_controller() {
     skip_if!(missing_testbed_rights());
     // The load balancer's first limit; it raises it as far as it may.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
@@ -317,7 +317,7 @@ fn without_a_controller_servers_that_are_down_get_no_new_connections() {
 }
 
 #[test]
-fn load_balancer_restarted_without_controller_goes_on_checking() {
+fn load_balancer_restarted_without_controller_continues_checks() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("restarted", 1, CHECK);
     site.wait_until_checked();

@@ -8,7 +8,7 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if}
 use crate::support::{TestEnv, eventually, eventually_in_force, unbroken};
 
 #[test]
-fn keys_rotate_and_no_connection_breaks() {
+fn key_rotation_breaks_no_connection() {
     skip_if!(missing_testbed_rights());
     let options =
         TestbedOptions { instance: "keys".to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };

@@ -153,7 +153,7 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
+fn ended_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
@@ -187,7 +187,7 @@ fn a_worker_that_ends_is_started_anew() -> anyhow::Result<()> {
 }
 
 #[test]
-fn an_interrupted_run_reports_what_it_measured() -> anyhow::Result<()> {
+fn interrupted_run_reports_its_measurements() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tkvctrlc")?;
     let server = testbed.start_key_value_server(1, &[])?;

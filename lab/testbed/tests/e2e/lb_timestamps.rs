@@ -74,13 +74,13 @@ fn warm_up(site: &TestEnv) {
 }
 
 #[test]
-fn servers_without_an_agent_come_and_go_and_no_connection_breaks() {
+fn servers_without_an_agent_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
     no_connection_breaks("lbts", Family::Ipv4);
 }
 
 #[test]
-fn servers_without_an_agent_come_and_go_and_no_ipv6_connection_breaks() {
+fn servers_without_an_agent_join_and_leave_without_broken_ipv6_connections() {
     skip_if!(missing_testbed_rights());
     no_connection_breaks("lbts6", Family::Ipv6);
 }
@@ -126,7 +126,7 @@ fn no_connection_breaks(instance: &str, family: Family) {
 }
 
 #[test]
-fn a_server_that_cannot_be_stamped_for_is_named_and_its_connections_go_on() {
+fn unstampable_server_is_named_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
     // Without timestamps; with clocks of their own, as Linux has it by default; with one clock.
     let mut site = site("lbtsown", Family::Ipv4, &["0", "1", "2", "2"]);

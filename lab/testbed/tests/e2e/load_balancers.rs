@@ -44,7 +44,7 @@ fn everything(site: &mut TestEnv) {
 }
 
 #[test]
-fn load_balancers_come_and_go_and_no_connection_breaks() {
+fn load_balancers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
     let mut site = site("lbs", Consistency::Stateless);
     everything(&mut site);
@@ -54,7 +54,7 @@ fn load_balancers_come_and_go_and_no_connection_breaks() {
 }
 
 #[test]
-fn the_connection_tables_of_load_balancers_that_are_gone_are_not_missed() {
+fn connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
     let mut site = site("lbsfull", Consistency::Stateful);
     everything(&mut site);

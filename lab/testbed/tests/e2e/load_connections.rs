@@ -14,7 +14,7 @@ fn count(report: &Value, name: &str) -> u64 {
 }
 
 #[test]
-fn paced_requests_take_the_time_that_they_ask_for() -> anyhow::Result<()> {
+fn paced_requests_take_their_requested_time() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadtcp")?;
     let server = testbed.start_paced_server(1)?;
@@ -32,7 +32,7 @@ fn paced_requests_take_the_time_that_they_ask_for() -> anyhow::Result<()> {
 }
 
 #[test]
-fn connections_that_break_are_counted_and_opened_again() -> anyhow::Result<()> {
+fn broken_connections_are_counted_and_reopened() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tloadbroken")?;
     let server = testbed.start_paced_server(1)?;

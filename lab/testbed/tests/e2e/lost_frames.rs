@@ -60,7 +60,7 @@ impl TestEnv {
 }
 
 #[test]
-fn dropped_transmissions_and_failing_handshakes_are_reported() {
+fn dropped_frames_and_failing_handshakes_are_reported() {
     skip_if!(missing_testbed_rights());
     let env = TestEnv::start("lostframes", "");
     let _nginx = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
@@ -89,7 +89,7 @@ fn dropped_transmissions_and_failing_handshakes_are_reported() {
 /// With GRO alone at the other end of a veth, native XDP seems to work while the daemon does: its own frames wake that
 /// end's poll. The connections stall when it is killed.
 #[test]
-fn new_connections_go_on_when_the_daemon_is_killed() {
+fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(missing_testbed_rights());
     for (instance, at_switch, mode) in [
         ("killednative", "", "native"),

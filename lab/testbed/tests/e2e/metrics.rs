@@ -77,7 +77,7 @@ fn complete(part: Component, values: &Values) {
 }
 
 #[test]
-fn endpoints_serve_what_the_table_says() {
+fn endpoints_serve_the_documented_metrics() {
     skip_if!(missing_testbed_rights());
     let key = format!("metrics = \"{ADDRESS}\"\n");
     let testbed = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };

@@ -113,7 +113,7 @@ fn ask(stream: &mut TcpStream, length: usize) -> u16 {
 }
 
 #[test]
-fn subflows_that_join_reach_the_server_of_the_first() {
+fn mptcp_subflows_reach_the_server_of_the_first() {
     skip_if!(missing_mptcp());
     let options = TestbedOptions {
         instance: "mptcp".to_owned(),

@@ -19,7 +19,7 @@ fn site(instance: &str, load_balancers: u16) -> TestEnv {
 }
 
 #[test]
-fn the_flow_table_keeps_connections_while_servers_come_and_go() {
+fn flow_table_keeps_connections_while_servers_join_and_leave() {
     skip_if!(missing_testbed_rights());
     let mut site = site("nots", 1);
     let client = site.streams(150.0);
@@ -38,7 +38,7 @@ fn the_flow_table_keeps_connections_while_servers_come_and_go() {
 }
 
 #[test]
-fn a_load_balancer_without_the_flow_finds_its_server() {
+fn load_balancer_without_the_flow_finds_its_server() {
     skip_if!(missing_testbed_rights());
     let mut site = site("notslb", 2);
     let client = site.streams(150.0);

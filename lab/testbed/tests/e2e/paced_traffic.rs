@@ -51,7 +51,7 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
 }
 
 #[test]
-fn connections_that_break_are_counted_by_kind() -> anyhow::Result<()> {
+fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tbroken")?;
     let log = |requests: u32| ArrivalLog {

@@ -26,7 +26,7 @@ const UNITS: [(&str, f64); 5] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0
 
 /// Built, unpacked, and run: the command by its own libraries, the pages by man, the units by systemd-analyze.
 #[test]
-fn packages_hold_what_is_needed() {
+fn packages_contain_the_needed_files() {
     // Only root has the tools installed.
     skip_if!(missing_testbed_rights());
     let directory = tempfile::tempdir().unwrap();

@@ -62,7 +62,7 @@ fn downloads_pass_a_hop_with_a_small_mtu() {
 }
 
 #[test]
-fn without_timestamps_they_pass_it_too() {
+fn downloads_without_timestamps_pass_a_hop_with_a_small_mtu() {
     skip_if!(missing_testbed_rights());
     small_mtu("mtunots", "0");
 }

@@ -197,7 +197,7 @@ fn named(racks: &[u16]) -> String {
 }
 
 #[test]
-fn racks_and_the_controller_come_and_go_and_no_connection_notices() {
+fn racks_and_controller_restart_without_broken_connections() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
     site.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);

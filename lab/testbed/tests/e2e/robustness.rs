@@ -83,7 +83,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
 }
 
 #[test]
-fn a_server_with_a_new_mac_address_is_found_again() {
+fn server_with_a_new_mac_address_is_found_again() {
     skip_if!(missing_testbed_rights());
     let site = site("mac", 1, "hash");
     let mut connections = site.open(3);
@@ -99,7 +99,7 @@ fn a_server_with_a_new_mac_address_is_found_again() {
 }
 
 #[test]
-fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
+fn draining_server_keeps_connections_and_gets_no_new_ones() {
     skip_if!(missing_testbed_rights());
     let mut site = site("drain", 2, "rr");
     let mut connections = site.open(20);
@@ -123,7 +123,7 @@ fn a_server_that_drains_keeps_its_connections_and_gets_no_new_ones() {
 }
 
 #[test]
-fn explain_names_the_server_and_the_core_that_serve() {
+fn explain_names_the_serving_server_and_core() {
     skip_if!(missing_testbed_rights());
     let site = site("explain", 3, "hash");
     let workers: Vec<Vec<u32>> = site.nginx.iter().map(Nginx::workers).collect();
@@ -150,7 +150,7 @@ fn explain_names_the_server_and_the_core_that_serve() {
 }
 
 #[test]
-fn an_interface_that_does_not_exist_is_named() {
+fn missing_interface_is_named() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "noif".to_owned(), servers: 0, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();

@@ -100,7 +100,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
 }
 
 #[test]
-fn fresh_nics_have_keys_of_their_own() -> anyhow::Result<()> {
+fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(options("tkeys", 2))?;
     let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss(number))?.key) };
@@ -132,7 +132,7 @@ fn routed(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
 }
 
 #[test]
-fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Result<()> {
+fn connections_spread_over_announced_load_balancers() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let mut testbed = Testbed::create(TestbedOptions { load_balancers: 2, ..options("tecmp", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
@@ -162,7 +162,7 @@ fn connections_spread_over_the_load_balancers_that_are_announced() -> anyhow::Re
 }
 
 #[test]
-fn a_router_with_a_small_mtu_tells_the_server_by_icmp() -> anyhow::Result<()> {
+fn router_with_a_small_mtu_sends_icmp_to_the_server() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(TestbedOptions { router_mtu: Some(1000), ..options("tmtu", 1) })?;
     let _nginx = testbed.start_nginx(1)?;
@@ -197,7 +197,7 @@ fn runs(pid: u32) -> bool {
 }
 
 #[test]
-fn a_killed_testbed_is_cleaned_up_by_the_next() -> anyhow::Result<()> {
+fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     // The test's name is its path without the executable's.
     let (_, module) = module_path!().split_once("::").context("a module")?;
@@ -233,7 +233,7 @@ fn addresses_match_the_documentation() {
 }
 
 #[test]
-fn impossible_testbeds_are_refused() {
+fn impossible_testbeds_are_rejected() {
     let refused = |options| Testbed::create(options).unwrap_err().to_string();
     let error = refused(TestbedOptions { cores: 0, ..TestbedOptions::default() });
     assert_eq!(error, "0 cores in a testbed: expected 1 to 64");

@@ -63,7 +63,7 @@ fn run_blocks(testbed: &Testbed, document: &str) {
 }
 
 #[test]
-fn the_tutorials_commands_work_as_they_are_written() {
+fn commands_of_the_tutorial_work() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "tutorial".to_owned(),
@@ -76,7 +76,7 @@ fn the_tutorials_commands_work_as_they_are_written() {
 }
 
 #[test]
-fn commands_for_routed_servers_work_as_they_are_written() {
+fn commands_for_routed_servers_work() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions {
         instance: "routedtutorial".to_owned(),

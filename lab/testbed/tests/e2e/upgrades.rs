@@ -68,7 +68,7 @@ impl TestEnv {
 }
 
 #[test]
-fn the_same_layout_is_taken_over() {
+fn same_layout_is_taken_over() {
     skip_if!(missing_testbed_rights());
     let mut site = site("upsame", 1, Consistency::Stateless);
     let client = site.streams(150.0);

@@ -154,7 +154,7 @@ impl TestEnv {
 }
 
 #[test]
-fn connections_go_on_without_etcd_and_without_controllers() {
+fn connections_continue_without_etcd_and_controllers() {
     skip_if!(missing_testbed_rights());
     let mut site = TestEnv::start();
     let mut connections = site.open(AT_EVERY_SERVER).unwrap();
