@@ -11,6 +11,7 @@ const SIOCETHTOOL: libc::c_ulong = 0x8946;
 const ETHTOOL_GSTRINGS: u32 = 0x1b;
 const ETHTOOL_GSTATS: u32 = 0x1d;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
+const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
 /// Sends one ethtool request; `request` holds it as 32-bit words and receives the answer. Fails when there is no such
 /// device, or its driver rejects the request.
@@ -90,6 +91,37 @@ fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
         of_xdp.is_some_and(|kind| ["err", "full", "drop"].iter().any(|word| kind.contains(word)))
     };
     counters.into_iter().filter(|(name, count)| *count > 0 && is_error(name)).collect()
+}
+
+/// Returns the number of receive queues as in `ethtool -l`: combined and receive-only ones. Fails when the driver does
+/// not report it.
+pub fn channels(interface: &str) -> io::Result<u16> {
+    all_channels(interface).map(|channels| channels.receive)
+}
+
+/// Queues as in `ethtool -l`; combined ones count in both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Channels {
+    /// Receive queues, at least 1.
+    pub receive: u16,
+    /// Largest number of receive queues.
+    pub receive_max: u16,
+    /// Send queues, at least 1.
+    pub transmit: u16,
+}
+
+/// Fails when the driver does not report them.
+pub fn all_channels(interface: &str) -> io::Result<Channels> {
+    // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
+    let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
+    // SAFETY: the struct has nine words.
+    unsafe { self::request(interface, &mut request) }?;
+    let sum = |own: u32, combined: u32| u16::try_from(own.saturating_add(combined)).unwrap_or(u16::MAX).max(1);
+    Ok(Channels {
+        receive: sum(request[5], request[8]),
+        receive_max: sum(request[1], request[4]),
+        transmit: sum(request[6], request[8]),
+    })
 }
 
 #[cfg(test)]

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use coreward_agent::config::Steer;
 use coreward_agent::load::queues::Interrupt;
-use coreward_agent::rss::ethtool::{Channels, FlowType};
+use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_dataplane::device::Xdp;
+use coreward_dataplane::ethtool::Channels;
 use coreward_lb::config::XdpMode;
 use coreward_model::ServiceAddress;
 

@@ -6,7 +6,7 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 
-use coreward_dataplane::ethtool;
+use coreward_dataplane::ethtool::{self, channels};
 use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 
@@ -18,7 +18,6 @@ const ETHTOOL_GPFLAGS: u32 = 0x27;
 const ETHTOOL_GRXFH: u32 = 0x29;
 const ETHTOOL_GRXRINGS: u32 = 0x2d;
 const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
-const ETHTOOL_GCHANNELS: u32 = 0x3c;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
@@ -63,36 +62,6 @@ fn rxnfc(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
     request[1] = flow_type;
     ethtool(interface, &mut request)?;
     Ok(u64::from(request[2]) | u64::from(request[3]) << 32)
-}
-
-/// Returns the number of receive queues as in `ethtool -l`: combined and receive-only ones. Fails when the driver does
-/// not report it.
-pub fn channels(interface: &str) -> io::Result<u16> {
-    all_channels(interface).map(|channels| channels.receive)
-}
-
-/// Queues as in `ethtool -l`; combined ones count in both.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Channels {
-    /// Receive queues, at least 1.
-    pub receive: u16,
-    /// Largest number of receive queues.
-    pub receive_max: u16,
-    /// Send queues, at least 1.
-    pub transmit: u16,
-}
-
-/// Fails when the driver does not report them.
-pub fn all_channels(interface: &str) -> io::Result<Channels> {
-    // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
-    let mut request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
-    ethtool(interface, &mut request)?;
-    let sum = |own: u32, combined: u32| u16::try_from(own.saturating_add(combined)).unwrap_or(u16::MAX).max(1);
-    Ok(Channels {
-        receive: sum(request[5], request[8]),
-        receive_max: sum(request[1], request[4]),
-        transmit: sum(request[6], request[8]),
-    })
 }
 
 pub fn driver(interface: &str) -> io::Result<String> {

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
+use coreward_dataplane::ethtool::channels;
 use coreward_intf as intf;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
-use super::ethtool::channels;
 use super::{RssDevice, RssSettings, RssUnknown};
 
 #[derive(Debug)]

@@ -28,7 +28,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
         vlans: vlans(name),
         driver,
-        channels: ethtool::all_channels(name).ok(),
+        channels: coreward_dataplane::ethtool::all_channels(name).ok(),
         lro: ethtool::has_lro(name).unwrap_or(false),
         port_hashing: FlowType::ALL.into_iter().filter_map(|of| Some((of, ethtool::hashes_ports(name, of)?))).collect(),
         xdp: device::xdp(index).unwrap_or_default(),
