@@ -134,4 +134,14 @@ enum decap_counter {
 	DECAP_COUNTER_COUNT,
 };
 
+/* Outcomes of intake.bpf.c, for unfragmented datagrams to a listener's address. What passes is the kernel's. */
+enum intake_counter {
+	INTAKE_COUNTER_REDIRECTED, /* to the AF_XDP socket of its receive queue */
+	INTAKE_COUNTER_PASSED_LENGTH, /* longer than MAX_INTAKE_DATAGRAM, or lengths contradict each other or the frame */
+	INTAKE_COUNTER_PASSED_CHECKSUM, /* that of the IP header or the datagram is wrong */
+	INTAKE_COUNTER_PASSED_SOURCE, /* no client can have the source, or it is a listener's */
+	INTAKE_COUNTER_PASSED_NO_SOCKET, /* the receive queue has no AF_XDP socket */
+	INTAKE_COUNTER_COUNT,
+};
+
 #endif

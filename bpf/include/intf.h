@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR Apache-2.0 OR MIT */
 /*
  * Every layout and every limit that the kernel's side and user space share, once: here, and in files that this one includes:
- * connections.h (what the load balancer remembers of connections), counters.h (what is counted), server.h and
- * dispatch.h (what concerns servers alone).
+ * connections.h (what the load balancer remembers of connections), counters.h (what is counted), server.h, dispatch.h
+ * and orchestrate.h (what concerns servers alone).
  *
  * Included by bpf/ *.bpf.c as it is, and turned into Rust by crates/intf/build.rs (bindgen). Nothing here is mirrored
  * by hand: model, dataplane, testbed and the tests all take it from coreward-intf.
@@ -558,8 +558,9 @@ struct checked_path {
 
 /* Servers as they see themselves: a file of its own for its length. */
 #include "server.h"
-/* Requests at a server's workers: another. */
+/* Requests at a server's workers: others. */
 #include "dispatch.h"
+#include "orchestrate.h"
 
 /* ---- the testbed's emulated NIC -------------------------------------------------------------------------------- */
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
 /// Enums whose variants become a list of names, and the prefix that the names lose.
-const NAMED_ENUMS: [(&str, &str, &str); 9] = [
+const NAMED_ENUMS: [(&str, &str, &str); 10] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),
     ("decap_counter", "DECAP_COUNTER_", "DECAP_COUNTER_NAMES"),
@@ -18,6 +18,7 @@ const NAMED_ENUMS: [(&str, &str, &str); 9] = [
     ("lb_event", "LB_EVENT_", "LB_EVENT_NAMES"),
     ("dispatch_policy", "DISPATCH_POLICY_", "DISPATCH_POLICY_NAMES"),
     ("dispatch_counter", "DISPATCH_COUNTER_", "DISPATCH_COUNTER_NAMES"),
+    ("intake_counter", "INTAKE_COUNTER_", "INTAKE_COUNTER_NAMES"),
 ];
 
 type Variants = Arc<Mutex<Vec<(String, String, i64)>>>;
@@ -87,7 +88,7 @@ fn main() {
     let variants = Variants::default();
     let bindings = bindgen::Builder::default()
         .header(header.display().to_string())
-        .allowlist_file(".*/bpf/include/(intf|connections|counters|server|server_tunnels|dispatch)\\.h")
+        .allowlist_file(".*/bpf/include/(intf|connections|counters|server|server_tunnels|dispatch|orchestrate)\\.h")
         .parse_callbacks(Box::new(Callbacks { variants: variants.clone() }))
         .derive_default(true)
         .layout_tests(false)

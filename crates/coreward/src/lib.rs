@@ -298,8 +298,9 @@ fn run(command: Command) -> anyhow::Result<()> {
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Orchestrate(args) => {
+            let prepared = orchestrate::prepare(&args)?;
             Daemon::Orchestrate.confine()?;
-            print(&orchestrate::run(&args)?)
+            print(&orchestrate::run(prepared)?)
         }
         Command::Status(StatusArgs { query, rss_keys }) => {
             print(&show::status(&query.contact.client()?, rss_keys, query.format.into())?)

@@ -23,8 +23,8 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
 pub use coreward_intf::DECAP_COUNTER_NAMES as COUNTER_NAMES;
 
-use crate::lb::Attachment;
 use crate::lb::link::{self, XdpLink};
+use crate::per_cpu::per_cpu_sums;
 use crate::skeleton::decap::DecapSkelBuilder;
 
 /// Number of counters.
@@ -112,22 +112,12 @@ impl Decapsulation {
 
     /// Returns the counters since the maps were made, in the order of [`COUNTER_NAMES`].
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTERS]> {
-        let mut sums = [0; COUNTERS];
-        for (counter, sum) in (0u32..).zip(&mut sums) {
-            let rows =
-                self.counters.lookup_percpu(&counter.to_ne_bytes(), MapFlags::ANY)?.context("no such counter")?;
-            *sum = rows.iter().filter_map(|row| Some(u64::from_ne_bytes(row.get(..8)?.try_into().ok()?))).sum();
-        }
-        Ok(sums)
+        per_cpu_sums(&self.counters)
     }
 }
 
 fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<XdpLink> {
-    let created =
-        XdpLink::create(program, interface_index, Attachment::Native).or_else(|error| match error.raw_os_error() {
-            Some(libc::EBUSY | libc::EEXIST) => Err(error),
-            _ => XdpLink::create(program, interface_index, Attachment::Generic),
-        });
+    let created = XdpLink::create_in_any_mode(program, interface_index).map(|(link, _)| link);
     created.with_context(|| {
         format!("decapsulation at the interface of index {interface_index}: expected no other XDP program there")
     })

@@ -25,7 +25,7 @@ pub mod capture;
 mod connection_memory;
 pub mod connections;
 mod counters;
-mod device;
+pub(crate) mod device;
 mod lb_stamping;
 pub(crate) mod link;
 mod pinned;

@@ -456,6 +456,20 @@ pub const METRICS: &[Metric] = &[
         &[Orchestrate],
         "Requests of a service at cores",
     ),
+    metric(
+        "coreward_orchestrate_intake",
+        Gauge,
+        &["mode"],
+        &[Orchestrate],
+        "1 for the way by which requests enter: socket, socket-fallback, af-xdp or af-xdp-zero-copy",
+    ),
+    metric(
+        "coreward_orchestrate_intake_datagrams_total",
+        Counter,
+        &["outcome"],
+        &[Orchestrate],
+        "Datagrams to services at the interface of AF_XDP, by outcome",
+    ),
     metric("coreward_orchestrate_workers", Gauge, &[], &[Orchestrate], "Workers that are attached"),
     metric(
         "coreward_orchestrate_events_total",

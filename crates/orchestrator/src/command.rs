@@ -8,6 +8,7 @@ use anyhow::Context as _;
 
 use crate::config::Config;
 use crate::daemon::Daemon;
+use crate::intake::RequestIntake;
 
 #[derive(Debug, Clone, clap::Args)]
 pub struct OrchestrateArgs {
@@ -16,14 +17,27 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when the file has mistakes, or sockets or memory
-/// are not available.
-pub fn run(args: &OrchestrateArgs) -> anyhow::Result<String> {
+/// A daemon before it gives up its capabilities.
+#[derive(Debug)]
+pub struct Prepared {
+    config: Config,
+    intake: RequestIntake,
+}
+
+/// Reads the file and opens what takes capabilities. Fails when the file has mistakes.
+pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<Prepared> {
     let config = Config::load(&args.config)?;
+    let intake = RequestIntake::open(&config);
+    Ok(Prepared { config, intake })
+}
+
+/// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when sockets or memory are not available.
+pub fn run(prepared: Prepared) -> anyhow::Result<String> {
+    let Prepared { config, intake } = prepared;
     let stop = Arc::new(AtomicBool::new(false));
     let signalled = stop.clone();
     ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("SIGTERM and SIGINT")?;
-    let mut daemon = Daemon::start(&config)?;
+    let mut daemon = Daemon::start(&config, intake)?;
     let (memory, services) = (config.memory.display(), config.engine.services.len());
     let cores = config.engine.cores;
     tracing::info!(event = "orchestrator-started", %memory, services, cores, "orchestrator started");

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, Diagnostics, HOUR, MILLISECOND, Name, Number, Period, Reader, SECOND, Source, Spanned, config_struct,
-    string_enum,
+    AbsolutePath, Diagnostics, HOUR, Interface, MILLISECOND, Name, Number, Period, Reader, SECOND, Source, Spanned,
+    config_struct, string_enum,
 };
 use coreward_model::dispatch::{
     FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, RankRule, Ranking, RateLimit,
@@ -23,6 +23,8 @@ pub struct Config {
     pub memory: PathBuf,
     /// Addresses, and the services at each.
     pub listeners: Vec<(SocketAddrV4, Classifier)>,
+    /// Interface at which requests are taken by AF_XDP; `None`: by the sockets alone.
+    pub af_xdp_interface: Option<String>,
     pub engine: EngineConfig,
     /// Time that the idle daemon sleeps while cores have requests; 0: it always polls.
     pub sleep: Duration,
@@ -39,6 +41,10 @@ config_struct! {
     pub struct Table {
         /// File of the memory that the workers share, in a directory of the same user.
         memory: AbsolutePath,
+        /// The way by which requests enter: sockets, or AF_XDP and sockets.
+        intake: Option<Spanned<IntakeName>>,
+        /// Interface at which requests arrive, for AF_XDP.
+        interface: Option<Spanned<Interface>>,
         /// Cores that can have a worker.
         cores: Number<1, 256>,
         /// Bound of a core's rank.
@@ -123,6 +129,20 @@ config_struct! {
     }
 }
 
+struct IntakeName(IntakeKind);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum IntakeKind {
+    Socket,
+    AfXdp,
+}
+
+string_enum!(
+    IntakeName,
+    "intake",
+    [("socket".to_owned(), IntakeName(IntakeKind::Socket)), ("af-xdp".to_owned(), IntakeName(IntakeKind::AfXdp))]
+);
+
 struct PolicyName(RankRule);
 
 string_enum!(
@@ -174,11 +194,13 @@ impl Table {
             reader.mistake(self.services.span(), format!("{count} services: expected 1 to {MAX_SERVICES}"));
         }
         let groups = self.groups(reader);
+        let af_xdp_interface = self.af_xdp_interface(reader);
         let mut listeners: Vec<(SocketAddrV4, Classifier)> = Vec::new();
         let (mut services, mut queues) = (Vec::new(), Vec::new());
         for (number, spanned) in self.services.get_ref().iter().enumerate() {
             let service = spanned.get_ref();
-            let Some(address) = reader.taken(service.address(), spanned.span()) else { continue };
+            let address = service.address(af_xdp_interface.is_some());
+            let Some(address) = reader.taken(address, spanned.span()) else { continue };
             let Some(lambda) = reader.taken(service.lambda(), spanned.span()) else { continue };
             let Some(pattern) = reader.taken(service.bytes(), spanned.span()) else { continue };
             let Some(group) = reader.taken(self.group_of(service), spanned.span()) else { continue };
@@ -208,7 +230,27 @@ impl Table {
             payload_bytes: self.payload.0 as u16,
             stall_after: self.stall_after.0,
         };
-        Some(Config { memory: self.memory.0, listeners, engine, sleep: self.sleep.0, metrics: self.metrics })
+        let (memory, sleep, metrics) = (self.memory.0, self.sleep.0, self.metrics);
+        Some(Config { memory, listeners, af_xdp_interface, engine, sleep, metrics })
+    }
+
+    fn af_xdp_interface(&self, reader: &mut Reader<'_>) -> Option<String> {
+        let intake = self.intake.as_ref().filter(|intake| intake.get_ref().0 == IntakeKind::AfXdp);
+        match (intake, &self.interface) {
+            (Some(intake), None) => {
+                let mistake =
+                    "intake = \"af-xdp\" without `interface`: expected the interface at which requests arrive";
+                reader.mistake(intake.span(), mistake.to_owned());
+                None
+            }
+            (None, Some(interface)) => {
+                let mistake = "interface without intake = \"af-xdp\": expected both or neither";
+                reader.mistake(interface.span(), mistake.to_owned());
+                None
+            }
+            (Some(_), Some(interface)) => Some(interface.get_ref().0.clone()),
+            (None, None) => None,
+        }
     }
 
     /// Returns the groups; without any, one of all services.
@@ -263,8 +305,11 @@ impl ServiceTable {
         Member { parameter, limit: limit(self.rate.as_ref(), self.burst) }
     }
 
-    fn address(&self) -> Result<SocketAddrV4, String> {
+    fn address(&self, af_xdp: bool) -> Result<SocketAddrV4, String> {
         match self.listen {
+            SocketAddr::V4(address) if af_xdp && address.ip().is_unspecified() => {
+                Err(format!("listen {address} with intake = \"af-xdp\": expected the address to which requests go"))
+            }
             SocketAddr::V4(address) if address.port() != 0 => Ok(address),
             other => Err(format!("listen {other}: expected an IPv4 address and a port from 1 to 65535")),
         }

@@ -15,6 +15,7 @@ use nix::sys::time::TimeSpec;
 use crate::classify::Classifier;
 use crate::config::Config;
 use crate::engine::{Engine, ServiceCounters};
+use crate::intake::RequestIntake;
 use crate::report::{Report, ServiceReport};
 use crate::socket::BatchSocket;
 
@@ -26,6 +27,7 @@ const SPIN: u64 = 20_000;
 #[derive(Debug)]
 pub struct Daemon {
     engine: Engine,
+    intake: RequestIntake,
     listeners: Vec<Listener>,
     listener_of: Vec<usize>,
     started: Instant,
@@ -45,9 +47,9 @@ struct Listener {
 }
 
 impl Daemon {
-    /// Binds the sockets and creates the memory for the workers. Fails when a socket cannot be bound or the memory
-    /// cannot be created.
-    pub fn start(config: &Config) -> anyhow::Result<Self> {
+    /// Binds the sockets and creates the memory for the workers. `intake` is open already, because that takes
+    /// capabilities. Fails when a socket cannot be bound or the memory cannot be created.
+    pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
         let mut listener_of = vec![0; config.engine.services.len()];
         for (address, classifier) in &config.listeners {
@@ -60,7 +62,8 @@ impl Daemon {
         let engine = Engine::new(&config.memory, &config.engine)?;
         let (started, sleep) = (Instant::now(), config.sleep);
         let (next_check, unclassified, published) = (0, 0, None);
-        let mut daemon = Self { engine, listeners, listener_of, started, sleep, next_check, unclassified, published };
+        let mut daemon =
+            Self { engine, intake, listeners, listener_of, started, sleep, next_check, unclassified, published };
         if config.metrics.is_some() {
             let published = Arc::new(Mutex::new(daemon.report()));
             daemon.published = Some(published.clone());
@@ -97,12 +100,13 @@ impl Daemon {
     /// a socket fails.
     pub fn turn(&mut self) -> anyhow::Result<usize> {
         let now = self.now();
-        let received = self.receive(now)?;
+        let received = self.receive_af_xdp(now) + self.receive(now)?;
         let completed = self.poll(now);
         self.engine.check_monitors(now);
         if now >= self.next_check {
             self.next_check = now + CHECK_INTERVAL;
             self.check_workers(now);
+            self.intake.check();
             if let Some(published) = &self.published {
                 *published.lock().unwrap_or_else(PoisonError::into_inner) = self.report();
             }
@@ -113,6 +117,18 @@ impl Daemon {
 
     fn now(&self) -> u64 {
         self.started.elapsed().as_nanos() as u64
+    }
+
+    /// Submits a batch of the requests that have entered by AF_XDP. Returns their number.
+    fn receive_af_xdp(&mut self, now: u64) -> usize {
+        let Self { engine, intake, listeners, unclassified, .. } = self;
+        intake.receive(&mut |datagram| {
+            let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
+            match listener.and_then(|listener| listener.classifier.service(datagram.payload)) {
+                Some(service) => engine.submit(now, service, datagram.source, datagram.payload),
+                None => *unclassified += 1,
+            }
+        })
     }
 
     /// Submits a batch of each socket's requests. Returns their number.
@@ -151,8 +167,9 @@ impl Daemon {
         if self.engine.has_outstanding() {
             timeout = timeout.min(self.sleep);
         }
-        let mut sockets: Vec<PollFd<'_>> =
-            self.listeners.iter().map(|listener| PollFd::new(listener.socket.as_fd(), PollFlags::POLLIN)).collect();
+        let listeners = self.listeners.iter().map(|listener| listener.socket.as_fd());
+        let sockets = listeners.chain(self.intake.sockets());
+        let mut sockets: Vec<PollFd<'_>> = sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
         match ppoll(&mut sockets, Some(TimeSpec::from_duration(timeout)), None) {
             Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
             Err(error) => Err(error).context("cannot wait for requests"),
@@ -173,6 +190,7 @@ impl Daemon {
             services: (0..).zip(&self.engine.service_counters()).map(service).collect(),
             cores: *self.engine.core_counters(),
             workers: self.engine.attached_workers(),
+            intake: self.intake.report(),
             unclassified: self.unclassified,
             unsent: self.listeners.iter().map(|listener| listener.socket.unsent()).sum(),
         }

@@ -6,6 +6,7 @@
 //! * [`daemon`]: the loop
 //! * [`socket`]: datagrams in batches
 //! * [`command`]: the command's arguments
+//! * [`intake`]: AF_XDP, with the sockets as fallback
 //! * [`engine`]: decisions, queues, monitors and workers; no sockets
 //! * [`report`]: counters as JSON and as metrics
 //! * [`buffers`]: memory of the requests that wait
@@ -16,5 +17,6 @@ pub mod command;
 pub mod config;
 pub mod daemon;
 pub mod engine;
+pub mod intake;
 pub mod report;
 pub mod socket;

@@ -8,12 +8,14 @@ use coreward_metrics::table::Component;
 use serde_json::{Value, json};
 
 use crate::engine::{CoreCounters, ServiceCounters};
+use crate::intake::IntakeReport;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Report {
     pub services: Vec<ServiceReport>,
     pub cores: CoreCounters,
     pub workers: usize,
+    pub intake: IntakeReport,
     /// Datagrams that match no service.
     pub unclassified: u64,
     /// Responses that the socket did not take.
@@ -65,6 +67,9 @@ impl Report {
         };
         let mut value = json!({ "services": self.services.iter().map(service).collect::<Vec<_>>() });
         self.events().iter().for_each(|(name, count)| value[*name] = (*count).into());
+        let mut intake = json!({ "mode": self.intake.mode, "fallback": self.intake.fallback });
+        self.intake.datagrams.iter().for_each(|(outcome, count)| intake[*outcome] = (*count).into());
+        value["intake"] = intake;
         value
     }
 
@@ -79,6 +84,10 @@ impl Report {
             snapshot.add("coreward_orchestrate_outstanding_requests", &[&number], service.outstanding as f64);
         }
         snapshot.add("coreward_orchestrate_workers", &[], self.workers as f64);
+        snapshot.add("coreward_orchestrate_intake", &[self.intake.mode], 1.0);
+        for (outcome, count) in &self.intake.datagrams {
+            snapshot.add("coreward_orchestrate_intake_datagrams_total", &[outcome], *count as f64);
+        }
         for (event, count) in self.events() {
             snapshot.add("coreward_orchestrate_events_total", &[event], count as f64);
         }

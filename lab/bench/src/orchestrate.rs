@@ -1,6 +1,7 @@
 //! Cost of `coreward orchestrate`: decisions, the way through the shared memory, messages, sockets.
 
 mod sockets;
+mod veth;
 
 use std::collections::VecDeque;
 use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
@@ -93,7 +94,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         title: "Requests to cores through shared memory",
         about: format!(
             "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICES} services, depth {DEPTH}, {} bytes \
-             of payload; without sockets, except the last table (loopback, {} cores). The orchestrator is on CPU {}, \
+             of payload; without sockets, except the last table ({} cores). The orchestrator is on CPU {}, \
              all workers share a thread on CPU {}; where they are slower, they are the limit. A decision is a request \
              that is sent to a core, and its feedback. {} operations per case, {} rounds; medians.",
             PAYLOAD.len(),
@@ -107,26 +108,37 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// A server of requests over sockets; measures its rate with so many requests.
-type SocketServer = fn(u64) -> anyhow::Result<f64>;
+/// A server of requests over UDP; measures it with so many requests.
+type UdpServer = fn(u64) -> anyhow::Result<sockets::Times>;
+
+const LOOPBACK_SERVERS: [(&str, UdpServer); 3] = [
+    ("loopback: echo, one datagram at a time", sockets::echo_each),
+    ("loopback: echo in batches", sockets::echo_batches),
+    ("loopback: orchestrator", sockets::orchestrate),
+];
+/// They take root.
+const VETH_SERVERS: [(&str, UdpServer); 2] = [
+    ("veth: orchestrator, UDP socket", sockets::orchestrate_veth),
+    ("veth: orchestrator, AF_XDP in copy mode", sockets::orchestrate_af_xdp),
+];
 
 /// Measures the orchestrator and its floors in turn, round by round.
 fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
-    let servers: [(&str, SocketServer); 3] = [
-        ("echo, one datagram at a time", sockets::echo_each),
-        ("echo in batches", sockets::echo_batches),
-        ("orchestrator", sockets::orchestrate),
-    ];
-    let mut rates = [const { Vec::new() }; 3];
+    let veth_servers: &[_] = if nix::unistd::geteuid().is_root() { &VETH_SERVERS } else { &[] };
+    let servers: Vec<_> = LOOPBACK_SERVERS.iter().chain(veth_servers).collect();
+    let mut times = vec![Vec::new(); servers.len()];
     for _ in 0..args.rounds {
-        for ((_, server), rates) in servers.iter().zip(&mut rates) {
-            rates.push(server(args.operations.min(200_000))?);
+        for ((_, server), times) in servers.iter().zip(&mut times) {
+            times.push(server(args.operations.min(200_000))?);
         }
     }
-    let mut table = Table::new(&["over sockets, per second on one CPU", "thousands", "least", "most", "ns each"]);
-    for ((name, _), rates) in servers.iter().zip(&rates) {
-        let (_, [middle, least, most, each]) = rate_cells(rates, 1e6)?;
-        table.row([(*name).into(), middle, least, most, each]);
+    let head = ["over UDP, per second on one CPU", "thousands", "least", "most", "ns each", "delivery, ns each"];
+    let mut table = Table::new(&head);
+    for ((name, _), times) in servers.iter().zip(&times) {
+        let rates: Vec<f64> = times.iter().map(|times| 1e6 / times.server).collect();
+        let delivery = median(&times.iter().map(|times| times.delivery).collect::<Vec<_>>()).context("a round")?;
+        let (_, [middle, least, most, each]) = rate_cells(&rates, 1e6)?;
+        table.row([(*name).into(), middle, least, most, each, delivery.into()]);
     }
     Ok(table)
 }

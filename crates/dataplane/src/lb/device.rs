@@ -152,7 +152,7 @@ fn no_such_interface(interface: &str) -> String {
 }
 
 /// Returns the interface's MAC address. Not from /sys, which may show another network namespace.
-fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
+pub(crate) fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
     let addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
     let mac = addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {
         let address = entry.address?;

@@ -67,6 +67,16 @@ impl XdpLink {
         Ok(Self(descriptor(result)?))
     }
 
+    /// Attaches the program in the driver if that can run it, else after it. Fails when another XDP program is there
+    /// (`EBUSY`).
+    pub fn create_in_any_mode(program: BorrowedFd<'_>, interface_index: u32) -> io::Result<(Self, Attachment)> {
+        let create = |attachment| Ok((Self::create(program, interface_index, attachment)?, attachment));
+        create(Attachment::Native).or_else(|error: io::Error| match error.raw_os_error() {
+            Some(libc::EBUSY | libc::EEXIST) => Err(error),
+            _ => create(Attachment::Generic),
+        })
+    }
+
     /// Returns the link pinned at `path`; `None` when there is none.
     pub fn pinned(path: &Path) -> anyhow::Result<Option<Self>> {
         if !path.exists() {

@@ -4,6 +4,7 @@ mod cpu_load;
 mod decap;
 mod dispatch_books;
 mod dispatch_decisions;
+mod intake;
 mod lb_broadcast;
 mod lb_capture;
 mod lb_connections;

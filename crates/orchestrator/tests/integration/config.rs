@@ -67,6 +67,22 @@ burst = 10
 }
 
 #[test]
+fn af_xdp_takes_an_interface_and_addresses() {
+    let service = "[[service]]\nlisten = \"192.0.2.1:4000\"\n";
+    let config = |keys: &str, service: &str| parse(&format!("{HEAD}{keys}{service}"));
+    let interface = |keys: &str| config(keys, service).unwrap().af_xdp_interface;
+    assert_eq!((interface(""), interface("intake = \"socket\"\n")), (None, None));
+    assert_eq!(interface("intake = \"af-xdp\"\ninterface = \"eth1\"\n").as_deref(), Some("eth1"));
+    let error = |keys, service| config(keys, service).unwrap_err();
+    assert!(error("intake = \"af-xdp\"\n", service).ends_with("expected the interface at which requests arrive"));
+    assert!(error("interface = \"eth1\"\n", service).ends_with("expected both or neither"));
+    assert!(error("intake = \"xdp\"\n", service).ends_with("expected \"socket\" or \"af-xdp\""));
+    let any = service.replace("192.0.2.1", "0.0.0.0");
+    let text = error("intake = \"af-xdp\"\ninterface = \"eth1\"\n", &any);
+    assert!(text.contains("listen 0.0.0.0:4000") && text.ends_with("the address to which requests go"), "{text}");
+}
+
+#[test]
 fn mistakes_are_named_with_line_and_expectation() {
     let error = |rest: &str| parse(&format!("{HEAD}[[service]]\n{rest}\n")).unwrap_err();
     let text = error("listen = \"127.0.0.1:4000\"\nlambda = 1.5");

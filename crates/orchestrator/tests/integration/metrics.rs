@@ -8,6 +8,7 @@ use std::time::Instant;
 use coreward_config::Source;
 use coreward_orchestrator::config::Config;
 use coreward_orchestrator::daemon::Daemon;
+use coreward_orchestrator::intake::RequestIntake;
 
 use crate::engine::TIMEOUT;
 
@@ -30,7 +31,7 @@ fn metrics_show_requests_that_wait() {
          [[service]]\nlisten = \"{listen}\"\nmatch = {{ value = 1 }}\npriority = 1\n"
     );
     let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
-    let mut daemon = Daemon::start(&config).unwrap();
+    let mut daemon = Daemon::start(&config, RequestIntake::default()).unwrap();
     let client = UdpSocket::bind("127.0.0.1:0").unwrap();
     for request in [&[1, 2][..], &[9], &[1]] {
         client.send_to(request, listen).unwrap();

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use coreward_config::Source;
 use coreward_orchestrator::config::Config;
 use coreward_orchestrator::daemon::Daemon;
+use coreward_orchestrator::intake::RequestIntake;
 
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -53,7 +54,7 @@ pub fn orchestrator(memory: &Path) -> (Daemon, SocketAddr) {
     let listen = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let text = format!("memory = {memory:?}\ncores = 2\n[[service]]\nlisten = \"{listen}\"\n");
     let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
-    (Daemon::start(&config).unwrap(), listen)
+    (Daemon::start(&config, RequestIntake::default()).unwrap(), listen)
 }
 
 pub fn client(server: SocketAddr) -> UdpSocket {

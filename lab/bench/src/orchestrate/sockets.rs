@@ -1,20 +1,22 @@
-//! Requests to the whole orchestrator over UDP sockets on loopback.
+//! Requests to the whole orchestrator over UDP, on loopback and over a veth.
 //!
 //! A burst of requests waits in the socket before the clock starts, and the responses are taken after it stops: the
 //! client shares the orchestrator's CPU and is not measured. Two servers that only return the datagrams are the floor.
+//! The delivery of a burst, from the client's system call into the server's socket, is measured by itself.
 
 use std::net::{SocketAddrV4, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use coreward_orchestrator::classify::{Classifier, Pattern};
 use coreward_orchestrator::config::Config;
 use coreward_orchestrator::daemon::Daemon;
+use coreward_orchestrator::intake::RequestIntake;
 use coreward_orchestrator::socket::BatchSocket;
 use coreward_runtime::worker::Runtime;
 
-use super::{CPUS, PAYLOAD, config, connect, free_address};
+use super::{CPUS, PAYLOAD, config, connect, free_address, veth};
 use crate::cpus::{THIS_THREAD, bind};
 
 /// Requests that wait in the socket: they fit the kernel's default receive buffer.
@@ -23,14 +25,30 @@ pub const CORES: u16 = 16;
 /// A burst takes less than a millisecond.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Returns the thousands of requests per second that a server answers. `serve` returns the number of requests that it
-/// has completed.
-fn rate(server: SocketAddrV4, requests: u64, serve: &mut dyn FnMut() -> anyhow::Result<u64>) -> anyhow::Result<f64> {
-    let mut client = BatchSocket::bind(SocketAddrV4::new(*server.ip(), 0), PAYLOAD.len())?;
-    let (bursts, mut busy) = (requests.div_ceil(BURST), Duration::ZERO);
+/// Times per request in ns.
+#[derive(Debug, Clone, Copy)]
+pub struct Times {
+    pub server: f64,
+    pub delivery: f64,
+}
+
+fn loopback_client() -> anyhow::Result<BatchSocket> {
+    Ok(BatchSocket::bind("127.0.0.1:0".parse()?, PAYLOAD.len())?)
+}
+
+/// Measures a server with requests of `client`. `serve` returns the number of requests that it has completed.
+fn measure(
+    client: &mut BatchSocket,
+    server: SocketAddrV4,
+    requests: u64,
+    serve: &mut dyn FnMut() -> anyhow::Result<u64>,
+) -> anyhow::Result<Times> {
+    let (bursts, mut busy, mut delivery) = (requests.div_ceil(BURST), Duration::ZERO, Duration::ZERO);
     for _ in 0..bursts {
+        let started = Instant::now();
         (0..BURST).for_each(|_| client.send(server, &PAYLOAD));
         client.flush();
+        delivery += started.elapsed();
         let (started, mut completed) = (Instant::now(), 0);
         while completed < BURST {
             completed += serve()?;
@@ -46,14 +64,15 @@ fn rate(server: SocketAddrV4, requests: u64, serve: &mut dyn FnMut() -> anyhow::
         }
         ensure!(answers == BURST, "{answers} responses to {BURST} requests");
     }
-    Ok((bursts * BURST) as f64 / 1e3 / busy.as_secs_f64())
+    let each = |time: Duration| time.as_nanos() as f64 / (bursts * BURST) as f64;
+    Ok(Times { server: each(busy), delivery: each(delivery) })
 }
 
 /// A server with two system calls for each request.
-pub fn echo_each(requests: u64) -> anyhow::Result<f64> {
+pub fn echo_each(requests: u64) -> anyhow::Result<Times> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
-    rate(address, requests, &mut || {
+    measure(&mut loopback_client()?, address, requests, &mut || {
         let mut payload = [0; PAYLOAD.len() + 1];
         let (length, client) = socket.recv_from(&mut payload)?;
         socket.send_to(&payload[..length], client)?;
@@ -62,11 +81,11 @@ pub fn echo_each(requests: u64) -> anyhow::Result<f64> {
 }
 
 /// A server with two system calls for each batch of requests.
-pub fn echo_batches(requests: u64) -> anyhow::Result<f64> {
+pub fn echo_batches(requests: u64) -> anyhow::Result<Times> {
     let mut socket = BatchSocket::bind("127.0.0.1:0".parse()?, PAYLOAD.len())?;
     let address = socket.local_address()?;
     let mut batch = Vec::new();
-    rate(address, requests, &mut || {
+    measure(&mut loopback_client()?, address, requests, &mut || {
         batch.clear();
         let received = socket.receive(&mut |client, _| batch.push(client))?;
         batch.iter().for_each(|client| socket.send(*client, &PAYLOAD));
@@ -75,15 +94,39 @@ pub fn echo_batches(requests: u64) -> anyhow::Result<f64> {
     })
 }
 
-/// The orchestrator; the workers of all cores share a thread on the other CPU.
-pub fn orchestrate(requests: u64) -> anyhow::Result<f64> {
+/// The orchestrator on loopback.
+pub fn orchestrate(requests: u64) -> anyhow::Result<Times> {
+    orchestrate_at(free_address()?, None, &mut loopback_client()?, requests)
+}
+
+/// The orchestrator with requests over a veth, by UDP sockets.
+pub fn orchestrate_veth(requests: u64) -> anyhow::Result<Times> {
+    veth::with_client(|client| orchestrate_at(veth::SERVER, None, client, requests))
+}
+
+/// The same by AF_XDP, which copies.
+pub fn orchestrate_af_xdp(requests: u64) -> anyhow::Result<Times> {
+    veth::with_client(|client| orchestrate_at(veth::SERVER, Some(veth::INTERFACE), client, requests))
+}
+
+/// The workers of all cores share a thread on the other CPU.
+fn orchestrate_at(
+    address: SocketAddrV4,
+    interface: Option<&str>,
+    client: &mut BatchSocket,
+    requests: u64,
+) -> anyhow::Result<Times> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
-    let (memory, address) = (directory.path().join("cores"), free_address()?);
+    let memory = directory.path().join("cores");
     let rules = vec![(0, Some(Pattern { offset: 0, bytes: vec![!PAYLOAD[0]] })), (1, None)];
     let listeners = vec![(address, Classifier { rules })];
-    let engine = config(CORES, address);
-    let config = Config { memory: memory.clone(), listeners, engine, sleep: Duration::ZERO, metrics: None };
-    let mut daemon = Daemon::start(&config)?;
+    let (engine, af_xdp_interface, sleep) = (config(CORES, address), interface.map(str::to_owned), Duration::ZERO);
+    let config = Config { memory: memory.clone(), listeners, af_xdp_interface, engine, sleep, metrics: None };
+    let intake = RequestIntake::open(&config);
+    if let Some(reason) = intake.report().fallback {
+        bail!("no AF_XDP: {reason}");
+    }
+    let mut daemon = Daemon::start(&config, intake)?;
     let (runtime, stop) = (Runtime::connect(&memory)?, AtomicBool::new(false));
     std::thread::scope(|scope| {
         let workers = scope.spawn(|| answer_all(&runtime, address, &stop));
@@ -96,14 +139,14 @@ pub fn orchestrate(requests: u64) -> anyhow::Result<f64> {
         let completed =
             |daemon: &Daemon| daemon.report().services.iter().map(|service| service.counters.completed).sum::<u64>();
         let mut before = 0;
-        let rate = rate(address, requests, &mut || {
+        let times = measure(client, address, requests, &mut || {
             daemon.turn()?;
             let after = completed(&daemon);
             Ok(after - std::mem::replace(&mut before, after))
         });
         stop.store(true, Relaxed);
         workers.join().expect("the workers' thread")?;
-        rate.context("the orchestrator")
+        times.context("the orchestrator")
     })
 }
 

@@ -25,6 +25,7 @@ mod metrics;
 mod mptcp;
 mod no_timestamps;
 mod orchestrate;
+mod orchestrate_af_xdp;
 mod paced_traffic;
 mod packages;
 mod path_mtu;

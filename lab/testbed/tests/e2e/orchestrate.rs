@@ -22,12 +22,15 @@ use crate::support::{effective_capabilities, eventually};
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A process, killed when dropped.
-struct Running(Child);
+pub struct Running(Child);
 
 impl Running {
-    fn start(command: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
-        let mut command = Command::new(command);
-        Ok(Self(command.args(arguments).stdout(Stdio::piped()).spawn()?))
+    pub fn start(command: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
+        Self::spawn(Command::new(command).args(arguments))
+    }
+
+    pub fn spawn(command: &mut Command) -> anyhow::Result<Self> {
+        Ok(Self(command.stdout(Stdio::piped()).spawn()?))
     }
 
     fn signal(&self, signal: Signal) {
@@ -35,7 +38,7 @@ impl Running {
     }
 
     /// Ends it by SIGTERM and returns its report.
-    fn end(mut self) -> anyhow::Result<Value> {
+    pub fn end(mut self) -> anyhow::Result<Value> {
         self.signal(Signal::SIGTERM);
         let started = Instant::now();
         while self.0.try_wait()?.is_none() {
@@ -99,26 +102,34 @@ impl Setup {
 }
 
 /// Asks without pause.
-struct Client {
-    socket: UdpSocket,
+pub struct Client {
+    pub socket: UdpSocket,
     next_id: u32,
-    sent: u64,
+    pub sent: u64,
     received: Cell<u64>,
 }
 
 impl Client {
     fn new(setup: &Setup) -> anyhow::Result<Self> {
-        let socket = UdpSocket::bind("127.0.0.1:0")?;
-        socket.connect(setup.address)?;
+        Self::connect(setup.address)
+    }
+
+    pub fn connect(server: SocketAddr) -> anyhow::Result<Self> {
+        let socket = UdpSocket::bind("0.0.0.0:0")?;
+        socket.connect(server)?;
         socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
         Ok(Self { socket, next_id: 0, sent: 0, received: Cell::new(0) })
     }
 
     /// Sends a request of a type, which takes `service_us` of a core.
-    fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
+    pub fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
+        self.send_value(request_type, service_us, b"")
+    }
+
+    pub fn send_value(&mut self, request_type: &str, service_us: u32, value: &[u8]) -> anyhow::Result<u32> {
         let (id, key) = (self.next_id, key_name(7));
         let request_type = request_type.parse()?;
-        let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value: b"" };
+        let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value };
         let mut datagram = Vec::new();
         request.write(&mut datagram);
         // Fails when no orchestrator has the port.
@@ -130,7 +141,7 @@ impl Client {
     }
 
     /// The id of the next response, the core that answered, and the number of pairs.
-    fn receive(&self) -> Option<(u32, u16, usize)> {
+    pub fn receive(&self) -> Option<(u32, u16, usize)> {
         let mut buffer = [0; DATAGRAM_MAX];
         let length = self.socket.recv(&mut buffer).ok()?;
         self.received.set(self.received.get() + 1);
@@ -164,17 +175,17 @@ impl Client {
         (0..burst).map_while(|_| self.receive()).count()
     }
 
-    fn discard_responses(&self) {
+    pub fn discard_responses(&self) {
         while self.receive().is_some() {}
     }
 }
 
-fn sum(report: &Value, count: &str) -> u64 {
+pub fn sum(report: &Value, count: &str) -> u64 {
     report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
 }
 
 /// Every request of the report has one fate.
-fn check_accounts(report: &Value, received: u64) {
+pub fn check_accounts(report: &Value, received: u64) {
     let fates = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"].map(|count| sum(report, count));
     assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (received, received), "{report}");
     for count in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {

@@ -1,0 +1,150 @@
+//! Requests of UDP services by AF_XDP: [`program`] redirects them to one socket per receive queue ([`queue`]).
+
+pub mod program;
+pub mod queue;
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::{AsFd as _, BorrowedFd};
+
+use anyhow::{Context as _, ensure};
+use coreward_intf as intf;
+
+use crate::ethtool;
+use crate::lb::Attachment;
+use crate::lb::device::mac_of;
+use program::IntakeProgram;
+use queue::{CopyMode, Queue};
+
+/// An Ethernet header, an IPv4 header without options, a UDP header.
+const HEADERS: usize = 14 + 20 + 8;
+
+/// A request in a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Datagram<'f> {
+    /// The client.
+    pub source: SocketAddrV4,
+    /// The service.
+    pub destination: SocketAddrV4,
+    /// Without the UDP header.
+    pub payload: &'f [u8],
+}
+
+impl<'f> Datagram<'f> {
+    /// Reads a frame whose headers the program has checked. `None`: it is shorter than they state.
+    pub fn parse(frame: &'f [u8]) -> Option<Self> {
+        let (headers, rest) = frame.split_first_chunk::<HEADERS>()?;
+        let address =
+            |at: usize| Ipv4Addr::from_bits(u32::from_be_bytes(headers[at..at + 4].try_into().expect("four")));
+        let number = |at: usize| u16::from_be_bytes([headers[at], headers[at + 1]]);
+        let length = usize::from(number(38)).checked_sub(8)?;
+        Some(Self {
+            source: SocketAddrV4::new(address(26), number(34)),
+            destination: SocketAddrV4::new(address(30), number(36)),
+            payload: rest.get(..length)?,
+        })
+    }
+}
+
+/// Program and sockets at a device. Both are gone when it is dropped, also when the process is killed.
+#[derive(Debug)]
+pub struct Intake {
+    program: IntakeProgram,
+    queues: Vec<Queue>,
+    received: u64,
+    malformed: u64,
+}
+
+impl Intake {
+    /// Attaches the program to an interface, in the driver if that can run it, and opens a socket for each of its
+    /// receive queues, without copies if the driver can do that. Fails when another XDP program is there, or the kernel
+    /// refuses something.
+    pub fn open(interface: &str, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
+        let index = nix::net::if_::if_nametoindex(interface);
+        let index = index.with_context(|| format!("interface {interface:?} does not exist"))?;
+        let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
+        // A driver that does not report them has one.
+        let (count, limit) = (ethtool::channels(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
+        ensure!(count <= limit, "interface {interface:?} has {count} receive queues: expected at most {limit}");
+        let mut program = IntakeProgram::load(mac, listeners)?;
+        let attachment = program.attach(index).with_context(|| format!("interface {interface:?}"))?;
+        let mut queues = Vec::new();
+        for number in 0..count {
+            let queue = Queue::bind(index, number, attachment == Attachment::Native);
+            let queue =
+                queue.with_context(|| format!("AF_XDP at receive queue {number} of interface {interface:?}"))?;
+            program.set_socket(number, queue.as_fd())?;
+            queues.push(queue);
+        }
+        Ok(Self { program, queues, received: 0, malformed: 0 })
+    }
+
+    /// Whether the driver writes into the memory of the sockets itself.
+    pub fn copy_mode(&self) -> CopyMode {
+        let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
+        if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }
+    }
+
+    /// Passes a batch of each queue's requests to `accept`. Returns their number. Fails when the driver cannot be
+    /// woken.
+    pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
+        let Self { queues, received, malformed, .. } = self;
+        let mut frames = 0;
+        for queue in queues {
+            frames += queue.receive(&mut |frame| match Datagram::parse(frame) {
+                Some(datagram) => {
+                    *received += 1;
+                    accept(datagram);
+                }
+                None => *malformed += 1,
+            })?;
+        }
+        Ok(frames)
+    }
+
+    /// Returns the sockets, to wait for requests.
+    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.queues.iter().map(Queue::as_fd)
+    }
+
+    /// Fails when the device is gone.
+    pub fn check(&self) -> io::Result<()> {
+        self.queues.iter().try_for_each(Queue::check)
+    }
+
+    /// Returns the counters with their names. Each datagram that was redirected is received or dropped.
+    pub fn counters(&self) -> anyhow::Result<Vec<(&'static str, u64)>> {
+        let mut counters: Vec<_> = program::COUNTER_NAMES.into_iter().zip(self.program.counters()?).collect();
+        let (mut ring_full, mut no_buffer) = (0, 0);
+        for queue in &self.queues {
+            let drops = queue.drops()?;
+            ring_full += drops.ring_full;
+            no_buffer += drops.no_buffer;
+        }
+        counters.extend([
+            ("received", self.received),
+            ("dropped_ring_full", ring_full),
+            ("dropped_no_buffer", no_buffer),
+            ("dropped_malformed", self.malformed),
+        ]);
+        Ok(counters)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn datagram_is_read_without_padding() {
+        let mut frame = vec![0; HEADERS];
+        frame[26..34].copy_from_slice(&[192, 0, 2, 1, 192, 0, 2, 2]);
+        frame[34..40].copy_from_slice(&[0x12, 0x34, 0x0f, 0xa0, 0, 8 + 3]);
+        assert_eq!(Datagram::parse(&frame), None, "the payload is missing");
+        frame.extend(b"getpadding");
+        let (source, destination) = ("192.0.2.1:4660".parse().unwrap(), "192.0.2.2:4000".parse().unwrap());
+        assert_eq!(Datagram::parse(&frame), Some(Datagram { source, destination, payload: b"get" }));
+        frame[39] = 7;
+        assert_eq!(Datagram::parse(&frame), None, "shorter than a UDP header");
+    }
+}

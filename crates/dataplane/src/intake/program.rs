@@ -1,0 +1,79 @@
+//! `bpf/orchestrate/intake.bpf.c` at a device.
+
+use std::mem::MaybeUninit;
+use std::net::SocketAddrV4;
+use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
+
+use anyhow::{Context as _, ensure};
+use coreward_intf as intf;
+use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
+use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
+use zerocopy::IntoBytes as _;
+
+pub use coreward_intf::INTAKE_COUNTER_NAMES as COUNTER_NAMES;
+
+use crate::lb::Attachment;
+use crate::lb::link::XdpLink;
+use crate::mac::MacAddress;
+use crate::per_cpu::per_cpu_sums;
+use crate::skeleton::intake::IntakeSkelBuilder;
+
+/// Number of counters.
+pub const COUNTERS: usize = intf::INTAKE_COUNTER_COUNT as usize;
+
+/// Program and its maps. It is detached when dropped, also when the process is killed.
+#[derive(Debug)]
+pub struct IntakeProgram {
+    program: OwnedFd,
+    sockets: MapHandle,
+    counters: MapHandle,
+    attached: Option<(XdpLink, Attachment)>,
+}
+
+impl IntakeProgram {
+    /// Loads the program for a device of that address. Fails when the kernel refuses something.
+    pub fn load(mac: MacAddress, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
+        let limit = intf::MAX_INTAKE_LISTENERS as usize;
+        ensure!(listeners.len() <= limit, "{} addresses of requests: expected at most {limit}", listeners.len());
+        let mut storage = MaybeUninit::uninit();
+        let mut open = IntakeSkelBuilder::default().open(&mut storage).context("bpf/orchestrate/intake.bpf.c")?;
+        let rodata = open.maps.rodata_data.as_deref_mut().context("intake.bpf.c without read-only data")?;
+        rodata.device_mac = mac.0;
+        let loaded = open.load().context("the kernel refused bpf/orchestrate/intake.bpf.c")?;
+        for listener in listeners {
+            let address = u32::from_ne_bytes(listener.ip().octets());
+            let key = intf::intake_listener { address, port: listener.port().to_be(), unused: 0 };
+            loaded.maps.intake_listeners.update(key.as_bytes(), &[1], MapFlags::ANY).context("adding an address")?;
+        }
+        Ok(Self {
+            program: loaded.progs.intake.as_fd().try_clone_to_owned()?,
+            sockets: MapHandle::try_from(&loaded.maps.intake_sockets)?,
+            counters: MapHandle::try_from(&loaded.maps.intake_counters)?,
+            attached: None,
+        })
+    }
+
+    /// Attaches the program, in the driver if that can run it. Fails when another XDP program is there.
+    pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<Attachment> {
+        let created = XdpLink::create_in_any_mode(self.program(), interface_index);
+        let (link, attachment) = created.context("attaching the XDP program: expected no other one there")?;
+        self.attached = Some((link, attachment));
+        Ok(attachment)
+    }
+
+    /// Returns the program, for `BPF_PROG_TEST_RUN`.
+    pub fn program(&self) -> BorrowedFd<'_> {
+        self.program.as_fd()
+    }
+
+    /// Redirects requests of a receive queue to an AF_XDP socket that is bound to it.
+    pub fn set_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+        let socket = (socket.as_raw_fd() as u32).to_ne_bytes();
+        self.sockets.update(&queue.to_ne_bytes(), &socket, MapFlags::ANY).context("adding an AF_XDP socket")
+    }
+
+    /// Returns the counters since the program was loaded, in the order of [`COUNTER_NAMES`].
+    pub fn counters(&self) -> anyhow::Result<[u64; COUNTERS]> {
+        per_cpu_sums(&self.counters)
+    }
+}

@@ -1,0 +1,131 @@
+//! AF_XDP socket of one receive queue, which only receives.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
+
+use anyhow::Context as _;
+use nix::sys::socket::{getsockopt, sockopt};
+use xdp::nic::NicIndex;
+use xdp::slab::{Slab as _, StackSlab};
+use xdp::socket::{XdpSocket, XdpSocketBuilder};
+use xdp::umem::{FrameSize, UmemCfgBuilder};
+use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
+
+/// Frames of one socket, which are in the fill ring or the receive ring.
+const FRAMES: u32 = 2048;
+/// Frames that are received in a row.
+const BATCH: usize = 32;
+
+/// How frames get into the memory of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyMode {
+    /// The driver receives into it.
+    ZeroCopy,
+    /// The kernel copies them.
+    Copy,
+}
+
+/// Frames that were redirected and dropped.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Drops {
+    /// The receive ring was full.
+    pub ring_full: u64,
+    /// The fill ring was empty.
+    pub no_buffer: u64,
+}
+
+/// Socket, rings and memory. Fields are dropped in this order: the memory is the last.
+pub struct Queue {
+    socket: XdpSocket,
+    received: RxRing,
+    fill: WakableFillRing,
+    umem: Umem,
+    copy_mode: CopyMode,
+}
+
+impl Queue {
+    /// Binds a socket to a receive queue. `is_native`: the driver runs the XDP program, so it can also receive into the
+    /// socket's memory, if it supports that. Fails without CAP_NET_RAW, or when the queue has a socket.
+    pub fn bind(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
+        let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES, ..Default::default() };
+        let mut umem = Umem::map(frames.build()?).context("memory for frames")?;
+        let mut builder = XdpSocketBuilder::new()?;
+        let sizes = RingConfigBuilder { rx_count: FRAMES, fill_count: FRAMES, tx_count: 0, ..Default::default() };
+        let (rings, mut flags) = builder.build_wakable_rings(&umem, sizes.build()?)?;
+        if !is_native {
+            flags.force_copy();
+        }
+        let socket = builder.bind(NicIndex(interface_index), queue, flags)?;
+        let mut fill = rings.fill_ring;
+        let received = rings.rx_ring.context("a socket without a receive ring")?;
+        // SAFETY: `Queue` drops the socket before the memory.
+        unsafe { fill.enqueue(&mut umem, FRAMES as usize, true) }.context("the fill ring")?;
+        let copy_mode = copy_mode(fd(&socket))?;
+        Ok(Self { socket, received, fill, umem, copy_mode })
+    }
+
+    /// How frames get into the memory.
+    pub fn copy_mode(&self) -> CopyMode {
+        self.copy_mode
+    }
+
+    /// Passes a batch of frames to `accept`. Returns their number.
+    pub fn receive(&mut self, accept: &mut impl FnMut(&[u8])) -> io::Result<usize> {
+        let mut batch = StackSlab::<BATCH>::new();
+        // SAFETY: all frames are freed before this returns, and `Queue` drops the memory last.
+        let received = unsafe { self.received.recv(&self.umem, &mut batch) };
+        if received == 0 {
+            return Ok(0);
+        }
+        while let Some(frame) = batch.pop_back() {
+            accept(&frame);
+            self.umem.free_packet(frame);
+        }
+        // SAFETY: as above.
+        unsafe { self.fill.enqueue(&mut self.umem, received, self.copy_mode == CopyMode::ZeroCopy) }?;
+        Ok(received)
+    }
+
+    /// Returns the frames that the kernel dropped since the start.
+    pub fn drops(&self) -> anyhow::Result<Drops> {
+        let statistics = self.socket.statistics()?;
+        Ok(Drops { ring_full: statistics.rx_ring_full, no_buffer: statistics.rx_dropped })
+    }
+
+    /// Fails when the device is gone.
+    pub fn check(&self) -> io::Result<()> {
+        match getsockopt(&self.as_fd(), sockopt::SocketError)? {
+            0 => Ok(()),
+            error => Err(io::Error::from_raw_os_error(error)),
+        }
+    }
+}
+
+impl AsFd for Queue {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        fd(&self.socket)
+    }
+}
+
+impl std::fmt::Debug for Queue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Queue").field("socket", &self.socket.raw_fd()).field("copy_mode", &self.copy_mode).finish()
+    }
+}
+
+fn fd(socket: &XdpSocket) -> BorrowedFd<'_> {
+    // SAFETY: the descriptor is open as long as the socket is borrowed.
+    unsafe { BorrowedFd::borrow_raw(socket.raw_fd()) }
+}
+
+fn copy_mode(socket: BorrowedFd<'_>) -> io::Result<CopyMode> {
+    let mut options = libc::xdp_options { flags: 0 };
+    let mut length = size_of_val(&options) as libc::socklen_t;
+    let (value, descriptor) = ((&raw mut options).cast(), socket.as_raw_fd());
+    // SAFETY: the kernel writes at most `length` bytes into the struct.
+    let result = unsafe { libc::getsockopt(descriptor, libc::SOL_XDP, libc::XDP_OPTIONS, value, &raw mut length) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(if options.flags & libc::XDP_OPTIONS_ZEROCOPY != 0 { CopyMode::ZeroCopy } else { CopyMode::Copy })
+}

@@ -1,0 +1,101 @@
+//! The way by which requests enter: the UDP sockets alone, or AF_XDP and the sockets for what it passes.
+
+use std::net::SocketAddrV4;
+use std::os::fd::BorrowedFd;
+
+use coreward_dataplane::intake::queue::CopyMode;
+use coreward_dataplane::intake::{Datagram, Intake};
+
+use crate::config::Config;
+
+/// Requests by AF_XDP, as far as they are configured and possible.
+#[derive(Debug, Default)]
+pub struct RequestIntake {
+    af_xdp: Option<Intake>,
+    /// Reason for which AF_XDP is configured but not in use.
+    fallback: Option<String>,
+    /// Counters of an intake that has ended.
+    ended: Counters,
+}
+
+type Counters = Vec<(&'static str, u64)>;
+
+/// State of the intake.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IntakeReport {
+    /// `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
+    pub mode: &'static str,
+    pub fallback: Option<String>,
+    /// Datagrams by outcome; none without AF_XDP.
+    pub datagrams: Counters,
+}
+
+impl RequestIntake {
+    /// Opens the sockets of AF_XDP if they are configured. Falls back to the UDP sockets if that fails, as it does
+    /// without the capabilities NET_RAW, NET_ADMIN and BPF.
+    pub fn open(config: &Config) -> Self {
+        let mut intake = Self::default();
+        let Some(interface) = &config.af_xdp_interface else { return intake };
+        let listeners: Vec<SocketAddrV4> = config.listeners.iter().map(|(address, _)| *address).collect();
+        match Intake::open(interface, &listeners) {
+            Ok(opened) => {
+                intake.af_xdp = Some(opened);
+                tracing::info!(event = "intake-opened", interface, mode = intake.mode(), "requests enter by AF_XDP");
+            }
+            Err(error) => intake.fall_back(format!("{error:#}")),
+        }
+        intake
+    }
+
+    fn fall_back(&mut self, reason: String) {
+        tracing::warn!(event = "intake-fallback", reason, "AF_XDP is not in use: requests enter by UDP sockets");
+        self.ended = self.counters();
+        self.af_xdp = None;
+        self.fallback = Some(reason);
+    }
+
+    /// Passes a batch of each receive queue's requests to `accept`. Returns their number.
+    pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
+        match self.af_xdp.as_mut().map(|intake| intake.receive(accept)) {
+            Some(Ok(received)) => received,
+            Some(Err(error)) => {
+                self.fall_back(format!("cannot receive: {error}"));
+                0
+            }
+            None => 0,
+        }
+    }
+
+    /// Falls back to the UDP sockets when the device is gone. To be called every few milliseconds.
+    pub fn check(&mut self) {
+        if let Some(Err(error)) = self.af_xdp.as_ref().map(Intake::check) {
+            self.fall_back(format!("the device is gone: {error}"));
+        }
+    }
+
+    /// Returns the sockets of AF_XDP, to wait for requests.
+    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.af_xdp.iter().flat_map(Intake::sockets)
+    }
+
+    pub fn report(&self) -> IntakeReport {
+        IntakeReport { mode: self.mode(), fallback: self.fallback.clone(), datagrams: self.counters() }
+    }
+
+    fn mode(&self) -> &'static str {
+        match &self.af_xdp {
+            Some(intake) if intake.copy_mode() == CopyMode::ZeroCopy => "af-xdp-zero-copy",
+            Some(_) => "af-xdp",
+            None if self.fallback.is_some() => "socket-fallback",
+            None => "socket",
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        let Some(intake) = &self.af_xdp else { return self.ended.clone() };
+        intake.counters().unwrap_or_else(|error| {
+            tracing::warn!(event = "intake-counters-unread", error = format!("{error:#}"), "cannot read the counters");
+            Counters::new()
+        })
+    }
+}

@@ -1,0 +1,60 @@
+//! A client and a server in network namespaces of their own, connected by a veth.
+
+use std::fs::File;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::AsRawFd as _;
+
+use anyhow::Context as _;
+use coreward_orchestrator::socket::BatchSocket;
+use nix::sched::{CloneFlags, setns};
+
+use super::PAYLOAD;
+use crate::namespace::{enter_new, ip};
+
+const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
+pub const SERVER: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 4000);
+pub const INTERFACE: &str = "eth0";
+const CLIENT_MAC: &str = "02:00:00:00:09:01";
+const SERVER_MAC: &str = "02:00:00:00:09:02";
+
+/// Runs `action` in the server's namespace with a socket of the client, in a thread of its own. Fails without root.
+pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let mut client = connect()?;
+            action(&mut client)
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Leaves the thread in the server's namespace.
+fn connect() -> anyhow::Result<BatchSocket> {
+    enter_new()?;
+    let client = own_namespace()?;
+    enter_new()?;
+    let server = own_namespace()?;
+    let client_path = format!("/proc/{}/fd/{}", std::process::id(), client.as_raw_fd());
+    ip(&format!(
+        "link add {INTERFACE} address {SERVER_MAC} type veth peer name {INTERFACE} address {CLIENT_MAC} netns \
+         {client_path}"
+    ))?;
+    configure(*SERVER.ip(), CLIENT, CLIENT_MAC)?;
+    setns(&client, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;
+    configure(CLIENT, *SERVER.ip(), SERVER_MAC)?;
+    let socket = BatchSocket::bind(SocketAddrV4::new(CLIENT, 0), PAYLOAD.len())?;
+    setns(&server, CloneFlags::CLONE_NEWNET).context("entering the server's namespace")?;
+    Ok(socket)
+}
+
+fn own_namespace() -> anyhow::Result<File> {
+    File::open("/proc/thread-self/ns/net").context("the thread's network namespace")
+}
+
+/// Sets up an end of the veth, with the other end as its neighbour: no burst waits for an address.
+fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<()> {
+    ip("link set lo up")?;
+    ip(&format!("address add {own}/24 dev {INTERFACE}"))?;
+    ip(&format!("link set {INTERFACE} up"))?;
+    ip(&format!("neighbour replace {other} lladdr {other_mac} dev {INTERFACE} nud permanent"))
+}
