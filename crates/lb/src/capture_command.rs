@@ -22,25 +22,25 @@ use crate::config::Config;
 /// Options of `coreward capture`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct CaptureArgs {
-    /// The load balancer's file (docs/config.md): it names the directory of the pins
+    /// The load balancer's file, which names the pin directory (docs/config.md)
     #[arg(long, value_name = "FILE")]
     pub config: PathBuf,
-    /// The service: its name, or VIP and port with "/udp" behind if it is UDP
+    /// Service: its name, or VIP and port (UDP: with `/udp`)
     #[arg(long, value_name = "SERVICE")]
     pub service: String,
-    /// Write the packets, as they came, to this pcapng file; without it each decision is printed
+    /// Write the packets as they arrived to this pcapng file [default: print each decision]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// With --out: what was decided is a comment of each packet
+    /// With --out: add the decision to each packet as a comment
     #[arg(long, requires = "out")]
     pub annotate: bool,
-    /// Captured bytes of each packet
+    /// Captured bytes per packet
     #[arg(long, value_name = "BYTES", default_value_t = 65_535, value_parser = clap::value_parser!(u32).range(34..=65_535))]
     pub length: u32,
-    /// End after this many packets
+    /// Stop after this many packets
     #[arg(long, value_name = "PACKETS")]
     pub count: Option<u64>,
-    /// End after this many seconds
+    /// Stop after this many seconds
     #[arg(long)]
     pub seconds: Option<u64>,
 }

@@ -14,16 +14,16 @@ use crate::capture_command::find_service;
 /// Options of `coreward connections`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ConnectionsArgs {
-    /// The service: its name, or VIP and port
+    /// Service: its name, or VIP and port
     #[arg(long, value_name = "SERVICE")]
     pub service: String,
-    /// How many
+    /// Number of connections
     #[arg(long, value_name = "COUNT", default_value_t = 20)]
     pub top: usize,
     /// Order of the connections
     #[arg(long, value_enum, default_value_t = SortBy::Packets)]
     pub by: SortBy,
-    /// The load balancer's `pin_directory`; not needed where there is one below /sys/fs/bpf/coreward
+    /// Pin directory of the load balancer [default: the only one below /sys/fs/bpf/coreward]
     #[arg(long, value_name = "DIRECTORY")]
     pub pin_directory: Option<PathBuf>,
 }
@@ -32,7 +32,7 @@ pub struct ConnectionsArgs {
 pub enum SortBy {
     /// Packets from the client
     Packets,
-    /// Their bytes
+    /// Bytes from the client
     Bytes,
 }
 

@@ -12,7 +12,7 @@ use crate::intake::RequestIntake;
 
 #[derive(Debug, Clone, clap::Args)]
 pub struct OrchestrateArgs {
-    /// Services and their scheduling (docs/orchestrate.md)
+    /// Configuration file (docs/orchestrate.md)
     #[arg(long, value_name = "FILE")]
     config: PathBuf,
 }

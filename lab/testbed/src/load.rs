@@ -38,10 +38,10 @@ pub struct LoadArgs {
     /// Service to load
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub vip: SocketAddrV4,
-    /// Address for the log's source address 0; the others follow
+    /// Address of the log's source address 0; the others follow
     #[arg(long, value_name = "ADDRESS")]
     pub first_address: Ipv4Addr,
-    /// The log's time 0 by CLOCK_MONOTONIC (ns), so that several can run at the same moments [default: now]
+    /// Time 0 of the log by CLOCK_MONOTONIC (ns), so that several clients can start together [default: now]
     #[arg(long, value_name = "NS")]
     pub start_at: Option<u64>,
 }
