@@ -266,7 +266,10 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
                 let known = signed(integer).and_then(|integer| u64::try_from(integer).ok());
                 let number = known.filter(|number| (MIN..=MAX).contains(number)).map(Self);
                 let written = reader.written(&value.span()).to_owned();
-                reader.taken(number.ok_or_else(|| format!("{written}: expected {}", Self::expected())), value.span())
+                reader.ok_or_report(
+                    number.ok_or_else(|| format!("{written}: expected {}", Self::expected())),
+                    value.span(),
+                )
             }
             _ => reader.wrong_type::<Self>(value),
         }
@@ -384,7 +387,7 @@ pub fn parsed<T: FromToml, E: Display>(
     parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> Option<T> {
     match value.get_ref() {
-        DeValue::String(text) => reader.taken(parse(text), value.span()),
+        DeValue::String(text) => reader.ok_or_report(parse(text), value.span()),
         _ => reader.wrong_type::<T>(value),
     }
 }

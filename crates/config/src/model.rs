@@ -23,7 +23,7 @@ macro_rules! number {
         impl FromToml for $type {
             fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
                 let written = <$written>::written::<Self>(value, reader)?;
-                reader.taken($parse(written), value.span())
+                reader.ok_or_report($parse(written), value.span())
             }
 
             fn expected() -> String {

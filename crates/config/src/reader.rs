@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns the value, or stores the error at its place.
-    pub fn taken<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
+    pub fn ok_or_report<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
         outcome.map_err(|message| self.mistake(span, message)).ok()
     }
 

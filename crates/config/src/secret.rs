@@ -91,7 +91,7 @@ impl<T: SecretText> FromToml for Secret<T> {
             let wrong = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);
             text.parse::<T>().map_err(wrong)
         });
-        reader.taken(secret, value.span()).map(Self)
+        reader.ok_or_report(secret, value.span()).map(Self)
     }
 
     fn expected() -> String {

@@ -53,7 +53,7 @@ impl<const MIN: u64, const MAX: u64> Period<MIN, MAX> {
 impl<const MIN: u64, const MAX: u64> FromToml for Period<MIN, MAX> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
-            DeValue::String(text) => reader.taken(Self::parse(text), value.span()),
+            DeValue::String(text) => reader.ok_or_report(Self::parse(text), value.span()),
             DeValue::Integer(_) | DeValue::Float(_) => {
                 let written = reader.written(&value.span()).to_owned();
                 reader.mistake(value.span(), format!("{written} has no unit: expected {}", Self::expected()));

@@ -11,7 +11,7 @@ use coreward_model::tuple::Protocol;
 use super::agent::{Agent, ConnectionCount};
 use super::service::Eligibility;
 use super::{Controller, Now};
-use coreward_fleet::drains::{DrainError, WantedDrain};
+use coreward_fleet::drains::{DrainError, DrainRequest};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// Longest delay of a report. A count's start is derived from the report's arrival, so a delayed one seems newer.
@@ -19,7 +19,7 @@ const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Checks that the others' health allows a drain of the server.
-    pub fn can_drain(&self, request: &WantedDrain, now: Now) -> Result<(), DrainError> {
+    pub fn can_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 

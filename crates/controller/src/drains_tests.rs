@@ -11,7 +11,7 @@ use coreward_wire::{CountedConnections, Report, ReportDetails, v1};
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
 use coreward_fleet::config::FleetConfig;
-use coreward_fleet::drains::WantedDrain;
+use coreward_fleet::drains::DrainRequest;
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::records::Records;
 
@@ -44,7 +44,7 @@ impl Harness {
 
     fn drain(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
-        let request = WantedDrain { server: "s1".into(), services, force: false };
+        let request = DrainRequest { server: "s1".into(), services, force: false };
         self.controller.can_drain(&request, now).unwrap();
         assert!(self.records.drain(&request, self.records.generation + 1, now.record));
         self.records.generation += 1;

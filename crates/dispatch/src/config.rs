@@ -268,7 +268,7 @@ impl ServiceTable {
         for spanned in &self.types {
             let kind = spanned.get_ref();
             let matched = matched(kind, self.type_field.as_ref());
-            let Some((value, mask)) = reader.taken(matched, spanned.span()) else { continue };
+            let Some((value, mask)) = reader.ok_or_report(matched, spanned.span()) else { continue };
             service.options.types.push(RequestType { value, mask, class: kind.class.0 as u8 });
             service.expected.push(kind.expected.map(|Period(time)| time));
         }

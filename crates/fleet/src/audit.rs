@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_entries_are_cut_and_state_it() {
+    fn long_audit_entries_are_cut_with_a_mark() {
         let long = "\u{e4}".repeat(5000);
         let changes: Vec<String> = (0..100).map(|n| format!("~ service s{n}: servers [{long}] -> []")).collect();
         let line = describe_changes(&changes);
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn history_is_bounded() {
+    fn audit_log_is_bounded() {
         let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
         for generation in 1..=ENTRIES as u64 + 7 {
             let note = ChangeDescription {

@@ -12,7 +12,7 @@ use crate::records::{DrainRecord, Membership, Records};
 
 /// Request to drain a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WantedDrain {
+pub struct DrainRequest {
     pub server: String,
     /// Services to drain; `None`: all.
     pub services: Option<BTreeSet<String>>,
@@ -39,21 +39,17 @@ pub enum DrainError {
     LastOne { services: Vec<String> },
 }
 
-impl WantedDrain {
+impl DrainRequest {
     /// Checks whether the server can be drained. `takes`: whether a server takes a service's new connections now.
     pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), DrainError> {
         let id = present(fleet, &self.server)?;
         let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(member).collect();
-        for wanted in self.services.iter().flatten() {
-            if !services.iter().any(|service| service.name == *wanted) {
+        for name in self.services.iter().flatten() {
+            if !services.iter().any(|service| service.name == *name) {
                 let names: Vec<&str> = services.iter().map(|service| service.name.as_str()).collect();
                 let expected = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-                return Err(DrainError::NotInService {
-                    server: self.server.clone(),
-                    service: wanted.clone(),
-                    expected,
-                });
+                return Err(DrainError::NotInService { server: self.server.clone(), service: name.clone(), expected });
             }
         }
         if self.force {
@@ -78,10 +74,10 @@ pub fn present(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> {
 impl Records {
     /// Drains the server, in addition to services drained before. `generation`: of the configuration with this drain.
     /// Returns whether anything changed.
-    pub fn drain(&mut self, wanted: &WantedDrain, generation: u64, now: Duration) -> bool {
-        let named = |server: &&mut crate::records::ServerRecord| server.in_file && server.name == wanted.server;
+    pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
+        let named = |server: &&mut crate::records::ServerRecord| server.in_file && server.name == request.server;
         let Some(server) = self.servers.values_mut().find(named) else { return false };
-        let services = match (&server.drain, &wanted.services) {
+        let services = match (&server.drain, &request.services) {
             (None, services) => services.clone(),
             (Some(DrainRecord { services: Some(before), .. }), Some(services)) => Some(before | services),
             (Some(_), _) => None,
@@ -137,9 +133,9 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    fn wanted(server: &str, services: &[&str]) -> WantedDrain {
+    fn request(server: &str, services: &[&str]) -> DrainRequest {
         let services: BTreeSet<String> = services.iter().map(|service| (*service).to_owned()).collect();
-        WantedDrain { server: server.into(), services: (!services.is_empty()).then_some(services), force: false }
+        DrainRequest { server: server.into(), services: (!services.is_empty()).then_some(services), force: false }
     }
 
     fn drain<'a>(records: &'a Records, server: &str) -> Option<&'a DrainRecord> {
@@ -155,11 +151,11 @@ mod tests {
     }
 
     #[test]
-    fn a_drain_outlives_documents_that_name_the_server() {
+    fn drain_survives_documents_that_name_the_server() {
         let (both, first) = (config(&["s1", "s2"], API), config(&["s1"], ""));
         let mut records = records(&both);
-        assert!(records.drain(&wanted("s1", &[]), 7, at(10)));
-        assert!(!records.drain(&wanted("s1", &[]), 8, at(20)), "it is so already");
+        assert!(records.drain(&request("s1", &[]), 7, at(10)));
+        assert!(!records.drain(&request("s1", &[]), 8, at(20)), "it is so already");
         assert_eq!(drain(&records, "s1"), Some(&DrainRecord { since: at(10), generation: 7, services: None }));
         let random = &mut seeded_rng(2, 0);
         records.apply(&first, at(30), random).unwrap();
@@ -172,27 +168,27 @@ mod tests {
     }
 
     #[test]
-    fn a_drain_may_be_of_some_services() {
+    fn drain_may_be_limited_to_services() {
         let both = config(&["s1", "s2"], API);
         let mut records = records(&both);
-        assert!(records.drain(&wanted("s1", &["api"]), 2, at(10)));
+        assert!(records.drain(&request("s1", &["api"]), 2, at(10)));
         let fleet = Fleet::new(&both, &records);
         let id = fleet.id("s1").unwrap();
         let eligible: Vec<bool> = fleet.services.iter().map(|service| fleet.eligible(service, id)).collect();
         assert_eq!(eligible, [true, false]);
         assert!(fleet.drains(id) && !fleet.drains(fleet.id("s2").unwrap()));
-        assert!(!records.drain(&wanted("s1", &["api"]), 3, at(20)));
-        assert!(records.drain(&wanted("s1", &["web"]), 3, at(20)));
+        assert!(!records.drain(&request("s1", &["api"]), 3, at(20)));
+        assert!(records.drain(&request("s1", &["web"]), 3, at(20)));
         let services = drain(&records, "s1").unwrap().services.clone();
-        assert_eq!(services, wanted("", &["api", "web"]).services);
+        assert_eq!(services, request("", &["api", "web"]).services);
         // A removed service ends its part of the drain.
         let random = &mut seeded_rng(2, 0);
         records.apply(&config(&["s1", "s2"], ""), at(30), random).unwrap();
-        assert_eq!(drain(&records, "s1").unwrap().services, wanted("", &["web"]).services);
-        assert!(records.drain(&wanted("s1", &[]), 9, at(40)));
+        assert_eq!(drain(&records, "s1").unwrap().services, request("", &["web"]).services);
+        assert!(records.drain(&request("s1", &[]), 9, at(40)));
         assert_eq!(drain(&records, "s1"), Some(&DrainRecord { since: at(40), generation: 9, services: None }));
         assert!(records.undrain("s1"));
-        assert!(records.drain(&wanted("s1", &["web"]), 10, at(50)));
+        assert!(records.drain(&request("s1", &["web"]), 10, at(50)));
         let other =
             "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[service]]\nname = \"new\"\nvip = \"10.200.0.1:82\"\n";
         let other = FleetConfig::parse(&Source::from_text("fleet.toml", other)).unwrap();
@@ -204,27 +200,27 @@ mod tests {
     fn unknown_or_last_server_cannot_be_drained() {
         let both = config(&["s1", "s2"], API);
         let mut records = records(&both);
-        let check = |records: &Records, wanted: WantedDrain| {
+        let check = |records: &Records, request: DrainRequest| {
             let fleet = Fleet::new(&both, records);
-            let outcome = wanted.check(&fleet, |service, id| fleet.eligible(service, id));
+            let outcome = request.check(&fleet, |service, id| fleet.eligible(service, id));
             outcome.map_err(|refused| refused.to_string())
         };
         assert_eq!(
-            check(&records, wanted("s3", &[])).unwrap_err(),
+            check(&records, request("s3", &[])).unwrap_err(),
             "server \"s3\" does not exist in the fleet's document"
         );
         assert_eq!(
-            check(&records, wanted("s2", &["api"])).unwrap_err(),
+            check(&records, request("s2", &["api"])).unwrap_err(),
             "server \"s2\" is not in service \"api\": expected web"
         );
         let last = "no other server of api takes new connections: expected one, or `force`";
-        assert_eq!(check(&records, wanted("s1", &[])).unwrap_err(), last);
-        assert_eq!(check(&records, wanted("s1", &["web"])), Ok(()));
-        assert_eq!(check(&records, WantedDrain { force: true, ..wanted("s1", &[]) }), Ok(()));
-        records.drain(&wanted("s1", &[]), 2, at(1));
+        assert_eq!(check(&records, request("s1", &[])).unwrap_err(), last);
+        assert_eq!(check(&records, request("s1", &["web"])), Ok(()));
+        assert_eq!(check(&records, DrainRequest { force: true, ..request("s1", &[]) }), Ok(()));
+        records.drain(&request("s1", &[]), 2, at(1));
         // It takes none already, so draining it again is allowed.
-        assert_eq!(check(&records, wanted("s1", &[])), Ok(()));
+        assert_eq!(check(&records, request("s1", &[])), Ok(()));
         let last = "no other server of web takes new connections: expected one, or `force`";
-        assert_eq!(check(&records, wanted("s2", &[])).unwrap_err(), last);
+        assert_eq!(check(&records, request("s2", &[])).unwrap_err(), last);
     }
 }

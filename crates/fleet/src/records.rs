@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_of_those_who_left_are_reserved_then_free() {
+    fn ids_of_departed_servers_are_reserved_then_free() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_id_leaves_the_old_one_reserved() {
+    fn changed_id_leaves_the_old_one_reserved() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1=5"], &[]), at(0), random).unwrap();
@@ -393,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_leaves_one_service_and_stays_in_another() {
+    fn server_leaves_one_service_and_stays_in_another() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::draw(at(0), random);
         records.apply(&config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn when_no_id_is_free_the_server_is_named() {
+    fn exhausted_ids_error_names_the_server() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::draw(at(0), random);
         for id in 0..ServerId::COUNT as u64 {
@@ -479,7 +479,7 @@ mod tests {
     proptest! {
         /// No id is reused within the lifetime of cookies.
         #[test]
-        fn no_id_changes_hands(seed: u64, pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12)) {
+        fn no_reserved_id_is_reassigned(seed: u64, pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12)) {
             let random = &mut seeded_rng(seed, 0);
             let mut records = Records::draw(at(0), random);
             let mut owners: HashMap<ServerId, String> = HashMap::new();

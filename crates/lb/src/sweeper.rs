@@ -144,7 +144,7 @@ impl Sweeper {
         self.number += 1;
         *self.under_way_at.entry(server).or_default() += 1;
         self.under_way.insert(self.number, Asked { server, connections, forgotten: now + TIMEOUT });
-        Some(SocketQuery { number: self.number, asker: 0, server, service, clients })
+        Some(SocketQuery { number: self.number, load_balancer_session: 0, server, service, clients })
     }
 
     pub fn answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
@@ -292,7 +292,10 @@ mod tests {
         let mut sweeper = Sweeper::new(&Timers::default());
         sweeper.queue(&[due(1, 7)], at(0));
         let query = sweeper.next_queries(at(0), 10).remove(0);
-        assert_eq!(sweeper.answer(&SocketAnswer { number: 99, asker: 0, open: vec![false] }, at(0)), []);
+        assert_eq!(
+            sweeper.answer(&SocketAnswer { number: 99, load_balancer_session: 0, open: vec![false] }, at(0)),
+            []
+        );
         assert_eq!(sweeper.answer(&query.answer(vec![false, false]), at(0)), []);
         assert_eq!(sweeper.answer(&query.answer(vec![false]), at(0)), [], "it is answered");
     }

@@ -200,10 +200,10 @@ impl Table {
         for (number, spanned) in self.services.get_ref().iter().enumerate() {
             let service = spanned.get_ref();
             let address = service.address(af_xdp_interface.is_some());
-            let Some(address) = reader.taken(address, spanned.span()) else { continue };
-            let Some(lambda) = reader.taken(service.lambda(), spanned.span()) else { continue };
-            let Some(pattern) = reader.taken(service.bytes(), spanned.span()) else { continue };
-            let Some(group) = reader.taken(self.group_of(service), spanned.span()) else { continue };
+            let Some(address) = reader.ok_or_report(address, spanned.span()) else { continue };
+            let Some(lambda) = reader.ok_or_report(service.lambda(), spanned.span()) else { continue };
+            let Some(pattern) = reader.ok_or_report(service.bytes(), spanned.span()) else { continue };
+            let Some(group) = reader.ok_or_report(self.group_of(service), spanned.span()) else { continue };
             let known = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
                 listeners.push((address, Classifier::default()));
                 listeners.len() - 1

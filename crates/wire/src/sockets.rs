@@ -17,7 +17,7 @@ pub struct SocketQuery {
     /// Number of the query at its load balancer.
     pub number: u64,
     /// Session of the load balancer at the controller.
-    pub asker: u64,
+    pub load_balancer_session: u64,
     /// Server of the sockets.
     pub server: ServerId,
     /// Service of the connections.
@@ -32,7 +32,7 @@ pub struct SocketAnswer {
     /// As in the query.
     pub number: u64,
     /// As in the query.
-    pub asker: u64,
+    pub load_balancer_session: u64,
     /// For each client of the query whether there is a socket; at most [`MAX_CLIENTS`]. Empty: the agent is away.
     pub open: Vec<bool>,
 }
@@ -45,7 +45,7 @@ impl SocketQuery {
 
     /// Returns the answer to this query.
     pub fn answer(&self, open: Vec<bool>) -> SocketAnswer {
-        SocketAnswer { number: self.number, asker: self.asker, open }
+        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, open }
     }
 }
 
@@ -62,7 +62,7 @@ impl From<&SocketQuery> for v1::SocketQuery {
             |client: &SocketAddr| v1::Client { address: address_bytes(client.ip()), port: client.port().into() };
         Self {
             number: query.number,
-            asker: query.asker,
+            load_balancer_session: query.load_balancer_session,
             server_id: query.server.get().into(),
             service: Some(query.service.into()),
             clients: query.clients.iter().map(client).collect(),
@@ -83,7 +83,7 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
         };
         Ok(Self {
             number: message.number,
-            asker: message.asker,
+            load_balancer_session: message.load_balancer_session,
             server: parse_server_id("server_id", message.server_id)?,
             service: service.try_into().within("service")?,
             clients: message.clients.iter().enumerate().map(client).collect::<Result<_, _>>()?,
@@ -93,7 +93,7 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
 
 impl From<SocketAnswer> for v1::SocketAnswer {
     fn from(answer: SocketAnswer) -> Self {
-        Self { number: answer.number, asker: answer.asker, open: answer.open }
+        Self { number: answer.number, load_balancer_session: answer.load_balancer_session, open: answer.open }
     }
 }
 
@@ -102,7 +102,7 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
 
     fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
         at_most("open", message.open.len())?;
-        Ok(Self { number: message.number, asker: message.asker, open: message.open })
+        Ok(Self { number: message.number, load_balancer_session: message.load_balancer_session, open: message.open })
     }
 }
 
@@ -122,7 +122,7 @@ mod tests {
     fn query() -> SocketQuery {
         SocketQuery {
             number: 5,
-            asker: 7,
+            load_balancer_session: 7,
             server: 9.try_into().unwrap(),
             service: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp },
             clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.8:1".parse().unwrap()],

@@ -299,8 +299,17 @@ fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
         let open = client.local_addr()?;
         let nobody = SocketAddr::new(open.ip(), open.port() ^ 1);
         let service = configuration().services[0].address;
-        let query = SocketQuery { number: 7, asker: 8, server: server_id(), service, clients: vec![nobody, open] };
-        assert_eq!(agent.answer(&query)?, SocketAnswer { number: 7, asker: 8, open: vec![false, true] });
+        let query = SocketQuery {
+            number: 7,
+            load_balancer_session: 8,
+            server: server_id(),
+            service,
+            clients: vec![nobody, open],
+        };
+        assert_eq!(
+            agent.answer(&query)?,
+            SocketAnswer { number: 7, load_balancer_session: 8, open: vec![false, true] }
+        );
         let udp = ServiceAddress { protocol: Protocol::Udp, ..service };
         assert!(agent.answer(&SocketQuery { service: udp, ..query }).is_err());
         drop(listener);

@@ -10,7 +10,7 @@ use coreward_http::{Problem, ProblemKind};
 use super::Api;
 use crate::server::controller_state::ControllerState;
 use crate::server::state_manager::Change;
-use coreward_fleet::drains::{DrainError, WantedDrain};
+use coreward_fleet::drains::{DrainError, DrainRequest};
 
 /// Whether a server is drained, and its remaining connections
 #[utoipa::path(
@@ -51,7 +51,7 @@ pub async fn drain(
 ) -> Result<Json<DrainStatus>, Problem> {
     let shared = api.shared()?;
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
-    let request = WantedDrain { server: server.clone(), services, force: body.force };
+    let request = DrainRequest { server: server.clone(), services, force: body.force };
     let now = shared.now();
     let can = shared.controller().can_drain(&request, now);
     can.map_err(|refused| not_drained(&refused))?;

@@ -149,7 +149,7 @@ async fn listen(shared: &ControllerState, session: u64, messages: &mut Streaming
 /// Relays the query to the server's agent. Without one, the load balancer gets an answer at once.
 fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
-    let query = SocketQuery { asker: session, ..query };
+    let query = SocketQuery { load_balancer_session: session, ..query };
     match agent {
         Some(agent) => shared.sockets.relay_query(agent, query),
         None => shared.sockets.reply(query.absent()),

@@ -17,7 +17,7 @@ const OPEN: usize = 1024;
 #[derive(Default)]
 pub struct Sockets {
     agents: Mutex<HashMap<u64, Asked>>,
-    askers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
+    load_balancers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
 
 /// An agent that can be queried.
@@ -40,9 +40,9 @@ impl Sockets {
     }
 
     /// Returns the queue of answers of a new load balancer session.
-    pub fn register_load_balancer_session(&self, asker: u64) -> mpsc::Receiver<SocketAnswer> {
+    pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
         let (sender, receiver) = mpsc::channel(QUEUED);
-        locked(&self.askers).insert(asker, sender);
+        locked(&self.load_balancers).insert(load_balancer_session, sender);
         receiver
     }
 
@@ -50,14 +50,14 @@ impl Sockets {
         locked(&self.agents).remove(&agent);
     }
 
-    pub fn forget_load_balancer_session(&self, asker: u64) {
-        locked(&self.askers).remove(&asker);
+    pub fn forget_load_balancer_session(&self, load_balancer_session: u64) {
+        locked(&self.load_balancers).remove(&load_balancer_session);
     }
 
     pub fn relay_query(&self, agent: u64, query: SocketQuery) {
         let mut agents = locked(&self.agents);
         let Some(asked) = agents.get_mut(&agent) else { return };
-        let question = (query.asker, query.number);
+        let question = (query.load_balancer_session, query.number);
         if asked.questions.try_send(query).is_ok() {
             asked.open.truncate(OPEN - 1);
             asked.open.push_front(question);
@@ -66,7 +66,7 @@ impl Sockets {
 
     /// Relays an answer; `false`: the query is not open.
     pub fn answer(&self, agent: u64, answer: SocketAnswer) -> bool {
-        let question = (answer.asker, answer.number);
+        let question = (answer.load_balancer_session, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
             let position = asked.open.iter().position(|open| *open == question);
             position.and_then(|position| asked.open.remove(position)).is_some()
@@ -81,7 +81,7 @@ impl Sockets {
 
     /// Sends an answer to the load balancer, if it is connected and reads.
     pub fn reply(&self, answer: SocketAnswer) {
-        if let Some(sender) = locked(&self.askers).get(&answer.asker) {
+        if let Some(sender) = locked(&self.load_balancers).get(&answer.load_balancer_session) {
             let _ = sender.try_send(answer);
         }
     }
@@ -94,10 +94,10 @@ mod tests {
 
     use super::*;
 
-    fn query(asker: u64, number: u64) -> SocketQuery {
+    fn query(load_balancer_session: u64, number: u64) -> SocketQuery {
         let service = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         let clients = vec!["10.1.0.7:40000".parse().unwrap()];
-        SocketQuery { number, asker, server: 9.try_into().unwrap(), service, clients }
+        SocketQuery { number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
     }
 
     #[test]

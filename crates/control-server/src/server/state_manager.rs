@@ -19,7 +19,7 @@ use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
 use coreward_fleet::clock::{RecordClock, wall_now, whole_seconds};
 use coreward_fleet::config::{FleetConfig, difference};
-use coreward_fleet::drains::{self, WantedDrain};
+use coreward_fleet::drains::{self, DrainRequest};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::{Document, DrainRecord, Records};
@@ -105,7 +105,7 @@ pub enum Change {
     Departed {
         name: String,
     },
-    Drain(WantedDrain),
+    Drain(DrainRequest),
     /// Undrain the server of this name.
     Undrain(String),
     /// Forget the load balancer of this name.

@@ -360,7 +360,7 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
     agent.configuration().await.unwrap();
     let query = SocketQuery {
         number: 17,
-        asker: 99,
+        load_balancer_session: 99,
         server,
         service: configuration.services[0].address,
         clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.7:40001".parse().unwrap()],

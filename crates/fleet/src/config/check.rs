@@ -60,16 +60,17 @@ fn rotation<const MIN: u64, const MAX: u64>(
     max_connection_lifetime: Duration,
     reader: &mut Reader<'_>,
 ) -> Duration {
-    let Period(wanted) = *interval.get_ref();
-    if wanted < max_connection_lifetime {
-        let [wanted, max_connection_lifetime] = [wanted, max_connection_lifetime].map(format_time);
+    let Period(rotation_interval) = *interval.get_ref();
+    if rotation_interval < max_connection_lifetime {
+        let [rotation_interval, max_connection_lifetime] =
+            [rotation_interval, max_connection_lifetime].map(format_time);
         let message = format!(
-            "a key rotation every {wanted}, but a cookie may live {max_connection_lifetime} \
+            "a key rotation every {rotation_interval}, but a cookie may live {max_connection_lifetime} \
              (`max_connection_lifetime`): expected no less than that"
         );
         reader.mistake(interval.span(), message);
     }
-    wanted
+    rotation_interval
 }
 
 fn servers(

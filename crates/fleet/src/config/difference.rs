@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_services_and_keys() {
+    fn difference_lists_servers_services_and_keys() {
         let old = Source::from_text(
             "old",
             "load_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n[[server]]\nname = \"s2\"\naddress = \"10.0.0.2\"\n\

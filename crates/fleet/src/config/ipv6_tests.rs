@@ -27,14 +27,14 @@ fn service_may_have_an_ipv6_vip() {
 }
 
 #[test]
-fn same_vip_in_two_notations_is_used_twice() {
+fn one_vip_in_two_notations_is_a_duplicate() {
     let second = "[[service]]\nname = \"api\"\nvip = \"[2001:db8:0:0::1]:80\"";
     let error = parse("[2001:db8::1]:80", second).unwrap_err();
     assert!(error.contains("VIP [2001:db8::1]:80/tcp is used twice (first in line 6)"), "{error}");
 }
 
 #[test]
-fn vip_that_no_client_reaches_is_rejected_with_its_kind() {
+fn unreachable_vip_is_rejected_with_its_kind() {
     for (vip, reason) in [
         ("[::]:80", "is the unspecified address"),
         ("[::1]:80", "is the loopback address"),

@@ -65,11 +65,11 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
         None if uses_cookies => default.timestamps,
         None => Timestamps::Off,
         Some(timestamps) => {
-            let wanted = *timestamps.get_ref();
-            if let Some(message) = cannot_stamp(consistency, uses_cookies, wanted) {
+            let requested = *timestamps.get_ref();
+            if let Some(message) = cannot_stamp(consistency, uses_cookies, requested) {
                 reader.mistake(timestamps.span(), message);
             }
-            wanted
+            requested
         }
     };
     if let (Consistency::None, Some(written)) = (consistency, &service.consistency) {
@@ -79,20 +79,20 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
 }
 
 /// Returns the reason why the service cannot have these timestamps.
-fn cannot_stamp(consistency: Consistency, uses_cookies: bool, wanted: Timestamps) -> Option<String> {
+fn cannot_stamp(consistency: Consistency, uses_cookies: bool, requested: Timestamps) -> Option<String> {
     let name = consistency.name();
-    if !uses_cookies && wanted != Timestamps::Off {
+    if !uses_cookies && requested != Timestamps::Off {
         return Some(format!(
             "timestamps by {:?} with consistency {name:?}, which uses no cookie: expected \"off\"",
-            wanted.name()
+            requested.name()
         ));
     }
     // Only the server learns the index, from the SYN. The cookie of LB-side stamping has no room for an index next to
     // 20 bits of time.
-    (consistency == Consistency::Stateful && wanted != Timestamps::Server).then(|| {
+    (consistency == Consistency::Stateful && requested != Timestamps::Server).then(|| {
         format!(
             "timestamps by {:?} with consistency {name:?}: expected \"server\", who stamps the index",
-            wanted.name()
+            requested.name()
         )
     })
 }

@@ -43,7 +43,7 @@ fn error(from: &str, to: &str) -> String {
 }
 
 #[test]
-fn a_server_is_in_no_more_services_than_its_agent_can_hold() {
+fn server_in_too_many_services_is_rejected() {
     let fleet = |services: u32| {
         let mut text = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n".to_owned();
         for service in 0..services {
@@ -58,7 +58,7 @@ fn a_server_is_in_no_more_services_than_its_agent_can_hold() {
 
 /// A file that was cut off (a full disk, an editor at work) is no wish that all services end.
 #[test]
-fn a_document_without_a_key_is_refused() {
+fn empty_document_is_rejected() {
     for text in ["", "\n# nothing\n", "\u{feff}"] {
         let message = parse(text).unwrap_err();
         assert!(
@@ -94,7 +94,7 @@ fn valid_file_is_parsed() {
 }
 
 #[test]
-fn defaults_are_the_published_ones() {
+fn defaults_are_the_documented_ones() {
     let config = parse("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
     assert_eq!((config.report_interval, config.alpha), (DEFAULT_REPORT_INTERVAL, Alpha::PUBLISHED));
     assert_eq!(config.services[0].buckets, BucketCount::PUBLISHED);
@@ -102,7 +102,7 @@ fn defaults_are_the_published_ones() {
 }
 
 #[test]
-fn single_values() {
+fn each_invalid_value_is_named() {
     let cases = [
         (
             "load_ewma_alpha = 0.25",
@@ -230,7 +230,7 @@ fn single_values() {
 }
 
 #[test]
-fn several_values() {
+fn contradicting_values_are_named() {
     let cases = [
         (
             "\"s2\"",
@@ -370,7 +370,7 @@ fn several_values() {
 }
 
 #[test]
-fn modes_of_services() {
+fn service_modes_are_parsed() {
     let mode = |keys: &str| {
         let mode = parse(&GOOD.replacen("policy = \"pow2\"", keys, 1)).unwrap().services[1].mode;
         (mode.consistency.name(), mode.timestamps.name())
@@ -393,13 +393,13 @@ fn modes_of_services() {
 }
 
 #[test]
-fn one_vip_and_port_may_be_a_service_of_each_protocol() {
+fn one_vip_and_port_may_have_a_service_per_protocol() {
     let text = GOOD.replace("10.200.0.1:443\"", "10.200.0.1:80\"\nprotocol = \"udp\"");
     assert_eq!(parse(&text).unwrap().services[1].address.to_string(), "10.200.0.1:80/udp");
 }
 
 #[test]
-fn weights_and_times() {
+fn weights_and_times_are_parsed() {
     let text = GOOD
         .replace("id = 7", "weight = 0\ncapacity = 2.5")
         .replace("buckets = 64", "slow_start = \"30s\"")
@@ -412,7 +412,7 @@ fn weights_and_times() {
 }
 
 #[test]
-fn racks_of_the_fleet_and_of_a_server() {
+fn racks_of_fleet_and_servers_are_parsed() {
     let racks = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
     assert_eq!((parse(GOOD).unwrap().racks, parse(GOOD).unwrap().servers[0].racks.clone()), (None, None));
     let text =
@@ -444,7 +444,7 @@ fn racks_of_the_fleet_and_of_a_server() {
 }
 
 #[test]
-fn more_servers_than_a_cookie_holds() {
+fn too_many_servers_are_rejected() {
     let mut text = String::new();
     for n in 0..16_384 {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.{}.{}.{}\"\n", n >> 16, n >> 8 & 255, n & 255);
@@ -459,7 +459,7 @@ fn more_servers_than_a_cookie_holds() {
 }
 
 #[test]
-fn more_services_than_the_data_plane_holds() {
+fn too_many_services_are_rejected() {
     let mut text = String::new();
     for n in 0..1025 {
         text += &format!("[[service]]\nname = \"w{n}\"\nvip = \"10.0.0.1:{}\"\n", n + 80);
@@ -469,7 +469,7 @@ fn more_services_than_the_data_plane_holds() {
 
 /// One wrong value hides nothing, and makes no second mistake of what depends on it.
 #[test]
-fn every_mistake_is_named_at_once() {
+fn all_mistakes_are_reported_at_once() {
     let text = GOOD
         .replace("10.2.0.12", "10.2.0.300")
         .replace("load_ewma_alpha = 0.25", "load_ewma_alpha = 2")
@@ -483,7 +483,7 @@ fn every_mistake_is_named_at_once() {
 }
 
 #[test]
-fn a_service_is_adopted_or_handed_over() {
+fn service_migrates_in_one_direction() {
     let with = |line: &str| error("policy = \"pow2\"\n", &format!("policy = \"pow2\"\n{line}\n"));
     let good = GOOD.replacen("policy = \"pow2\"\n", "migrate_from = \"10.2.0.5\"\n", 1);
     let config = parse(&good).unwrap();

@@ -14,7 +14,7 @@ fn parse(text: &str) -> Result<Config, String> {
 const HEAD: &str = "memory = \"/run/cores\"\ncores = 4\n";
 
 #[test]
-fn defaults() {
+fn shortest_file_gets_defaults() {
     let config = parse(&format!("{HEAD}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
     let EngineConfig { depth, rule, payload_bytes, services, scheduler, .. } = &config.engine;
     assert_eq!((depth.get(), *rule, *payload_bytes), (4, RankRule::Ranked, 1472));

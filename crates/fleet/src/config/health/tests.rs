@@ -15,7 +15,7 @@ fn parse(keys: &str) -> Result<ServiceConfig, String> {
 }
 
 #[test]
-fn without_the_table_nobody_checks() {
+fn missing_health_table_disables_checks() {
     let service = parse("").unwrap();
     assert_eq!((service.check, service.when_all_down), (None, WhenAllDown::FailOpen));
     assert_eq!(parse("[service.health]\ncheck = \"none\"\n").unwrap().check, None);
@@ -23,7 +23,7 @@ fn without_the_table_nobody_checks() {
 }
 
 #[test]
-fn an_empty_table_is_a_check_of_tcp() {
+fn empty_health_table_checks_tcp() {
     let check = parse("[service.health]\n").unwrap().check.unwrap();
     assert_eq!((&check.probe, check.probe_address, check.port), (&Probe::Tcp, ProbeAddress::Vip, None));
     assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
@@ -35,7 +35,7 @@ fn an_empty_table_is_a_check_of_tcp() {
 }
 
 #[test]
-fn hosts_are_names_or_addresses_perhaps_with_a_port() {
+fn host_is_a_name_or_address_with_optional_port() {
     let host = |host: &str| parse(&format!("[service.health]\ncheck = \"http\"\nat = \"server\"\nhost = \"{host}\"\n"));
     for valid in ["www.example.org", "www.example.org:8443", "10.0.0.1:80", "[2001:db8::1]", "[2001:db8::1]:8443"] {
         let service = host(valid).unwrap_or_else(|error| panic!("{error}"));
@@ -48,7 +48,7 @@ fn hosts_are_names_or_addresses_perhaps_with_a_port() {
 }
 
 #[test]
-fn requests() {
+fn keys_of_http_checks_are_parsed() {
     let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
     let check = parse(keys).unwrap().check.unwrap();
