@@ -1,8 +1,8 @@
-//! `examples/upper_case.c`, compiled, as a server under the orchestrator.
+//! `examples/*.c`, compiled, as servers under the orchestrator.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -13,29 +13,34 @@ use coreward_orchestrator::intake::RequestIntake;
 
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Compiles the example into `directory`.
-fn compile(directory: &Path) -> PathBuf {
+/// Compiles an example into `directory`, with these options for libraries.
+pub fn compile(directory: &Path, example: &str, options: &[&str]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let libraries = std::env::current_exe().unwrap().parent().unwrap().to_owned();
-    let program = directory.join("upper_case");
+    let program = directory.join(example);
     let mut compiler = Command::new("cc");
     compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-pthread", "-o"]).arg(&program);
-    compiler.arg(root.join("examples/upper_case.c")).arg("-I").arg(root.join("include"));
+    compiler.arg(root.join("examples").join(format!("{example}.c"))).arg("-I").arg(root.join("include"));
     compiler.arg("-L").arg(&libraries).arg(format!("-Wl,-rpath,{}", libraries.display())).arg("-lcoreward_runtime_c");
+    compiler.args(options);
     let output = compiler.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     program
 }
 
-/// Sends a request until it is answered.
-fn ask(client: &UdpSocket, request: &[u8]) -> Vec<u8> {
+/// Sends a request until it is answered. Returns the response. Others answer an earlier request that was sent twice.
+pub fn ask(client: &UdpSocket, request: &[u8], is_response: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let started = Instant::now();
-    let mut response = [0; 100];
+    let mut response = [0; 1500];
+    client.send(request).unwrap();
     loop {
-        client.send(request).unwrap();
         match client.recv(&mut response) {
-            Ok(length) => return response[..length].to_vec(),
-            Err(error) => assert!(started.elapsed() < TIMEOUT, "no answer: {error}"),
+            Ok(length) if is_response(&response[..length]) => return response[..length].to_vec(),
+            Ok(_) => (),
+            Err(error) => {
+                assert!(started.elapsed() < TIMEOUT, "no answer: {error}");
+                client.send(request).unwrap();
+            }
         }
     }
 }
@@ -49,12 +54,27 @@ impl Drop for StopOnDrop<'_> {
     }
 }
 
+pub fn free_address() -> SocketAddr {
+    UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+/// An orchestrator of two cores with these services.
+pub fn orchestrator_of(memory: &Path, services: &str) -> Daemon {
+    let text = format!("memory = {memory:?}\ncores = 2\n{services}");
+    let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
+    Daemon::start(&config, RequestIntake::default()).unwrap()
+}
+
 /// An orchestrator of two cores with one service, and its address.
 pub fn orchestrator(memory: &Path) -> (Daemon, SocketAddr) {
-    let listen = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let text = format!("memory = {memory:?}\ncores = 2\n[[service]]\nlisten = \"{listen}\"\n");
-    let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
-    (Daemon::start(&config, RequestIntake::default()).unwrap(), listen)
+    let listen = free_address();
+    (orchestrator_of(memory, &format!("[[service]]\nlisten = \"{listen}\"\n")), listen)
+}
+
+/// Ends a server by SIGTERM. Returns its output.
+pub fn end(server: Child) -> Output {
+    assert!(Command::new("kill").arg(server.id().to_string()).status().unwrap().success());
+    server.wait_with_output().unwrap()
 }
 
 pub fn client(server: SocketAddr) -> UdpSocket {
@@ -67,7 +87,7 @@ pub fn client(server: SocketAddr) -> UdpSocket {
 #[test]
 fn server_in_c_answers_until_it_is_stopped() {
     let directory = tempfile::tempdir().unwrap();
-    let program = compile(directory.path());
+    let program = compile(directory.path(), "upper_case", &[]);
     let memory = directory.path().join("cores");
     let (mut daemon, listen) = orchestrator(&memory);
     let mut server = Command::new(program);
@@ -78,11 +98,9 @@ fn server_in_c_answers_until_it_is_stopped() {
         scope.spawn(|| daemon.run(&stop).unwrap());
         let server = server.spawn().unwrap();
         let client = client(listen);
-        assert_eq!(ask(&client, b"a small text"), b"A SMALL TEXT");
-        assert_eq!(ask(&client, b"*long"), b"*LONG");
-        let mut end = Command::new("kill");
-        assert!(end.arg(server.id().to_string()).status().unwrap().success());
-        server.wait_with_output().unwrap()
+        ask(&client, b"a small text", |response| response == b"A SMALL TEXT");
+        ask(&client, b"*long", |response| response == b"*LONG");
+        end(server)
     });
     let (printed, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{printed}{errors}");
@@ -94,7 +112,8 @@ fn server_in_c_answers_until_it_is_stopped() {
 #[test]
 fn error_names_what_was_expected() {
     let directory = tempfile::tempdir().unwrap();
-    let output = Command::new(compile(directory.path())).args(["/nowhere/cores", "4000"]).output().unwrap();
+    let program = compile(directory.path(), "upper_case", &[]);
+    let output = Command::new(program).args(["/nowhere/cores", "4000"]).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(errors.contains("/nowhere/cores") && errors.contains("No such file"), "{errors}");
