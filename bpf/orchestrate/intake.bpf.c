@@ -23,6 +23,7 @@
 #include <bpf/bpf_helpers.h>
 
 #include "intf.h"
+#include "checksum.h"
 #include "ipv4_header.h"
 
 struct {
@@ -79,15 +80,6 @@ static __always_inline bool is_for_device(const struct ethhdr *ethernet)
 	return true;
 }
 
-/* Returns the one's complement sum of 16-bit words. */
-static __always_inline __u16 fold(__u64 sum)
-{
-	sum = (sum >> 32) + (sum & 0xffffffff);
-	sum = (sum >> 16) + (sum & 0xffff);
-	sum = (sum >> 16) + (sum & 0xffff);
-	return (sum >> 16) + sum;
-}
-
 /* Adds @length bytes to @sum, at most MAX_INTAKE_DATAGRAM; ends early at @data_end. */
 static __always_inline __u64 add_bytes(__u64 sum, const void *cursor, __u32 length, const void *data_end)
 {
@@ -126,7 +118,7 @@ static __always_inline bool is_ip_checksum_correct(const struct iphdr *ip)
 
 	for (int word = 0; word < IPV4_WORDS; word++)
 		sum += words[word];
-	return fold(sum) == CORRECT_CHECKSUM;
+	return fold_long_checksum(sum) == CORRECT_CHECKSUM;
 }
 
 static __always_inline bool is_udp_checksum_correct(const struct iphdr *ip, const struct udphdr *udp,
@@ -135,9 +127,9 @@ static __always_inline bool is_udp_checksum_correct(const struct iphdr *ip, cons
 	__u64 pseudo_header = (__u64)ip->saddr + ip->daddr + bpf_htons(IPPROTO_UDP) + udp->len;
 
 	/* 0: the sender has computed none. */
-	if (!udp->check || udp->check == fold(pseudo_header))
+	if (!udp->check || udp->check == fold_long_checksum(pseudo_header))
 		return true;
-	return fold(add_bytes(pseudo_header, udp, bpf_ntohs(udp->len), data_end)) == CORRECT_CHECKSUM;
+	return fold_long_checksum(add_bytes(pseudo_header, udp, bpf_ntohs(udp->len), data_end)) == CORRECT_CHECKSUM;
 }
 
 /* Whether the datagram fills the IP packet, and the frame holds it. */
