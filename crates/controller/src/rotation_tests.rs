@@ -204,7 +204,7 @@ impl Harness {
         stamping.into_iter().all(|(keys, slot)| self.balancers.iter().all(|balancer| holds(balancer, slot, &keys)))
     }
 
-    fn happen(&mut self, event: u8, n: usize) {
+    fn apply_event(&mut self, event: u8, n: usize) {
         let (balancer, agent) = (n % self.balancers.len(), n % SERVERS);
         match event {
             0..3 => self.balancers[balancer].receive(),
@@ -265,7 +265,7 @@ proptest! {
     ) {
         let mut harness = Harness::new(config("key_rotation = \"1h\"\n", ""));
         for (event, n) in events {
-            harness.happen(event, n.into());
+            harness.apply_event(event, n.into());
             prop_assert!(harness.every_stamp_is_read(), "after event {event} of {n}");
         }
         // A rotation completes when all peers are back.

@@ -110,9 +110,9 @@ mod tests {
                         counts[difference as usize] += 1;
                     }
                     // By chance 16 and 256 each.
-                    let by_chance = draws >> permutation.bits;
+                    let expected_count = draws >> permutation.bits;
                     let most = counts.iter().max().unwrap();
-                    assert!(*most < 30 + 2 * by_chance, "bit {bit} of {permutation:?}: {most}");
+                    assert!(*most < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {most}");
                 }
             }
         }
@@ -165,8 +165,8 @@ mod tests {
                 hits[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
             }
             // By chance draws / 2^bits: 0.6 and 10. Modulo 2^bits products agree more often, by common factors of two.
-            let by_chance = f64::from(draws) / f64::from(1 << bits);
-            assert!(hits.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * by_chance), "{hits:?} of {draws}");
+            let expected_count = f64::from(draws) / f64::from(1 << bits);
+            assert!(hits.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * expected_count), "{hits:?} of {draws}");
         }
     }
 }

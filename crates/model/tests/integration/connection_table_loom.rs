@@ -193,7 +193,7 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
 
 /// The ABA problem: one packet reads the top, sleeps, and meanwhile the same slot is taken, freed and on top again, but
 /// with another one below.
-fn a_slot_comes_back_to_the_top(top_mask: u64) {
+fn check_slot_back_on_top(top_mask: u64) {
     loom::model(move || {
         let table = table(SLOTS, top_mask);
         let slow = {
@@ -214,14 +214,14 @@ fn a_slot_comes_back_to_the_top(top_mask: u64) {
 
 #[test]
 fn free_list_has_no_aba_problem() {
-    a_slot_comes_back_to_the_top(WHOLE_TOP);
+    check_slot_back_on_top(WHOLE_TOP);
 }
 
 /// The model finds the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
 fn slot_is_allocated_twice_without_the_change_count() {
-    a_slot_comes_back_to_the_top(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
+    check_slot_back_on_top(u64::from(intf::CONNECTION_STACK_SLOT_MASK));
 }
 
 #[test]

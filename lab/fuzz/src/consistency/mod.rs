@@ -136,7 +136,7 @@ pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
     while let Some(Reverse((time, _, event))) = simulation.events.pop() {
         simulation.now = time;
-        simulation.happen(event)?;
+        simulation.apply_event(event)?;
     }
     Ok(simulation.report)
 }
@@ -151,7 +151,7 @@ impl Simulation {
         u64::from(self.config.minutes) * 60_000
     }
 
-    fn happen(&mut self, event: Event) -> anyhow::Result<()> {
+    fn apply_event(&mut self, event: Event) -> anyhow::Result<()> {
         match event {
             Event::Arrival => self.arrival(),
             Event::Packet(connection) => self.next_packet(connection),

@@ -61,7 +61,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
         return list(args.format, live);
     }
     let asked = asked(&args, live)?;
-    let open = |path| Directory::open(path, library::with_live(live));
+    let open = |path| Directory::open(path, library::with_live_figures(live));
     let directory = args.out.as_deref().map(open).transpose()?;
     let session = Session::begin()?;
     let mut page: Vec<(FigureResult, Scenario)> = Vec::new();
@@ -86,7 +86,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
 /// Figures and settings of the arguments, all read before anything is simulated.
 fn asked(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<Asked>> {
     let mut asked = Vec::new();
-    let figures = library::with_live(live);
+    let figures = library::with_live_figures(live);
     let embedded = if args.all {
         library::all()
     } else {
@@ -127,7 +127,7 @@ fn twice(asked: &[Asked]) -> Option<&str> {
 
 fn list(format: Format, live: &[LiveFigure]) -> anyhow::Result<()> {
     let mut rows = Vec::new();
-    for figure in library::with_live(live) {
+    for figure in library::with_live_figures(live) {
         let scenario = figure.scenario()?;
         let made = scenario.live.map_or_else(|| "simulated".to_owned(), |live| live.to_string());
         rows.push(vec![figure.name.to_owned(), scenario.paper, scenario.figure, scenario.title, made]);

@@ -8,11 +8,11 @@ include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
 /// Every scenario, paper by paper, in the order of the papers' figures.
 pub fn all() -> Vec<Embedded> {
-    with_live(&[])
+    with_live_figures(&[])
 }
 
 /// Every scenario and what can be measured on this machine, in the same order.
-pub fn with_live(live: &[LiveFigure]) -> Vec<Embedded> {
+pub fn with_live_figures(live: &[LiveFigure]) -> Vec<Embedded> {
     let simulated = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text });
     let mut all: Vec<Embedded> = simulated.chain(live.iter().map(|live| live.figure)).collect();
     all.sort_by_key(|embedded| in_order(embedded.name));

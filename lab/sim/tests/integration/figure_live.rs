@@ -124,7 +124,7 @@ fn simulated_series_need_a_simulation() {
 #[test]
 fn live_figures_are_listed_and_not_part_of_all() {
     let names = |figures: Vec<Embedded>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
-    let with_live = names(library::with_live(&[LIVE]));
+    let with_live = names(library::with_live_figures(&[LIVE]));
     assert!(!names(library::all()).contains(&"cheetah-5-live"));
     let place = with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
     assert_eq!(&with_live[place - 1..=place + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);

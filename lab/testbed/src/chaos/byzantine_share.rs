@@ -10,11 +10,11 @@ use crate::http::Connection;
 use crate::interrupt;
 
 /// Seconds for which an impostor reports idle cores.
-const LASTS: usize = 30;
+const IMPOSTOR_SECONDS: usize = 30;
 /// Seconds measured at the beginning: the controller needs connections before it limits a server ...
-const BEGINNING: usize = 5;
+const FIRST_SECONDS: usize = 5;
 /// ... and at the end, when the limit must be in force.
-const END: usize = 10;
+const LAST_SECONDS: usize = 10;
 /// Seconds by whose connections the share may be over the limit: the controller counts four times a second, and load
 /// balancers report ten times a second.
 const LAG: f64 = 0.35;
@@ -36,7 +36,7 @@ impl ByzantineShare {
     /// Fails when a connection breaks, or a signal came.
     pub fn measure(impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
-        let mut seconds = vec![[0, 0]; LASTS];
+        let mut seconds = vec![[0, 0]; IMPOSTOR_SECONDS];
         while let Some([drawn, all]) = seconds.get_mut(start.elapsed().as_secs() as usize) {
             interrupt::check()?;
             *drawn += u64::from(Connection::open(None)?.query_worker()?.server == impostor);
@@ -53,11 +53,11 @@ impl ByzantineShare {
     }
 
     fn initial_share(&self) -> f64 {
-        Self::share(&self.seconds[..BEGINNING]).0
+        Self::share(&self.seconds[..FIRST_SECONDS]).0
     }
 
     fn final_share(&self) -> (f64, u64) {
-        Self::share(&self.seconds[LASTS - END..])
+        Self::share(&self.seconds[IMPOSTOR_SECONDS - LAST_SECONDS..])
     }
 
     fn limit(&self) -> f64 {
@@ -67,7 +67,7 @@ impl ByzantineShare {
     /// Whether the server drew more than the controller allows, and not by chance.
     pub fn is_over_limit(&self) -> bool {
         let (limit, (share, connections)) = (self.limit(), self.final_share());
-        share > limit + LAG / END as f64 + DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
+        share > limit + LAG / LAST_SECONDS as f64 + DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
     }
 }
 
@@ -77,7 +77,8 @@ impl fmt::Display for ByzantineShare {
         let [at_first, at_last, fair, limit] = percent;
         write!(
             f,
-            "{at_first:.1} % of new connections in the first {BEGINNING} s, {at_last:.1} % in the last {END} s; \
+            "{at_first:.1} % of new connections in the first {FIRST_SECONDS} s, \
+             {at_last:.1} % in the last {LAST_SECONDS} s; \
              fair {fair:.1} %, limit {limit:.1} %"
         )
     }
@@ -91,7 +92,7 @@ mod tests {
     fn random_shares_stay_below_the_limit() {
         let last = |drawn| ByzantineShare {
             fair: 0.25,
-            seconds: [vec![[100, 100]; LASTS - END], vec![[drawn, 100]; END]].concat(),
+            seconds: [vec![[100, 100]; IMPOSTOR_SECONDS - LAST_SECONDS], vec![[drawn, 100]; LAST_SECONDS]].concat(),
         };
         assert!(!last(61).is_over_limit());
         assert!(last(62).is_over_limit());

@@ -165,7 +165,7 @@ impl Segment {
         )
     }
 
-    fn must(&mut self, holds: bool, what: impl FnOnce() -> String) {
+    fn require(&mut self, holds: bool, what: impl FnOnce() -> String) {
         if !holds {
             self.violated(&what());
         }
@@ -183,16 +183,16 @@ impl Segment {
         let killed = made.kills + made.restarts * WORKERS;
         // One may arrive while the socket is being closed.
         let accounted = (known..=known + killed).contains(&sent);
-        self.must(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
-        self.must(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
-        self.must(nobody == 0 || made.restarts > 0, || format!("{nobody} reached no worker without a restart"));
-        self.must(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
+        self.require(accounted, || format!("{sent} datagrams were sent, {known} are accounted for"));
+        self.require(dropped == 0 || made.floods > 0, || format!("{dropped} datagrams dropped without a flood"));
+        self.require(nobody == 0 || made.restarts > 0, || format!("{nobody} reached no worker without a restart"));
+        self.require(purged == 0 || killed > 0, || format!("{purged} were purged without a kill"));
         // The worker counts after a read, and after an answer: a kill may come between.
         let in_service = self.killed_in_service;
         let possible = -(killed as i64)..=killed as i64;
-        self.must(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));
+        self.require(possible.contains(&in_service), || format!("{in_service} requests were read and not answered"));
         let (lost, reasons) = (self.load_lost, dropped + nobody + purged + killed);
-        self.must(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
+        self.require(lost <= reasons, || format!("{lost} requests of the load are lost, {reasons} with a reason"));
     }
 
     fn check_ledger(&mut self, before: &Reading, after: &Reading) {
@@ -203,11 +203,11 @@ impl Segment {
         let (repaired, late) = (ledger.repaired, ledger.late);
         let uncounted = ["untracked", "no_worker"].map(|name| after.counter(name) - before.counter(name));
         let agree = (arrived..=arrived + made.kills).contains(&dispatched);
-        self.must(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));
-        self.must(answers == given, || format!("{answers} completed or unmatched, {given} responses were sent"));
-        self.must(uncounted == [0, 0], || format!("{uncounted:?} untracked, without a worker"));
-        self.must(repaired >= self.dropped + self.purged, || format!("{repaired} repaired"));
-        self.must(late >= 0, || format!("{late} responses late"));
+        self.require(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));
+        self.require(answers == given, || format!("{answers} completed or unmatched, {given} responses were sent"));
+        self.require(uncounted == [0, 0], || format!("{uncounted:?} untracked, without a worker"));
+        self.require(repaired >= self.dropped + self.purged, || format!("{repaired} repaired"));
+        self.require(late >= 0, || format!("{late} responses late"));
     }
 }
 

@@ -33,7 +33,7 @@ impl Counters {
     pub(crate) const COUNT: usize = 4;
     const RECEIVED: usize = 0;
     const ANSWERED: usize = 1;
-    const BAD: usize = 2;
+    const REJECTED: usize = 2;
     const BUSY_NS: usize = 3;
 
     /// Each has one writer, and readers need no order with other memory.
@@ -109,7 +109,7 @@ impl Worker<'_> {
                     self.counters.add(Counters::ANSWERED, sent.into());
                 }
                 Err(refused) => {
-                    self.counters.add(Counters::BAD, 1);
+                    self.counters.add(Counters::REJECTED, 1);
                     if std::mem::take(&mut first_refusal) {
                         tracing::warn!(
                             event = "request-rejected",

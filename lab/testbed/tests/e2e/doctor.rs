@@ -266,7 +266,7 @@ fn every_injected_misconfiguration_is_named() {
     workers_of_a_server(&mut site, &server);
     load_balancer(&site, &balancer);
     addresses_of_a_load_balancer(&site, &balancer);
-    a_controller(&site, &controller);
+    controller_settings(&site, &controller);
 
     // With running daemons there is no fault either.
     let at_work = site.doctor(
@@ -423,7 +423,7 @@ fn addresses_of_a_load_balancer(site: &TestEnv, balancer: &Patient) {
     balancer.is_passed(site, redirects);
 }
 
-fn a_controller(site: &TestEnv, controller: &Patient) {
+fn controller_settings(site: &TestEnv, controller: &Patient) {
     let store = site.testbed.directory().join("controller.redb");
     let readable = format!("chmod 644 {}", store.display());
     site.shell(&controller.host, &readable);
@@ -432,13 +432,13 @@ fn a_controller(site: &TestEnv, controller: &Patient) {
     let missing = store.with_file_name("no/controller.redb");
     let elsewhere = controller.with(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
     elsewhere.has(site, "the store's directory is missing", "store", How::Plain, &[]);
-    a_disk(site, controller, &store);
+    store_on_another_disk(site, controller, &store);
     let listen = [(controller_address(), "192.0.2.1:7400")];
     let elsewhere = controller.with(&[(&listen[0].0, listen[0].1)], "");
     elsewhere.has(site, "an address of another machine", "listen", How::Plain, &[]);
 }
 
-fn a_disk(site: &TestEnv, controller: &Patient, store: &Path) {
+fn store_on_another_disk(site: &TestEnv, controller: &Patient, store: &Path) {
     let disk = Disk::mount(site.testbed.directory().join("doctor-disk"));
     let on_disk = disk.0.join("controller.redb");
     fs::copy(store, &on_disk).unwrap();

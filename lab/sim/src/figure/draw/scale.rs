@@ -76,9 +76,9 @@ impl Scale {
     }
 
     fn linear_ticks(&self) -> Vec<f64> {
-        let rough = (self.high - self.low) / TICKS;
-        let magnitude = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= rough);
+        let minimum_step = (self.high - self.low) / TICKS;
+        let magnitude = 10f64.powf(minimum_step.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= minimum_step);
         let step = step.unwrap_or(10.0 * magnitude);
         let first = (self.low / step).ceil() as i64;
         let last = (self.high / step).floor() as i64;
