@@ -8,6 +8,8 @@ pub const DEVICE: &str = "eth0";
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// The service that the demo balances.
 pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
+/// All IPv6 VIPs.
+pub(crate) const VIPS_IPV6: &str = "2001:db8:c8::/64";
 /// The first IPv6 VIP; the others follow.
 pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);

@@ -21,8 +21,8 @@ use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
 use crate::addresses::{
     CONTROLLER_ADDRESS, DEVICE, Family, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS, ROUTER_ADDRESS,
-    SEGMENT, SERVICE, ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name, rack_address, rack_name,
-    server_address,
+    SEGMENT, SERVICE, VIPS_IPV6, ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name, rack_address,
+    rack_name, server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
@@ -243,6 +243,10 @@ impl Testbed {
         let mut routes = self.route_to_servers();
         if self.options.answers_by_load_balancer {
             routes += &self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS);
+        }
+        if self.options.family == Family::Ipv6 {
+            // Without a program the kernel would answer packets for VIPs (docs/deployment.md).
+            routes += &format!("route add blackhole {VIPS_IPV6}\n");
         }
         ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT, DEVICE) + &routes))?;
         if self.options.answers_by_load_balancer {

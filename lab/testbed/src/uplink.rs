@@ -18,13 +18,12 @@ use std::net::{IpAddr, Ipv4Addr};
 use anyhow::ensure;
 
 use crate::addresses::{
-    DEFAULT, DEVICE, Family, MTU_MAX, ROUTED_CLIENTS, ROUTER_ADDRESS, SEGMENT, load_balancer_address,
+    DEFAULT, DEVICE, Family, MTU_MAX, ROUTED_CLIENTS, ROUTER_ADDRESS, SEGMENT, VIPS_IPV6, load_balancer_address,
 };
 use crate::namespace::{Namespace, ip_batch};
 use crate::topology::{Testbed, make_namespaces};
 
 const VIPS: &str = "10.200.0.0/24";
-const VIPS_IPV6: &str = "2001:db8:c8::/64";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
 /// The router's device at the client's side.
 pub const CLIENT_LINK: &str = "client";

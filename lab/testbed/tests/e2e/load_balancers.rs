@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
+use coreward_testbed::addresses::Family;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -11,9 +12,14 @@ use crate::support::{TestEnv, eventually, unbroken};
 
 const NOTICED: Duration = Duration::from_millis(150);
 
-fn site(instance: &str, consistency: Consistency) -> TestEnv {
-    let options =
-        TestbedOptions { instance: instance.to_owned(), servers: 4, load_balancers: 2, ..TestbedOptions::default() };
+fn site(instance: &str, consistency: Consistency, family: Family) -> TestEnv {
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 4,
+        load_balancers: 2,
+        family,
+        ..TestbedOptions::default()
+    };
     TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..FleetOptions::default() })
 }
 
@@ -46,7 +52,7 @@ fn everything(site: &mut TestEnv) {
 #[test]
 fn load_balancers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("lbs", Consistency::Stateless);
+    let mut site = site("lbs", Consistency::Stateless, Family::Ipv4);
     everything(&mut site);
     for daemon in ["lb2", "lb3"] {
         eventually(*TIMEOUT, daemon, || site.counter(daemon, "established") > 0);
@@ -56,7 +62,18 @@ fn load_balancers_join_and_leave_without_broken_connections() {
 #[test]
 fn connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
-    let mut site = site("lbsfull", Consistency::Stateful);
+    lose_connection_tables("lbsfull", Family::Ipv4);
+}
+
+/// The path changes as by a client that draws a new flow label.
+#[test]
+fn ipv6_connections_survive_lost_connection_tables() {
+    skip_if!(missing_testbed_rights());
+    lose_connection_tables("lbsfull6", Family::Ipv6);
+}
+
+fn lose_connection_tables(instance: &str, family: Family) {
+    let mut site = site(instance, Consistency::Stateful, family);
     everything(&mut site);
     // Packets that reached another load balancer than the one with the entry, and packets that had to go to all once
     // that one was gone.
