@@ -31,6 +31,7 @@ pub fn measure(length: &Length) -> anyhow::Result<Table> {
         ("atomic addition", programs.unit_atomic_add.as_fd()),
         ("load, compare-and-swap", programs.unit_compare_and_swap.as_fd()),
         ("look-up in an array map, load, store", programs.unit_look_up.as_fd()),
+        ("obfuscation: keyed hash of a connection, reveal of its cookie", programs.unit_reveal_cookie.as_fd()),
     ];
     let runner = Runner::new(&request(), &[Packet::default()], 0)?;
     let floor = Turn::of(&runner, Program::Floor(runner.empty.as_fd()));
