@@ -176,6 +176,10 @@ impl Daemon {
         }
     }
 
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
     /// The counters and gauges of this moment.
     pub fn report(&self) -> Report {
         let balancer = self.engine.balancer();

@@ -342,6 +342,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     std::thread::scope(|scope| {
         let other = scope.spawn(|| -> anyhow::Result<()> {
             let bound = bind(THIS_THREAD, CPUS[1]);
+            back.0.store(u64::MAX, Release);
             for trip in 1..=trips {
                 wait(&there, trip);
                 back.0.store(trip, Release);
@@ -349,6 +350,10 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             bound
         });
         let mut times = Vec::with_capacity(trips as usize);
+        // The other thread starts on this CPU, which a real-time thread would keep for itself.
+        while back.0.load(Acquire) != u64::MAX {
+            std::thread::yield_now();
+        }
         for trip in 1..=trips {
             let started = Instant::now();
             there.0.store(trip, Release);

@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::AsRawFd as _;
+use std::process::Command;
+use std::time::{Duration, Instant};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use coreward_orchestrator::socket::BatchSocket;
 use nix::sched::{CloneFlags, setns};
 
@@ -16,6 +18,7 @@ pub const SERVER: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 4
 pub const INTERFACE: &str = "eth0";
 const CLIENT_MAC: &str = "02:00:00:00:09:01";
 const SERVER_MAC: &str = "02:00:00:00:09:02";
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs `action` in the server's namespace with a socket of the client, in a thread of its own. Fails without root.
 pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
@@ -42,8 +45,10 @@ fn connect() -> anyhow::Result<BatchSocket> {
     configure(*SERVER.ip(), CLIENT, CLIENT_MAC)?;
     setns(&client, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;
     configure(CLIENT, *SERVER.ip(), SERVER_MAC)?;
+    wait_until_up()?;
     let socket = BatchSocket::bind(SocketAddrV4::new(CLIENT, 0), PAYLOAD.len())?;
     setns(&server, CloneFlags::CLONE_NEWNET).context("entering the server's namespace")?;
+    wait_until_up()?;
     Ok(socket)
 }
 
@@ -57,4 +62,17 @@ fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<
     ip(&format!("address add {own}/24 dev {INTERFACE}"))?;
     ip(&format!("link set {INTERFACE} up"))?;
     ip(&format!("neighbour replace {other} lladdr {other_mac} dev {INTERFACE} nud permanent"))
+}
+
+/// Until a kernel thread has noticed the other end, the device drops what it sends.
+fn wait_until_up() -> anyhow::Result<()> {
+    let started = Instant::now();
+    loop {
+        let output = Command::new("ip").args(["-brief", "link", "show", INTERFACE]).output().context("ip")?;
+        if String::from_utf8_lossy(&output.stdout).contains(" UP ") {
+            return Ok(());
+        }
+        ensure!(started.elapsed() < TIMEOUT, "{INTERFACE} is not up after {TIMEOUT:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
